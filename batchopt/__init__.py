@@ -1,0 +1,11 @@
+"""Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
+
+from batchopt.errors import BatchoptError as BatchoptError
+from batchopt.errors import WorkerError as WorkerError
+from batchopt.errors import WorkerLostError as WorkerLostError
+from batchopt.optimizer import BatchOptimizer as BatchOptimizer
+from batchopt.split import split_batch as split_batch
+from batchopt_workers.worker import Sample as Sample
+from batchopt_workers.worker import Worker as Worker
+
+__version__ = "0.1.0"

@@ -1,0 +1,90 @@
+"""Checks of what the user passes: each error names the argument, what it was, and what is needed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from batchopt.cores import usable_cores
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an int, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be >= {least}, got {value}")
+    return value
+
+
+def read_parallelize(value: Any) -> int:
+    """The number of workers; `"auto"` is one a usable core."""
+    return usable_cores() if value == "auto" else _integer("parallelize", value, 1)
+
+
+def read_optional_count(name: str, value: Any) -> int | None:
+    """A positive int, or None."""
+    return None if value is None else _integer(name, value, 1)
+
+
+def read_seed(value: Any) -> int:
+    """A seed: any non-negative int."""
+    return _integer("seed", value, 0)
+
+
+def read_speeds(speeds: Any, workers: int) -> tuple[float, ...] | None:
+    """Relative speeds, one a worker, or None."""
+    if speeds is None:
+        return None
+    if isinstance(speeds, str) or not isinstance(speeds, Sequence):
+        raise TypeError(f"`speeds` must be a sequence of {workers} numbers or None, got {type(speeds).__name__}")
+    if len(speeds) != workers:
+        raise ValueError(f"`speeds` has {len(speeds)} entries for {workers} workers")
+    values = tuple(float(speed) for speed in speeds)
+    if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):
+        raise ValueError(f"`speeds` must be finite and >= 0, and not all 0; got {list(speeds)}")
+    return values
+
+
+def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
+    """Raise `TypeError` unless `function` is None or can be called with `parameters`."""
+    if function is None:
+        return
+    needed = f"`{name}` must be callable as {name}({', '.join(parameters)})"
+    if not callable(function):
+        raise TypeError(f"{needed}; got {type(function).__name__} {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        raise TypeError(f"{needed}; got a function of {signature}{_place(function)}") from None
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+
+
+def check_criterion(criterion: Any, loss_fn: Any) -> None:
+    """Raise `TypeError` or `ValueError` unless there is at most one of the two, each callable and no class."""
+    if criterion is not None and loss_fn is not None:
+        raise ValueError(
+            "`criterion` and `loss_fn` are both given: the loss is either criterion(module(inputs), targets) or loss_fn's"
+        )
+    if isinstance(criterion, type):
+        raise TypeError(
+            f"`criterion` must be an instance; got the class {criterion.__name__} - did you mean {criterion.__name__}()?"
+        )
+    if criterion is not None and not callable(criterion):
+        raise TypeError(f"`criterion` must be callable as criterion(output, targets); got {type(criterion).__name__}")
+    check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
+    if isinstance(criterion, torch.nn.Module) and any(p.requires_grad for p in criterion.parameters()):
+        raise ValueError(
+            "`criterion` has trainable parameters, which would not be trained: make it a part of the module, with loss_fn"
+        )

@@ -1,0 +1,107 @@
+"""Where evaluations run. One file a backend; each is imported when it is asked for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt.flatten import Flat
+from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.messages import Cut, Order
+from batchopt_workers.tree import Node
+from batchopt_workers.worker import Hook, Precode
+
+BACKENDS = {"serial": "batchopt.backends.serial:SerialBackend", "process": "batchopt.backends.process:ProcessBackend"}
+
+
+@dataclass
+class WorkerInfo:
+    """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user fixed it),
+    `samples` and `busy_seconds` count all it evaluated, `restarts` how often it was replaced."""
+
+    rank: int
+    pid: int
+    host: str
+    device: torch.device
+    speed: float | None = None
+    samples: int = 0
+    busy_seconds: float = 0.0
+    restarts: int = 0
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a backend needs to start."""
+
+    workers: int
+    threads: int | None
+    precode: Precode | None
+    program: Program
+    flat: Flat
+    parameters: list[torch.nn.Parameter]
+    buffers: StepBuffers
+
+
+class Partial(NamedTuple):
+    """A merged run of chunks: the loss sum, the gradient sum (in memory that the parent may overwrite until the next
+    evaluation), the changes of buffers, and which parameters had a gradient."""
+
+    loss: float
+    gradient: torch.Tensor
+    changes: torch.Tensor
+    used: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one worker made of its order."""
+
+    rank: int
+    order: Order
+    seconds: float
+    partials: list[tuple[Node, Partial]]
+    results: list[Any] = field(default_factory=list)
+
+
+class Backend(ABC):
+    """Workers that evaluate chunks of one module at the current X. The parent is its only caller."""
+
+    workers: list[WorkerInfo]
+
+    @abstractmethod
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these hooks from now on. Raises what pickling them raises."""
+
+    @abstractmethod
+    def load(self, batch: Batch) -> None:
+        """Begin a step on `batch`, with the module's present buffers, constants and modes."""
+
+    @abstractmethod
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
+        """Evaluate `orders[i]` on worker `i` (None: it idles), and wait for all. Answers come in rank order.
+
+        Raises `WorkerError` if the user's code raised; the workers can be used on.
+        """
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """`function(worker, *arguments)` on each worker; the values in rank order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers; does nothing the second time."""
+
+
+def start_backend(name: str, setup: Setup) -> Backend:
+    """Start the backend `name`; one worker is always this process."""
+    module, _, attribute = BACKENDS["serial" if setup.workers == 1 else name].partition(":")
+    backend: Backend = getattr(import_module(module), attribute)(setup)
+    return backend

@@ -1,0 +1,265 @@
+"""The process backend: worker processes on this machine, over shared memory.
+
+    parent (this file)                      ║ process     worker (batchopt_workers.loop)
+                                            ║ boundary
+    CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
+    EVALUATE order, 25 bytes      ── pipe ──╫──────────►  forward/backward at X
+    X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
+    partials    block "rows", one a worker ═╬═══════════  gradients are summed there
+    answers     ◄── pipe ───────────────────╫───────────  DONE order, seconds, loss sums; or FAILED, as text
+
+Each worker has one private socket pair, and nobody else holds its ends: a worker that dies is an end of file at once. Descriptors
+of later blocks travel over the same pair, so nothing ever listens. A pipe message orders memory: a row is read
+only after its DONE.
+"""
+
+from __future__ import annotations
+
+import pickle
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import util
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+import cloudpickle
+import torch.multiprocessing as mp
+
+from batchopt.backends import Answer, Backend, Partial, Setup, WorkerInfo
+from batchopt.backends.constants import Constants
+from batchopt.backends.launch import WorkerProcess, worker_environment
+from batchopt.cores import usable_cores
+from batchopt.errors import RemoteTraceback, WorkerError, WorkerLostError
+from batchopt_workers import loop
+from batchopt_workers.batch import Batch
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
+from batchopt_workers.packing import pack
+from batchopt_workers.rows import Rows, rows_nbytes
+from batchopt_workers.tree import most_held
+from batchopt_workers.worker import Hook
+
+# Seconds that a worker has to end by itself once the parent has hung up.
+GRACE = 1.0
+
+
+class _Child:
+    """One worker process, the parent's end of its pipe, and its gradient rows."""
+
+    def __init__(self, rank: int, setup: Setup, threads: int) -> None:
+        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
+        self.connection = ours
+        self.owed = 1  # replies that are still to come; the first is READY
+        self.rows: Rows | None = None
+        self.process = WorkerProcess(
+            worker_environment(threads),
+            target=loop.main,
+            args=(theirs, rank, setup.workers, threads),
+            name=f"batchopt-worker-{rank}",
+        )
+        with theirs:
+            self.process.start()
+
+    def send(self, message: bytes) -> None:
+        """Send one message; its reply is owed."""
+        self.connection.send_bytes(message)
+        self.owed += 1
+
+    def attach(self, name: str, block: SharedBlock) -> None:
+        """Have the worker map `block` as `name`."""
+        self.send(_call("attach", name))
+        send_handle(self.connection, block.fd, self.process.pid)
+
+
+def _call(method: str, *arguments: Any) -> bytes:
+    """A `CALL` of the worker's `Session.method`. Raises what pickling the arguments raises."""
+    return bytes([Kind.CALL]) + cloudpickle.dumps((method, arguments))
+
+
+class ProcessBackend(Backend):
+    """`setup.workers` processes. They end with this object, with this process, or at `close`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._device = setup.flat.vector.device
+        if setup.flat.block is None:
+            raise ValueError(
+                f"parameters are on {self._device}; workers run on cpu: call module.cpu(), or use parallelize=1"
+            )
+        precode = _call("run", setup.precode)
+        packed = pack(setup.program, setup.parameters)
+        program = SharedBlock.create(packed.nbytes)
+        self._constants = Constants(setup.program.module)
+        self._constants.place(packed, program)
+        self._setup = setup
+        self._flags = self._constants.flags(setup.parameters)
+        self._batch_block: SharedBlock | None = None
+        self._cut: Cut | None = None
+        self._interrupted = False
+        self._selector = selectors.DefaultSelector()
+        self._children: list[_Child] = []
+        self._shut_down = util.Finalize(self, _shut_down, (self._children, self._selector), exitpriority=100)
+        self.workers = []
+        try:
+            self._start(usable_cores())
+            if setup.precode is not None:
+                self._send_all(precode)
+            for child in self._children:
+                child.attach("parameters", setup.flat.block)
+                child.attach("program", program)
+            self._send_all(_call("install", setup.flat.layout, packed.data, packed.placements))
+            self._send_all(_call("set_flags", *self._flags))
+            self._gather()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, cores: int) -> None:
+        threads = self._setup.threads or max(1, cores // self._setup.workers)
+        for rank in range(self._setup.workers):
+            child = _Child(rank, self._setup, threads)
+            self._children.append(child)
+            self._selector.register(child.connection, selectors.EVENT_READ, rank)
+            self.workers.append(WorkerInfo(rank, child.process.pid or 0, socket.gethostname(), self._device))
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._settle()
+        self._send_all(_call("set_hooks", prehook, posthook))
+
+    def load(self, batch: Batch) -> None:
+        packed = pack(batch)
+        self._settle()
+        self._constants.refresh()
+        flags = self._constants.flags(self._setup.parameters)
+        if flags != self._flags:
+            self._send_all(_call("set_flags", *flags))
+            self._flags = flags
+        if self._batch_block is None or packed.nbytes > self._batch_block.nbytes:
+            self._batch_block = SharedBlock.create(packed.nbytes)
+            for child in self._children:
+                child.attach("batch", self._batch_block)
+        packed.place(self._batch_block)
+        self._send_all(_call("load", packed.data, packed.placements))
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
+        self._settle()
+        if cut is not self._cut:
+            self._send_all(_call("set_cut", cut))
+            self._cut = cut
+        for child, order in zip(self._children, orders, strict=True):
+            if order is not None:
+                self._make_room(child, most_held(order.first, order.last, cut.chunks))
+        for child, order in zip(self._children, orders, strict=True):
+            if order is not None:
+                self._send(child, bytes([Kind.EVALUATE]) + order.encode())
+        replies = self._gather()
+        return [self._answer(rank, order, replies[rank]) for rank, order in enumerate(orders) if order is not None]
+
+    def _make_room(self, child: _Child, rows: int) -> None:
+        if child.rows is None or len(child.rows) < rows:
+            layout, changes = self._setup.flat.layout, self._setup.buffers.size
+            block = SharedBlock.create(rows_nbytes(layout, changes, rows))
+            child.attach("rows", block)
+            self._send(child, _call("set_rows", rows))
+            child.rows = Rows(layout, changes, rows, block, self._device)
+
+    def _answer(self, rank: int, order: Order, replies: list[bytes]) -> Answer:
+        """The worker's DONE, which comes last, and the hooks' results, which come before it."""
+        rows = self._children[rank].rows
+        assert rows is not None
+        done = Done.decode(replies[-1][1:])
+        partials = []
+        for summary in done.summaries:
+            row = rows[summary.row]
+            partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
+        results = [value for reply in replies if reply[0] == Kind.HOOKED for value in pickle.loads(reply[1:])]
+        return Answer(rank, order, done.seconds, partials, results)
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        message = _call("run", function, *arguments)
+        self._settle()
+        self._send_all(message)
+        return [pickle.loads(replies[-1][1:]) for replies in self._gather()]
+
+    def _send(self, child: _Child, message: bytes) -> None:
+        try:
+            child.send(message)
+        except OSError:
+            raise self._lost(child) from None
+
+    def _send_all(self, message: bytes) -> None:
+        for child in self._children:
+            self._send(child, message)
+
+    def _settle(self) -> None:
+        """Take the replies that are still owed, so that the workers are idle."""
+        if not self._children:
+            raise WorkerLostError("the workers of this optimizer are gone: build a new BatchOptimizer")
+        self._gather()
+
+    def _gather(self) -> list[list[bytes]]:
+        """Wait until no worker owes a reply; returns each worker's replies.
+
+        Raises the first worker's failure if any failed; after a wait that was interrupted (Ctrl-C) what it waited for is of no interest.
+        """
+        report = not self._interrupted
+        self._interrupted = True
+        replies: list[list[bytes]] = [[] for _ in self._children]
+        while any(child.owed for child in self._children):
+            for key, _ in self._selector.select():
+                child = self._children[key.data]
+                try:
+                    reply = child.connection.recv_bytes()
+                except (EOFError, OSError):
+                    raise self._lost(child) from None
+                replies[key.data].append(reply)
+                child.owed -= reply[0] != Kind.HOOKED
+        self._interrupted = False
+        for rank, frames in enumerate(replies):
+            for frame in frames:
+                if report and frame[0] == Kind.FAILED:
+                    raise _error(rank, Failure.decode(frame[1:]))
+        return replies
+
+    def _lost(self, child: _Child) -> WorkerLostError:
+        """Close everything; says how the worker ended."""
+        process = child.process
+        process.join(GRACE)
+        name, pid, code = process.name, process.pid, process.exitcode
+        self.close()
+        ended = (
+            "hung up"
+            if code is None
+            else f"ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with {code}"
+        )
+        return WorkerLostError(f"{name} (pid {pid}) {ended}; the workers were closed: build a new BatchOptimizer")
+
+    def close(self) -> None:
+        self._shut_down()
+        for worker in self.workers:
+            worker.alive = False
+
+
+def _error(rank: int, failure: Failure) -> WorkerError:
+    error = WorkerError(rank, failure.type_name, failure.message, failure.samples)
+    error.__cause__ = RemoteTraceback(failure.traceback)
+    return error
+
+
+def _shut_down(children: list[_Child], selector: selectors.BaseSelector) -> None:
+    """Hang up; workers that are busy, or do not end within the grace, are killed with all that they started."""
+    for child in children:
+        child.connection.close()
+        if child.owed:
+            child.process.kill_group()
+    deadline = time.monotonic() + GRACE
+    for child in children:
+        child.process.join(max(0.0, deadline - time.monotonic()))
+        child.process.kill_group()
+        child.process.join(GRACE)
+    children.clear()
+    selector.close()

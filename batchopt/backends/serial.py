@@ -1,0 +1,85 @@
+"""The backend of `parallelize=1`: the map function, called in this process on the user's own module."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from batchopt.backends import Answer, Backend, Partial, Setup, WorkerInfo
+from batchopt.errors import WorkerError
+from batchopt_workers.batch import Batch
+from batchopt_workers.draws import draws_kept
+from batchopt_workers.evaluate import Evaluator
+from batchopt_workers.messages import Cut, Order
+from batchopt_workers.rows import Rows
+from batchopt_workers.tree import most_held
+from batchopt_workers.worker import Hook, Worker
+
+
+class SerialBackend(Backend):
+    """One worker, which is this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        device = setup.flat.vector.device
+        self.workers = [WorkerInfo(0, os.getpid(), socket.gethostname(), device)]
+        self._setup = setup
+        self._worker = Worker(0, 1, device)
+        if setup.precode is not None:
+            setup.precode(self._worker)
+        self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
+        self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        self._rows = self._make_rows(1)
+
+    def _make_rows(self, count: int) -> Rows:
+        return Rows(self._setup.flat.layout, self._setup.buffers.size, count, None, self._worker.device)
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
+
+    def load(self, batch: Batch) -> None:
+        self._evaluator.batch = batch
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
+        (order,) = orders
+        if order is None:
+            return []
+        if cut is not self._evaluator.cut:
+            self._evaluator.cut = cut
+            needed = most_held(order.first, order.last, cut.chunks)
+            if needed > len(self._rows):
+                self._rows = self._make_rows(needed)
+        try:
+            with draws_kept(), _threads(self._setup.threads):
+                done, results = self._evaluator.evaluate(order, self._rows)
+        except Exception as error:
+            raise WorkerError(0, type(error).__name__, str(error), self._evaluator.at_hand) from error
+        partials = []
+        for summary in done.summaries:
+            row = self._rows[summary.row]
+            partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
+        return [Answer(0, order, done.seconds, partials, results)]
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        return [function(self._worker, *arguments)]
+
+    def close(self) -> None:
+        self.workers[0].alive = False
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Run with `count` intra-op threads, and leave the caller's number as it was."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,62 @@
+"""Which `torch.optim.Optimizer` the user means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+OptimizerChoice = str | torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
+
+# Options where torch's own defaults would not do: L-BFGS without a line search leaves exact objectives unused.
+_OPTIONS: dict[str, dict[str, Any]] = {"lbfgs": {"line_search_fn": "strong_wolfe"}}
+
+
+def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {}
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            found[name.lower()] = kind
+    return found
+
+
+def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+    """The optimizer over `parameters` that `choice` names, makes or is.
+
+    A name is that of a class of `torch.optim` in lower case, with torch's defaults (`"lbfgs"` with strong Wolfe line search).
+    Raises `ValueError` for an unknown name or parameters that are not the module's, `TypeError` for anything that is no optimizer.
+    """
+    if choice is None:
+        return None
+    optimizer: Any
+    if isinstance(choice, str):
+        kinds = _by_name()
+        if choice not in kinds:
+            raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
+        optimizer = kinds[choice](list(parameters), **_OPTIONS.get(choice, {}))  # type: ignore[call-arg]
+    elif isinstance(choice, torch.optim.Optimizer):
+        optimizer = choice
+    elif isinstance(choice, type) or not callable(choice):
+        hint = (
+            f"; pass an instance, or lambda params: {choice.__name__}(params, ...)" if isinstance(choice, type) else ""
+        )
+        raise TypeError(f"`optimizer` must be a name, a factory, an instance or None; got {choice!r}{hint}")
+    else:
+        optimizer = choice(list(parameters))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"the factory given as `optimizer` returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            )
+    _check_parameters(optimizer, parameters)
+    return optimizer
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+    ours = {id(parameter) for parameter in parameters}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ours and p.requires_grad]
+    if strange:
+        raise ValueError(
+            f"{len(strange)} parameters of `optimizer` are not trainable parameters of the module (first: shape {tuple(strange[0].shape)}): "
+            "nothing would compute their gradients"
+        )

@@ -1,0 +1,57 @@
+"""How many cores this process may use."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: its affinity mask, and its container's CPU quota rounded up; at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+
+
+def _quota(membership: Path, root: Path) -> float | None:
+    """The smallest CPU quota, in cores, on the way from this process's control group to the root; None without one."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        is_v2 = controllers == ""
+        if not is_v2 and "cpu" not in controllers.split(","):
+            continue
+        base = root if is_v2 else root / "cpu"
+        group = base / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            quota = _read_v2(folder) if is_v2 else _read_v1(folder)
+            if quota is not None:
+                quotas.append(quota)
+            if folder == base:
+                break
+    return min(quotas, default=None)
+
+
+def _read_v2(folder: Path) -> float | None:
+    try:
+        limit, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def _read_v1(folder: Path) -> float | None:
+    try:
+        limit = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit <= 0 else limit / period

@@ -1,0 +1,46 @@
+"""What can go wrong, as exceptions.
+
+    BatchoptError (a RuntimeError)
+    ├── WorkerError       the user's code raised while it was evaluated
+    └── WorkerLostError   a worker process ended, or could not start
+
+Wrong arguments raise `ValueError` or `TypeError` where they are given, before a process starts where that is possible.
+"""
+
+from __future__ import annotations
+
+
+class BatchoptError(RuntimeError):
+    """Any error of this library that is not about an argument; also raised for use after `close()`."""
+
+
+class WorkerError(BatchoptError):
+    """The module, the criterion or a hook raised in a worker.
+
+    Its `__cause__` has the remote traceback. Parameters are as they were before the evaluation, and the optimizer can be used
+    again once the cause is mended.
+    """
+
+    def __init__(self, rank: int, type_name: str, message: str, samples: range) -> None:
+        self.rank = rank
+        self.type_name = type_name
+        self.samples = samples
+        where = f"worker {rank}"
+        if samples:
+            where += f", samples {samples.start}..{samples.stop - 1}"
+        super().__init__(f"{type_name} in {where}: {message}")
+
+
+class WorkerLostError(BatchoptError):
+    """A worker process ended without being asked to. The optimizer was closed; build a new one."""
+
+
+class RemoteTraceback(Exception):
+    """Carries the traceback of a worker's exception, as text, in the chain of the exception raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"

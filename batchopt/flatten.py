@@ -1,0 +1,141 @@
+"""From the module's trainable parameters to the one vector X, in shared memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from itertools import pairwise
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from batchopt_workers.layout import Layout
+from batchopt_workers.memory import SharedBlock
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Flat:
+    """X and what it is made of. The module's parameters are views of `vector`; `block` is the memory that
+    workers map (None for a module on an accelerator)."""
+
+    def __init__(self, layout: Layout, vector: torch.Tensor, block: SharedBlock | None) -> None:
+        self.layout = layout
+        self.vector = vector
+        self.block = block
+
+    def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Whether each of `parameters` still is the view of X that it was made."""
+        step = self.vector.element_size()
+        base = self.vector.data_ptr()
+        return all(
+            p.data_ptr() == base + slot.offset * step or not slot.numel
+            for p, slot in zip(parameters, self.layout.slots, strict=True)
+        )
+
+
+_living: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
+
+
+def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The named parameters that X is made of, each once.
+
+    Raises `TypeError` or `ValueError` for a module that cannot be flattened: not initialised, nothing to train, several
+    dtypes or devices, parameters that share memory, hooks on parameters.
+    """
+    if isinstance(module, type):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module instance; got the class {module.__name__} - did you mean {module.__name__}()?"
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"`module` must be a torch.nn.Module instance; got {type(module).__name__}")
+    everything = list(module.named_parameters())
+    for name, parameter in everything:
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter '{name}' is uninitialised (a lazy module): run one forward pass first")
+    named = [(name, p) for name, p in everything if p.requires_grad]
+    if not named:
+        raise ValueError(f"`module` has no parameter with requires_grad=True ({len(everything)} frozen)")
+    _check_kind(named)
+    _check_hooks(named)
+    _check_memory(named, module)
+    return named
+
+
+def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    devices = Counter(str(p.device) for _, p in named)
+    if len(devices) > 1:
+        raise ValueError(f"trainable parameters are on {len(devices)} devices {dict(devices)}: move the module to one")
+    if named[0][1].is_meta:
+        raise ValueError(
+            "parameters are on the meta device: give them memory with module.to_empty(device='cpu') and initialise them"
+        )
+    dtypes = Counter(str(p.dtype).removeprefix("torch.") for _, p in named)
+    if len(dtypes) > 1:
+        rarest = dtypes.most_common()[-1][0]
+        example = next(name for name, p in named if str(p.dtype).endswith(rarest))
+        raise ValueError(
+            f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is {rarest}): cast the module with module.to(dtype)"
+        )
+    if named[0][1].dtype not in _DTYPES:
+        raise ValueError(
+            f"trainable parameters are {named[0][1].dtype}; they must be real floating-point: store complex ones with torch.view_as_real"
+        )
+
+
+def _check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    for name, parameter in named:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{name}' has a hook; hooks on tensors do not travel to workers, and would see the gradient of a chunk: "
+                "register it on worker.module in a prehook, or hook the module that owns the parameter"
+            )
+
+
+def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.Module) -> None:
+    extents = []
+    trained = {id(p) for _, p in named}
+    others = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in [*named, *((n, t) for n, t in others if id(t) not in trained)]:
+        if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if id(tensor) in trained and last + 1 < tensor.numel():
+            raise ValueError(f"parameter '{name}' is expanded: its elements share memory; make it contiguous")
+        start = tensor.data_ptr()
+        extents.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in trained))
+    extents.sort()
+    for (_, end, name, one), (start, _, other, two) in pairwise(extents):
+        if start < end and (one or two):
+            raise ValueError(
+                f"'{name}' and '{other}' are different tensors over one storage: to tie two parameters, assign the "
+                "same Parameter to both modules; else clone one of them"
+            )
+
+
+def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
+    """Make the trainable parameters of `module` views of one vector, keeping their values.
+
+    Tied parameters count once. A module that was flattened before, and has not changed shape since, keeps its vector: two
+    optimizers over one module share X. Raises what `trainable` raises, before the module is touched.
+    """
+    named = trainable(module)
+    parameters = [parameter for _, parameter in named]
+    dtype, device = parameters[0].dtype, parameters[0].device
+    layout = Layout.of(named, dtype)
+    before = _living.get(parameters[0].untyped_storage().data_ptr())
+    if before is not None and before.layout == layout and before.holds(parameters):
+        return before, parameters
+    block = None
+    if device.type == "cpu":
+        block = SharedBlock.create(layout.size * dtype.itemsize)
+        vector = block.tensor(dtype, (layout.size,))
+    else:
+        vector = torch.empty(layout.size, dtype=dtype, device=device)
+    with torch.no_grad():
+        for parameter, view in zip(parameters, layout.views(vector), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+    flat = Flat(layout, vector, block)
+    _living[vector.untyped_storage().data_ptr()] = flat
+    return flat, parameters

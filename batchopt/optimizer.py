@@ -1,0 +1,379 @@
+"""BatchOptimizer: a module, a criterion and `parallelize=N` become f(X) and df/dX for any optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from batchopt import arguments
+from batchopt.backends import BACKENDS, Answer, Setup, WorkerInfo, start_backend
+from batchopt.batches import read_batch
+from batchopt.calibrate import measure
+from batchopt.choice import OptimizerChoice, choose_optimizer
+from batchopt.denominators import resolve_reduction, sample_weights
+from batchopt.errors import BatchoptError
+from batchopt.flatten import flatten, trainable
+from batchopt.plan import Objective, Plan, follow, make_plan
+from batchopt.reduce import reduce_answers
+from batchopt.report import Report
+from batchopt.speeds import Speeds
+from batchopt_workers.batch import Batch, Collate
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.objective import LossFunction
+from batchopt_workers.worker import Hook, Precode
+
+
+class BatchOptimizer:
+    """Evaluates `criterion(module(inputs), targets)` and its gradient over whole batches on `parallelize` workers.
+
+    Args:
+        module: its trainable parameters become views of one vector, `parameters`.
+        criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
+        optimizer: a name of a `torch.optim` class in lower case, a factory `f(params)`, an instance over the module's parameters, or
+            None to only evaluate. Default `"lbfgs"`: `torch.optim.LBFGS` with strong Wolfe line search.
+        parallelize: number of workers, or `"auto"`: one a usable core. 1, the default, evaluates in this process.
+        backend: where workers run: `"process"`, worker processes on this machine.
+        loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
+        reduction: `"mean"` or `"sum"`: what the loss of some samples is. Default: the criterion's own, else the mean.
+        chunk_size: samples in one forward/backward. None, the default: a worker's whole share. A number fixes the chunks by the data alone.
+        collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of `(input, target)` pairs,
+            or its inputs of a list of inputs where there are no targets. Default: one forward a sample.
+        precode: `precode(worker)`, run once in each worker before the module arrives there.
+        prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook returns
+            is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
+        speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
+        threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this process what torch
+            has. With `chunk_size` 1, here too, since the number of threads changes the bits.
+        seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
+        verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
+
+    Raises `TypeError` or `ValueError` for arguments that cannot work, before a process starts; `WorkerError` if precode raises.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        criterion: Callable[..., Any] | None = None,
+        *,
+        optimizer: OptimizerChoice = "lbfgs",
+        parallelize: int | str = 1,
+        backend: str = "process",
+        loss_fn: LossFunction | None = None,
+        reduction: str | None = None,
+        chunk_size: int | None = None,
+        collate_fn: Collate | None = None,
+        precode: Precode | None = None,
+        prehook: Hook | None = None,
+        posthook: Hook | None = None,
+        speeds: Sequence[float] | None = None,
+        threads_per_worker: int | None = None,
+        seed: int = 0,
+        verbose: int = 0,
+    ) -> None:
+        workers = arguments.read_parallelize(parallelize)
+        if backend not in BACKENDS:
+            raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
+        if backend == "serial" and workers > 1:
+            raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
+        arguments.check_criterion(criterion, loss_fn)
+        arguments.check_callable("precode", precode, ("worker",))
+        arguments.check_callable("prehook", prehook, ("worker", "sample"))
+        arguments.check_callable("posthook", posthook, ("worker", "sample"))
+        arguments.check_callable("collate_fn", collate_fn, ("samples",))
+        threads = arguments.read_optional_count("threads_per_worker", threads_per_worker)
+        self._chunk_size = arguments.read_optional_count("chunk_size", chunk_size)
+        self._reduction = resolve_reduction(reduction, criterion)
+        self._seed = arguments.read_seed(seed)
+        given = arguments.read_speeds(speeds, workers)
+        self._speeds = Speeds.unknown(workers) if given is None else Speeds(given, fixed=True)
+        self._report = Report(verbose)
+        self._collate = collate_fn
+
+        self._module = module
+        choose_optimizer(optimizer if isinstance(optimizer, str) else None, [p for _, p in trainable(module)])
+        self._flat, self._params = flatten(module)
+        self._grad = torch.zeros_like(self._flat.vector)
+        self._grad_views = self._flat.layout.views(self._grad)
+        self._buffers = StepBuffers(module)
+        self.optimizer = choose_optimizer(optimizer, self._params)
+
+        self._batch: Batch | None = None
+        self._objective: Objective
+        self._plan: Plan
+        self._criterion = criterion
+        self._prehook, self._posthook = prehook, posthook
+        self._changes: torch.Tensor | None = None
+        self._orders = 0
+        self._step = 0
+        self.eval_counter = 0
+        self.batch_counter = 0
+        self.sample_counter = 0
+        self.output = 0.0
+        self.hook_results: list[Any] = []
+        if threads is None and self._chunk_size is not None:
+            threads = 1
+        program = Program(module, criterion, loss_fn, self._seed)
+        setup = Setup(workers, threads, precode, program, self._flat, self._params, self._buffers)
+        self._backend = start_backend(backend, setup)
+        self._closed = False
+        try:
+            self._backend.set_hooks(prehook, posthook)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both ways."""
+        return self._flat.vector
+
+    @property
+    def grad_parameters(self) -> torch.Tensor:
+        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`, both ways."""
+        return self._grad
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module."""
+        return self._module
+
+    @property
+    def criterion(self) -> Callable[..., Any] | None:
+        """The user's criterion."""
+        return self._criterion
+
+    @property
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
+        return self._backend.workers
+
+    @property
+    def prehook(self) -> Hook | None:
+        """The hook before each forward; assigning replaces it in all workers."""
+        return self._prehook
+
+    @prehook.setter
+    def prehook(self, hook: Hook | None) -> None:
+        self._set_hooks(hook, self._posthook)
+
+    @property
+    def posthook(self) -> Hook | None:
+        """The hook after each backward; assigning replaces it in all workers."""
+        return self._posthook
+
+    @posthook.setter
+    def posthook(self, hook: Hook | None) -> None:
+        self._set_hooks(self._prehook, hook)
+
+    def _set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._check_open()
+        arguments.check_callable("prehook", prehook, ("worker", "sample"))
+        arguments.check_callable("posthook", posthook, ("worker", "sample"))
+        self._backend.set_hooks(prehook, posthook)
+        self._prehook, self._posthook = prehook, posthook
+
+    def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
+        """Load the batch and optimize on it once; returns the loss of the last evaluation, `output`."""
+        self.load(inputs, targets, options)
+        self.optimize()
+        self._end_step()
+        self.batch_counter += 1
+        self.sample_counter += self._objective.size
+        return self.output
+
+    def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
+        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the workers.
+
+        `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample; or lists with one entry a sample. `options`
+        has one object a sample, for the hooks. A new step begins: the module's buffers, modes and frozen parameters are taken
+        as they are now. Raises `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
+        """
+        self._check_open()
+        self._end_step()
+        self._check_module()
+        batch = read_batch(inputs, targets, options, self._collate)
+        self._buffers.begin_step()
+        self._backend.load(batch)
+        self._batch = batch
+        self._step += 1
+        weights = sample_weights(self._criterion, batch) if self._reduction == "mean" else None
+        self._objective = Objective(batch.size, self._reduction, weights, self._chunk_size)
+        if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
+            self.calibrate()
+        self._plan = make_plan(self._objective, self._speeds)
+
+    def calibrate(self) -> list[float]:
+        """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
+
+        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the measurement. Later
+        evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as they are.
+        """
+        self._check_loaded()
+        if not self._speeds.fixed:
+            self._backend.set_hooks(None, None)
+            try:
+                self._observe(*measure(self._backend, self._objective, self._next_order(), self._step))
+            finally:
+                self._backend.set_hooks(self._prehook, self._posthook)
+            self._report.note("calibrated: %s samples/s", [round(speed) for speed in self._speeds.relative()])
+        return self._speeds.relative()
+
+    def evaluate(self) -> torch.Tensor:
+        """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
+
+        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are overwritten, not
+        accumulated; a parameter that f does not depend on gets None. Raises `WorkerError` if the user's code raised, with the
+        gradients as they were.
+        """
+        started = time.perf_counter()
+        answers = self.map()
+        loss = self.reduce(answers)
+        self.eval_counter += 1
+        sizes = [self._samples_of(answer) for answer in answers]
+        seconds = time.perf_counter() - started
+        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, seconds, answers, sizes)
+        return loss
+
+    def map(self) -> list[Answer]:
+        """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
+
+        A subclass may override it, and `reduce`.
+        """
+        self._check_loaded()
+        self._plan = follow(self._plan, self._objective, self._speeds)
+        answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_order(), self._step))
+        samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
+        for answer in answers:
+            worker = self.workers[answer.rank]
+            samples[answer.rank], seconds[answer.rank] = self._samples_of(answer), answer.seconds
+            worker.samples += samples[answer.rank]
+            worker.busy_seconds += answer.seconds
+        self._observe(samples, seconds)
+        self.hook_results = [result for answer in answers for result in answer.results]
+        return answers
+
+    def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
+        whole = reduce_answers(answers, self._plan.cut.chunks)
+        with torch.no_grad():
+            self._grad.copy_(whole.gradient)
+        for parameter, view, used in zip(self._params, self._grad_views, whole.used, strict=True):
+            parameter.grad = view if used else None
+        self._changes = whole.changes.clone()
+        self.output = whole.loss
+        return torch.tensor(whole.loss, dtype=torch.float64)
+
+    def optimize(self) -> None:
+        """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer, evaluate once."""
+        if self.optimizer is None:
+            self.evaluate()
+        else:
+            self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
+
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker, *args)` on each worker; the values in rank order. Raises `WorkerError` if one raises."""
+        self._check_open()
+        return self._backend.run(function, args)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's and the optimizer's state, the counters, the measured speeds, the seed and the step; no code."""
+        return {
+            "module": self._module.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "speeds": list(self._speeds.values),
+            "seed": self._seed,
+            "step": self._step,
+            "output": self.output,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; speeds only if the number of workers is the same.
+
+        Raises `ValueError` if the seed differs, or one of the two has no optimizer; what torch raises if shapes differ.
+        """
+        self._check_open()
+        if state["seed"] != self._seed:
+            raise ValueError(
+                f"`seed` is {self._seed} here and {state['seed']} in the state: build the BatchOptimizer with that seed"
+            )
+        if (state["optimizer"] is None) != (self.optimizer is None):
+            raise ValueError("the state and this BatchOptimizer must both have an optimizer, or neither")
+        self._module.load_state_dict(state["module"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        for name in _COUNTERS:
+            setattr(self, name, state["counters"][name])
+        if len(state["speeds"]) == len(self.workers) and not self._speeds.fixed:
+            self._speeds = Speeds(tuple(state["speeds"]))
+        self._step = state["step"]
+        self.output = state["output"]
+
+    def close(self) -> None:
+        """End the workers. The module keeps its parameters; any number of times."""
+        if not self._closed:
+            self._closed = True
+            self._end_step()
+            self._report.close()
+            self._backend.close()
+
+    def __enter__(self) -> BatchOptimizer:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a BatchOptimizer holds processes and cannot be copied or pickled: use state_dict()")
+
+    def _end_step(self) -> None:
+        """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
+        if self._changes is not None:
+            self._buffers.take_over(self._changes)
+            self._changes = None
+
+    def _next_order(self) -> int:
+        self._orders += 1
+        return self._orders
+
+    def _samples_of(self, answer: Answer) -> int:
+        bounds = self._plan.cut.bounds
+        return bounds[answer.order.last] - bounds[answer.order.first]
+
+    def _observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
+        self._speeds = self._speeds.observed(samples, seconds)
+        for worker, speed in zip(self.workers, self._speeds.values, strict=True):
+            worker.speed = speed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BatchoptError("this BatchOptimizer was closed: build a new one")
+
+    def _check_loaded(self) -> None:
+        self._check_open()
+        if self._batch is None:
+            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
+
+    def _check_module(self) -> None:
+        """Raise unless the module's trainable parameters still are those that X is made of."""
+        ours = {id(parameter) for parameter in self._params}
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in ours:
+                raise BatchoptError(
+                    f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
+                )
+        if not self._flat.holds(self._params):
+            raise BatchoptError(
+                "a parameter was moved or given other memory after set-up (module.to, p.data = ...): build a new BatchOptimizer"
+            )
+
+
+_COUNTERS = ("eval_counter", "batch_counter", "sample_counter")

@@ -1,0 +1,66 @@
+"""Who evaluates what: how a batch is cut, and which chunks each worker is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from batchopt.speeds import Speeds
+from batchopt.split import cut_batch, runs, split_batch
+from batchopt_workers.messages import Cut, Order
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What fixes the weight of a chunk: `size` samples, whether their losses are averaged or summed, and each sample's part of
+    the denominator (None: all alike). With a `chunk_size` the chunks are fixed as well."""
+
+    size: int
+    reduction: str
+    weights: np.ndarray | None = None
+    chunk_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut of the batch, and how many of its chunks each worker gets, in order."""
+
+    cut: Cut
+    shares: tuple[int, ...]
+
+    def orders(self, evaluation: int, step: int) -> list[Order | None]:
+        """Each worker's order; None for a worker without a share."""
+        return [Order(evaluation, step, first, last) if last > first else None for first, last in runs(self.shares)]
+
+    def samples(self) -> list[int]:
+        """Each worker's number of samples."""
+        bounds = self.cut.bounds
+        return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
+
+
+def make_plan(objective: Objective, speeds: Speeds) -> Plan:
+    """Without a chunk size each worker gets one chunk, as large as its speed allows; else a run of the fixed chunks."""
+    n = objective.size
+    if objective.chunk_size is None:
+        counts = split_batch(n, speeds.relative())
+        bounds: Sequence[int] = [0, *accumulate(count for count in counts if count)]
+        shares = [1 if count else 0 for count in counts]
+    else:
+        bounds = [*range(0, n, objective.chunk_size), n]
+        shares = split_batch(len(bounds) - 1, speeds.relative())
+    return Plan(cut_batch(n, bounds, objective.reduction, objective.weights), tuple(shares))
+
+
+def follow(plan: Plan, objective: Objective, speeds: Speeds) -> Plan:
+    """The plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
+
+    Fixed chunks stay as they are, and only change hands.
+    """
+    if speeds.fixed or not speeds.improves_on(plan.samples()):
+        return plan
+    if objective.chunk_size is None:
+        return make_plan(objective, speeds)
+    return replace(plan, shares=tuple(split_batch(plan.cut.chunks, speeds.relative())))

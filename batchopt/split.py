@@ -1,0 +1,64 @@
+"""Splitting a batch by speed, and cutting it into chunks: pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from batchopt_workers.messages import Cut
+
+
+def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
+    """How many of `n` samples each worker gets, in proportion to `speeds` (samples per second, or any other unit).
+
+    The largest-remainder method, in exact arithmetic: the shares sum to `n`, and each is within 1 of `n * speed / sum(speeds)`; what
+    remains goes to the largest remainders, ties to the lower index. A worker of speed 0 gets nothing; if all speeds are 0
+    they count as equal. Worker `i` takes the samples after those of worker `i - 1`.
+
+    Raises `ValueError` for a negative `n`, no speeds, or a speed that is negative, infinite or NaN.
+    """
+    if n < 0:
+        raise ValueError(f"`n` must be >= 0, got {n}")
+    if not speeds:
+        raise ValueError("`speeds` must have at least one entry")
+    for i, speed in enumerate(speeds):
+        if not (math.isfinite(speed) and speed >= 0):
+            raise ValueError(f"`speeds` must be finite and >= 0, got {speed} at index {i}")
+    exact_speeds = [Fraction(speed) for speed in speeds]
+    total = sum(exact_speeds)
+    if total == 0:
+        exact_speeds, total = [Fraction(1)] * len(speeds), Fraction(len(speeds))
+    exact = [n * speed / total for speed in exact_speeds]
+    shares = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (shares[i] - exact[i], i))
+    for i in by_remainder[: n - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def runs(shares: Sequence[int]) -> list[tuple[int, int]]:
+    """The range `(first, last)` of each share when they lie one after the other."""
+    ends = list(accumulate(shares))
+    return [(end - share, end) for share, end in zip(shares, ends, strict=True)]
+
+
+def cut_batch(n: int, bounds: Sequence[int], reduction: str, sample_weights: np.ndarray | None) -> Cut:
+    """The chunks between `bounds` (0 first, `n` last, rising), weighted so that the weighted chunk losses sum to f.
+
+    For a `"sum"` each chunk counts 1; for a `"mean"` its part of the denominator, which is `n` or, with `sample_weights` (one a sample),
+    their sum.
+    """
+    ranges = list(pairwise(bounds))
+    if reduction == "sum":
+        weights = [1.0] * len(ranges)
+    elif sample_weights is None:
+        weights = [(stop - start) / n for start, stop in ranges]
+    else:
+        sums = [float(sample_weights[start:stop].sum()) for start, stop in ranges]
+        total = math.fsum(sums)
+        weights = [part / total if total else math.nan for part in sums]
+    return Cut(tuple(bounds), tuple(weights))

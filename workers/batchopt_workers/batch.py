@@ -1,0 +1,108 @@
+"""The data of one objective, and how a chunk of it is cut out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Collate = Callable[[list[Any]], Any]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """Apply `function` to every tensor of a structure of tuples, lists and dicts; what is no tensor stays."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, tuple) and hasattr(data, "_make"):
+        return data._make(map_tensors(function, item) for item in data)
+    if isinstance(data, (tuple, list)):
+        return type(data)(map_tensors(function, item) for item in data)
+    if isinstance(data, dict):
+        return {key: map_tensors(function, item) for key, item in data.items()}
+    return data
+
+
+def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return tensor.detach()[start:stop].requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists and dicts of them."""
+
+    data: Any
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
+        return map_tensors(lambda tensor: _rows(tensor, start, stop), self.data)
+
+    def sample(self, index: int) -> Any:
+        """One sample, without its first dimension."""
+        return map_tensors(lambda tensor: tensor.detach()[index].requires_grad_(tensor.requires_grad), self.data)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A list with one entry a sample, of any shapes."""
+
+    data: Sequence[Any]
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Samples `start` up to `stop`, as a list."""
+        return [self.sample(index) for index in range(start, stop)]
+
+    def sample(self, index: int) -> Any:
+        """One sample; its tensors are leaves of the autograd graph."""
+        return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), self.data[index])
+
+
+@dataclass
+class Piece:
+    """What goes through one forward: consecutive samples, or one sample of a list."""
+
+    inputs: Any
+    targets: Any
+    options: Sequence[Any] | None
+    indices: range
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`size` samples: inputs, with or without targets and options (one object a sample, for the hooks)."""
+
+    inputs: Columns | Samples
+    targets: Columns | Samples | None
+    options: Sequence[Any] | None
+    size: int
+    collate: Collate | None = None
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The forwards that evaluate samples `start` up to `stop`, in order.
+
+        Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a `collate`
+        function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no targets, and
+        returns what the module and the criterion get.
+        """
+        if isinstance(self.inputs, Columns):
+            targets = self.targets.slice(start, stop) if self.targets else None
+            yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
+        elif self.collate is not None:
+            yield self._piece(*self._collated(start, stop), start, stop)
+        else:
+            for index in range(start, stop):
+                target = self.targets.sample(index) if self.targets else None
+                yield self._piece(self.inputs.sample(index), target, index, index + 1)
+
+    def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
+        assert self.collate is not None
+        if self.targets is None:
+            return self.collate(self.inputs.slice(start, stop)), None
+        pairs = [(self.inputs.sample(index), self.targets.sample(index)) for index in range(start, stop)]
+        inputs, targets = self.collate(pairs)
+        return inputs, targets
+
+    def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
+        options = None if self.options is None else self.options[start:stop]
+        return Piece(inputs, targets, options, range(start, stop))

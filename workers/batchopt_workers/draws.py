@@ -1,0 +1,41 @@
+"""Seeding of every random draw in a worker, so that a step's evaluations see one function."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_draws(seed: int, step: int, chunk: int) -> None:
+    """Seed torch, NumPy's global generator and `random` from `(seed, step, chunk)` alone.
+
+    The same in each evaluation of a step and wherever the chunk is evaluated; another in the next step.
+    """
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed % 2**64, step, chunk), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Leave the random states of torch, NumPy and `random` as they were found."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)

@@ -1,0 +1,121 @@
+"""The map: evaluating a run of chunks. One function, wherever it runs: in the parent, in a child, on another machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchopt_workers.batch import Batch, Piece
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.draws import seed_draws
+from batchopt_workers.messages import Cut, Done, Order, Summary
+from batchopt_workers.objective import LossFunction, Objective
+from batchopt_workers.rows import Row, Rows
+from batchopt_workers.tree import Fold, Node
+from batchopt_workers.worker import Hook, Sample, Worker
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker evaluates, for as long as it lives."""
+
+    module: torch.nn.Module
+    criterion: Any
+    loss_fn: LossFunction | None
+    seed: int
+
+
+@dataclass
+class _Partial:
+    row: int
+    loss: float
+    used: bytes
+
+
+class Evaluator:
+    """Evaluates chunks of the loaded batch on one module.
+
+    `parameters` are the module's trainable ones, in the order of the layout. `at_hand` is the range of samples in
+    the forward that runs, or ran last.
+    """
+
+    def __init__(
+        self, program: Program, worker: Worker, parameters: Sequence[torch.Tensor], buffers: StepBuffers
+    ) -> None:
+        self.worker = worker
+        self.prehook: Hook | None = None
+        self.posthook: Hook | None = None
+        self.batch: Batch | None = None
+        self.cut = Cut((0,), ())
+        self.at_hand = range(0)
+        self._seed = program.seed
+        self._parameters = parameters
+        self._buffers = buffers
+        self._objective = Objective(program.module, program.criterion, program.loss_fn)
+
+    def evaluate(self, order: Order, rows: Rows) -> tuple[Done, list[Any]]:
+        """Evaluate the chunks of `order` into `rows`; returns the partials and what the posthook returned, in sample order."""
+        started = time.perf_counter()
+        free = list(range(len(rows)))[::-1]
+        results: list[Any] = []
+
+        def merge(left: _Partial, right: _Partial) -> _Partial:
+            rows[left.row].gradient.add_(rows[right.row].gradient)
+            rows[left.row].changes.add_(rows[right.row].changes)
+            free.append(right.row)
+            return _Partial(left.row, left.loss + right.loss, bytes(map(max, left.used, right.used)))
+
+        fold: Fold[_Partial] = Fold(self.cut.chunks, merge)
+        for chunk in range(order.first, order.last):
+            row = free.pop()
+            loss, used = self._chunk(order.step, chunk, rows[row], results)
+            fold.add(Node(0, chunk), _Partial(row, loss, used))
+        self.at_hand = range(0)
+        summaries = tuple(Summary(node, p.row, p.loss, p.used) for node, p in fold.partials)
+        return Done(order.evaluation, time.perf_counter() - started, summaries), results
+
+    def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[float, bytes]:
+        assert self.batch is not None
+        start, stop = self.cut.bounds[chunk], self.cut.bounds[chunk + 1]
+        share = self.cut.weights[chunk] / (stop - start)
+        seed_draws(self._seed, step, chunk)
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            loss = 0.0
+            for piece in self.batch.pieces(start, stop):
+                loss += self._forward_backward(piece, share * len(piece.indices), results)
+            self._buffers.changes(row.changes, (stop - start) / self.cut.size, chunk == 0)
+        finally:
+            self._buffers.restore()
+        return loss, self._collect(row)
+
+    def _forward_backward(self, piece: Piece, weight: float, results: list[Any]) -> float:
+        self.at_hand = piece.indices
+        sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices)
+        if self.prehook is not None:
+            self.prehook(self.worker, sample)
+        with torch.enable_grad():
+            sample.output, loss = self._objective(sample.inputs, sample.targets)
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        sample.loss = loss.item()
+        if self.posthook is not None:
+            results.append(self.posthook(self.worker, sample))
+        return sample.loss * weight
+
+    def _collect(self, row: Row) -> bytes:
+        """Move the gradients to the row: copying is cheaper than zeroing the row and accumulating there."""
+        used = bytearray(len(row.views))
+        with torch.no_grad():
+            for i, (parameter, view) in enumerate(zip(self._parameters, row.views, strict=True)):
+                if parameter.grad is None:
+                    view.zero_()
+                    continue
+                view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                parameter.grad = None
+                used[i] = 1
+        return bytes(used)

@@ -1,0 +1,155 @@
+"""What crosses the process boundary: the vocabulary of parent and worker.
+
+Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of
+shared memory follow it); `EVALUATE` carries an `Order`, 25 bytes in all. Worker to parent: fixed binary frames and UTF-8 text (`READY`, `DONE`,
+`FAILED`), of which nothing is unpickled; `RESULT` and `HOOKED` carry what functions of the user returned there, pickled. Each
+message is answered by one reply; `HOOKED`, which comes before the `DONE` of an evaluation with a posthook, is not counted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from batchopt_workers.tree import Node
+
+
+class Kind(IntEnum):
+    """The first byte of every message."""
+
+    CALL = 1
+    EVALUATE = 2
+    READY = 3
+    DONE = 4
+    RESULT = 5
+    FAILED = 6
+    HOOKED = 7
+
+
+@dataclass(frozen=True)
+class Order:
+    """Evaluate chunks `first` up to `last` at the current X. `evaluation` counts all that the parent ever asked for;
+    `step` numbers the batch, for the random draws."""
+
+    evaluation: int
+    step: int
+    first: int
+    last: int
+
+    _FORMAT = struct.Struct("<QQII")
+
+    def encode(self) -> bytes:
+        """The frame after its kind byte."""
+        return self._FORMAT.pack(self.evaluation, self.step, self.first, self.last)
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Order:
+        """The inverse of `encode`."""
+        return cls(*cls._FORMAT.unpack(frame))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's gradients holds
+    the sum, the loss sum, and a byte for each parameter that says whether any chunk had a gradient for it."""
+
+    node: Node
+    row: int
+    loss: float
+    used: bytes
+
+
+@dataclass(frozen=True)
+class Done:
+    """A worker's answer to an `Order`: how long it computed, and its merged partials."""
+
+    evaluation: int
+    seconds: float
+    summaries: tuple[Summary, ...]
+
+    _HEAD = struct.Struct("<QdII")
+    _SUMMARY = struct.Struct("<IIId")
+
+    def encode(self) -> bytes:
+        """The frame after its kind byte."""
+        width = len(self.summaries[0].used) if self.summaries else 0
+        parts = [self._HEAD.pack(self.evaluation, self.seconds, len(self.summaries), width)]
+        for s in self.summaries:
+            parts += self._SUMMARY.pack(s.node.level, s.node.index, s.row, s.loss), s.used
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Done:
+        """The inverse of `encode`; raises `ValueError` for anything else."""
+        try:
+            evaluation, seconds, count, width = cls._HEAD.unpack_from(frame)
+            stride = cls._SUMMARY.size + width
+            if len(frame) != cls._HEAD.size + count * stride:
+                raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
+            return cls(evaluation, seconds, tuple(cls._summaries(frame, stride)))
+        except struct.error as error:
+            raise ValueError(f"not a frame: {error}") from error
+
+    @classmethod
+    def _summaries(cls, frame: bytes, stride: int) -> list[Summary]:
+        found = []
+        for offset in range(cls._HEAD.size, len(frame), stride):
+            level, index, row, loss = cls._SUMMARY.unpack_from(frame, offset)
+            found.append(Summary(Node(level, index), row, loss, frame[offset + cls._SUMMARY.size : offset + stride]))
+        return found
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of the user's code in a worker, as text: its type's name, its message, the traceback,
+    and the samples at hand (empty where it was none)."""
+
+    type_name: str
+    message: str
+    traceback: str
+    samples: range = range(0)
+
+    _HEAD = struct.Struct("<QQIII")
+    _LIMIT = 100_000  # characters of each text
+
+    def encode(self) -> bytes:
+        """The frame after its kind byte."""
+        texts = [t[-self._LIMIT :].encode("utf-8", "replace") for t in (self.type_name, self.message, self.traceback)]
+        head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
+        return head + b"".join(texts)
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Failure:
+        """The inverse of `encode`; raises `ValueError` for anything else."""
+        try:
+            start, stop, *lengths = cls._HEAD.unpack_from(frame)
+        except struct.error as error:
+            raise ValueError(f"not a frame: {error}") from error
+        if len(frame) != cls._HEAD.size + sum(lengths):
+            raise ValueError(f"a frame of {len(frame)} bytes for texts of {lengths}")
+        texts, offset = [], cls._HEAD.size
+        for length in lengths:
+            texts.append(frame[offset : offset + length].decode("utf-8", "replace"))
+            offset += length
+        return cls(texts[0], texts[1], texts[2], range(start, stop))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`, and its loss counts
+    `weights[i]` in f (for a mean: the chunk's part of the whole denominator)."""
+
+    bounds: Sequence[int]
+    weights: Sequence[float]
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.weights)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.bounds[-1]

@@ -1,0 +1,54 @@
+"""The function of one forward: from inputs and targets to a scalar loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LossFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`loss_fn(module, inputs, targets)`, or `criterion(module(inputs), targets)`; without both, the module is its own loss.
+
+    A batch without targets calls `criterion(output)`; a module that is its own loss is called with `(inputs)` or `(inputs, targets)`.
+    """
+
+    module: torch.nn.Module
+    criterion: Callable[..., Any] | None
+    loss_fn: LossFunction | None
+
+    def __call__(self, inputs: Any, targets: Any) -> tuple[Any, torch.Tensor]:
+        """The module's output (None where only `loss_fn` sees it) and the loss, a scalar that depends on parameters.
+
+        Raises `TypeError` or `ValueError`, with what to do, for anything else.
+        """
+        arguments = (inputs,) if targets is None else (inputs, targets)
+        output = None
+        if self.loss_fn is not None:
+            source, loss = "loss_fn", self.loss_fn(self.module, inputs, targets)
+        elif self.criterion is not None:
+            output = self.module(inputs)
+            source, loss = "criterion", self.criterion(output, *arguments[1:])
+        else:
+            source, loss = "module", self.module(*arguments)
+        _check(source, loss)
+        return output, loss
+
+
+def _check(source: str, loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"`{source}` must return a scalar tensor; got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"`{source}` must return a scalar; got shape {tuple(loss.shape)}: use reduction='mean' or 'sum'"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of `{source}` does not depend on any trainable parameter (it has no grad_fn): "
+            "look for .detach(), .item(), torch.no_grad() or frozen parameters on its way"
+        )

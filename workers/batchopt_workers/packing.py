@@ -1,0 +1,125 @@
+"""Pickling with the tensors set apart, so that they cross the process boundary as shared memory.
+
+`pack` pickles any object (functions, lambdas and local classes by value, through cloudpickle) and lists the tensors
+that it met instead of writing their bytes; `place` puts those into one shared block, once, and every worker's
+`unpack` builds the object around views of that block. A trainable parameter is written as its index, and becomes a view of
+the worker's X: tied parameters stay tied, and no parameter is ever sent.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from batchopt_workers.memory import SharedBlock, aligned
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor lies in the block, and what it was."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An object apart from its tensors: `data` is sent, `tensors` are placed in shared memory."""
+
+    data: bytes
+    tensors: tuple[torch.Tensor, ...]
+    placements: tuple[Placement, ...]
+    nbytes: int
+
+    def place(self, block: SharedBlock) -> list[torch.Tensor]:
+        """Copy the tensors into `block` (at least `nbytes` long); returns its views of them, in order."""
+        views = []
+        for tensor, placement in zip(self.tensors, self.placements, strict=True):
+            view = block.tensor(placement.dtype, placement.shape, placement.offset)
+            view.copy_(tensor.detach())
+            views.append(view)
+        return views
+
+
+def _can_be_placed(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
+    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._parameter_index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._tensor_index: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: object) -> tuple[str, int, dict[str, object]] | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        index = self._parameter_index.get(id(obj))
+        if index is not None:
+            return "parameter", index, vars(obj)
+        if not _can_be_placed(obj):
+            return None
+        if id(obj) not in self._tensor_index:
+            self._tensor_index[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return "tensor", self._tensor_index[id(obj)], vars(obj)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._named = {"tensor": tensors, "parameter": parameters}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        kind, index, attributes = pid
+        tensor = self._named[kind][index]
+        vars(tensor).update(attributes)
+        return tensor
+
+
+def pack(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Packed:
+    """Pickle `obj`; its tensors are set apart, and those in `parameters` are only named by their index.
+
+    Raises whatever pickling `obj` raises.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file, parameters)
+    packer.dump(obj)
+    placements, offset = [], 0
+    for tensor in packer.tensors:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        placements.append(Placement(offset, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_parameter))
+        offset = aligned(offset + tensor.numel() * tensor.element_size())
+    return Packed(file.getvalue(), tuple(packer.tensors), tuple(placements), offset)
+
+
+def unpack(
+    data: bytes, placements: Sequence[Placement], block: SharedBlock, parameters: Sequence[torch.Tensor] = ()
+) -> Any:
+    """Build the object that `pack` was given, its tensors being views of `block`."""
+    tensors: list[torch.Tensor] = []
+    for placement in placements:
+        view = block.tensor(placement.dtype, placement.shape, placement.offset)
+        if placement.is_parameter:
+            view = torch.nn.Parameter(view, requires_grad=placement.requires_grad)
+        elif placement.requires_grad:
+            view.requires_grad_()
+        tensors.append(view)
+    return _Unpacker(data, tensors, parameters).load()

@@ -1,0 +1,54 @@
+"""The vectors that a worker sums in: each row holds a gradient, then the changes of the module's buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from batchopt_workers.layout import Layout
+from batchopt_workers.memory import SharedBlock, aligned
+
+
+@dataclass(frozen=True)
+class Row:
+    """One partial sum: `gradient` (shape `(layout.size,)`), its `views` in each parameter's shape, and
+    `changes`, float64, of the buffers that evaluation may change."""
+
+    gradient: torch.Tensor
+    views: list[torch.Tensor]
+    changes: torch.Tensor
+
+
+class Rows:
+    """`count` rows over one block of shared memory, or over memory of this process where there is no block."""
+
+    def __init__(
+        self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
+    ) -> None:
+        stride, split = _row_bytes(layout, changes)
+        self._rows = []
+        for i in range(count):
+            if block is None:
+                gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=device)
+                deltas = torch.empty(changes, dtype=torch.float64)
+            else:
+                gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)
+                deltas = block.tensor(torch.float64, (changes,), i * stride + split)
+            self._rows.append(Row(gradient, layout.views(gradient), deltas))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
+
+
+def _row_bytes(layout: Layout, changes: int) -> tuple[int, int]:
+    split = aligned(layout.size * layout.sum_dtype.itemsize)
+    return split + aligned(changes * 8), split
+
+
+def rows_nbytes(layout: Layout, changes: int, count: int) -> int:
+    """Bytes of a block for `count` rows."""
+    return _row_bytes(layout, changes)[0] * count

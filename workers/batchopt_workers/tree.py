@@ -1,0 +1,88 @@
+"""The fixed binary tree along which the partials of chunks are merged.
+
+Floating-point sums depend on their order. Here the order is that of a binary tree over the chunk index and
+nothing else: node `(level, index)` stands for chunks `index * 2**level` up to `(index + 1) * 2**level`, and is
+its left child plus its right child. Whoever holds both children may merge them, in whatever order they came, and
+the root has the same bits. A node whose sibling lies past the last chunk is its own parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A place in the tree; chunk `i` is the leaf `Node(0, i)`."""
+
+    level: int
+    index: int
+
+    @property
+    def sibling(self) -> Node:
+        """The node that shares this one's parent."""
+        return Node(self.level, self.index ^ 1)
+
+    @property
+    def parent(self) -> Node:
+        """The node one level up."""
+        return Node(self.level + 1, self.index >> 1)
+
+    @property
+    def first_chunk(self) -> int:
+        """The first chunk below this node."""
+        return self.index << self.level
+
+
+class Fold(Generic[T]):
+    """Partials of some of `count` chunks, merged as far as the tree allows.
+
+    `merge(left, right)` returns the merged partial; it may reuse the memory of either. Chunks that come in
+    order leave at most about `2 * log2(count)` partials unmerged.
+    """
+
+    def __init__(self, count: int, merge: Callable[[T, T], T]) -> None:
+        self._count = count
+        self._merge = merge
+        self._root = Node(max(count - 1, 0).bit_length(), 0)
+        self._held: dict[Node, T] = {}
+
+    def add(self, node: Node, partial: T) -> None:
+        """Take in the partial of `node`, and merge upwards while its sibling is here."""
+        while node != self._root:
+            if node.sibling.first_chunk < self._count:
+                other = self._held.pop(node.sibling, None)
+                if other is None:
+                    break
+                left, right = (other, partial) if node.index & 1 else (partial, other)
+                partial = self._merge(left, right)
+            node = node.parent
+        self._held[node] = partial
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def partials(self) -> list[tuple[Node, T]]:
+        """What is held, in chunk order: the root alone once every chunk was added."""
+        return sorted(self._held.items(), key=lambda item: item[0].first_chunk)
+
+    @property
+    def root(self) -> T:
+        """The whole sum; raises `LookupError` while chunks are missing."""
+        if self._root not in self._held:
+            raise LookupError("the partials of some chunks are missing")
+        return self._held[self._root]
+
+
+def most_held(first: int, last: int, count: int) -> int:
+    """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order, the one being
+    evaluated included: the rows that a worker needs."""
+    fold: Fold[None] = Fold(count, lambda left, right: None)
+    most = 0
+    for chunk in range(first, last):
+        most = max(most, len(fold) + 1)
+        fold.add(Node(0, chunk), None)
+    return most
