@@ -29,12 +29,12 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
     """
     if choice is None:
         return None
-    optimizer: Any
+    optimizer: torch.optim.Optimizer
     if isinstance(choice, str):
         kinds = _by_name()
         if choice not in kinds:
             raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
-        optimizer = kinds[choice](list(parameters), **_OPTIONS.get(choice, {}))  # type: ignore[call-arg]
+        optimizer = kinds[choice](list(parameters), **_OPTIONS.get(choice, {}))
     elif isinstance(choice, torch.optim.Optimizer):
         optimizer = choice
     elif isinstance(choice, type) or not callable(choice):

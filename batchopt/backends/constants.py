@@ -11,12 +11,18 @@ _Key = tuple[torch.nn.Module, str]
 
 
 class Constants:
-    """Follows the frozen parameters and buffers of the user's module, and rewrites the workers' copy when they change."""
+    """Keeps the frozen parameters and the buffers of the user's module in memory that the workers read.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    They become views of the workers' block, so that whatever is written to them, however, is what the workers have at the
+    next step. A version counter would not do: `.data` and batch normalisation go past it.
+    """
+
+    def __init__(self, module: torch.nn.Module, packed: Packed, block: SharedBlock) -> None:
+        """Put all tensors of the packed program into `block`."""
         self._module = module
-        self._views: dict[_Key, torch.Tensor] = {}
-        self._seen: dict[_Key, tuple[int, int]] = {}
+        placed = {id(t): view for t, view in zip(packed.tensors, packed.place(block), strict=True)}
+        self._views = {key: placed[id(tensor)] for key, tensor in self._tensors() if id(tensor) in placed}
+        self._bind()
 
     def _tensors(self) -> list[tuple[_Key, torch.Tensor]]:
         found = []
@@ -26,31 +32,28 @@ class Constants:
                     found.append(((owner, name), tensor))
         return found
 
-    def place(self, packed: Packed, block: SharedBlock) -> None:
-        """Put all tensors of the packed program into `block`."""
-        placed = {id(t): view for t, view in zip(packed.tensors, packed.place(block), strict=True)}
+    def _bind(self) -> None:
         for key, tensor in self._tensors():
-            if id(tensor) in placed:
-                self._views[key] = placed[id(tensor)]
-                self._seen[key] = (id(tensor), tensor._version)
+            if key in self._views:
+                tensor.data = self._views[key]
 
     def refresh(self) -> None:
-        """Copy what has changed since the last call; the workers must be idle.
+        """Take over tensors that were given other memory since the last call; the workers must be idle.
 
         Raises `ValueError` for a tensor of another shape or dtype than the workers have.
         """
         with torch.no_grad():
             for key, tensor in self._tensors():
                 view = self._views.get(key)
-                if view is None or self._seen[key] == (id(tensor), tensor._version):
+                if view is None or view.data_ptr() == tensor.data_ptr():
                     continue
                 if view.shape != tensor.shape or view.dtype != tensor.dtype:
                     raise ValueError(
-                        f"'{key[1]}' of {type(key[0]).__name__} was {tuple(view.shape)} {view.dtype} when this optimizer was built and is now "
-                        f"{tuple(tensor.shape)} {tensor.dtype}: build a new BatchOptimizer"
+                        f"'{key[1]}' of {type(key[0]).__name__} was {tuple(view.shape)} {view.dtype} when this "
+                        f"BatchOptimizer was built and is now {tuple(tensor.shape)} {tensor.dtype}: build a new one"
                     )
                 view.copy_(tensor)
-                self._seen[key] = (id(tensor), tensor._version)
+        self._bind()
 
     def flags(self, parameters: list[torch.nn.Parameter]) -> tuple[list[bool], list[bool]]:
         """Training mode of each submodule, and `requires_grad` of each parameter of X."""

@@ -59,7 +59,7 @@ class _Popen(SpawnPopen):
             self._child = subprocess.Popen(
                 spawn.get_command_line(tracker_fd=None, pipe_handle=child_end),
                 executable=spawn.get_executable(),
-                pass_fds=[child_end, child_alive, *self._fds],
+                pass_fds=[child_end, child_alive, *self._fds],  # type: ignore[attr-defined]
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -114,7 +114,7 @@ def _preparation(name: str) -> dict[str, Any]:
         "sys_path": path,
         "sys_argv": sys.argv,
         "dir": os.getcwd(),
-        "orig_dir": mp_process.ORIGINAL_DIR,
+        "orig_dir": mp_process.ORIGINAL_DIR,  # type: ignore[attr-defined]
     }
 
 

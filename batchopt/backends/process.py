@@ -20,7 +20,8 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import util
 from multiprocessing.reduction import send_handle
 from typing import Any
@@ -76,7 +77,17 @@ class _Child:
 
 def _call(method: str, *arguments: Any) -> bytes:
     """A `CALL` of the worker's `Session.method`. Raises what pickling the arguments raises."""
-    return bytes([Kind.CALL]) + cloudpickle.dumps((method, arguments))
+    pickled: bytes = cloudpickle.dumps((method, arguments))
+    return bytes([Kind.CALL]) + pickled
+
+
+@contextmanager
+def _sending(what: str) -> Iterator[None]:
+    """Name `what` if it cannot be pickled."""
+    try:
+        yield
+    except Exception as error:
+        raise TypeError(f"{what} cannot be sent to worker processes: {error}") from error
 
 
 class ProcessBackend(Backend):
@@ -88,11 +99,12 @@ class ProcessBackend(Backend):
             raise ValueError(
                 f"parameters are on {self._device}; workers run on cpu: call module.cpu(), or use parallelize=1"
             )
-        precode = _call("run", setup.precode)
-        packed = pack(setup.program, setup.parameters)
+        with _sending("`precode`"):
+            precode = _call("run", setup.precode)
+        with _sending("the module, the criterion or `loss_fn`"):
+            packed = pack(setup.program, setup.parameters)
         program = SharedBlock.create(packed.nbytes)
-        self._constants = Constants(setup.program.module)
-        self._constants.place(packed, program)
+        self._constants = Constants(setup.program.module, packed, program)
         self._setup = setup
         self._flags = self._constants.flags(setup.parameters)
         self._batch_block: SharedBlock | None = None
@@ -125,11 +137,14 @@ class ProcessBackend(Backend):
             self.workers.append(WorkerInfo(rank, child.process.pid or 0, socket.gethostname(), self._device))
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        with _sending("`prehook` or `posthook`"):
+            message = _call("set_hooks", prehook, posthook)
         self._settle()
-        self._send_all(_call("set_hooks", prehook, posthook))
+        self._send_all(message)
 
     def load(self, batch: Batch) -> None:
-        packed = pack(batch)
+        with _sending("the batch"):
+            packed = pack(batch)
         self._settle()
         self._constants.refresh()
         flags = self._constants.flags(self._setup.parameters)
@@ -178,7 +193,8 @@ class ProcessBackend(Backend):
         return Answer(rank, order, done.seconds, partials, results)
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        message = _call("run", function, *arguments)
+        with _sending("the function or an argument"):
+            message = _call("run", function, *arguments)
         self._settle()
         self._send_all(message)
         return [pickle.loads(replies[-1][1:]) for replies in self._gather()]

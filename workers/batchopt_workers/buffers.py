@@ -7,8 +7,6 @@ buffers weighted by the chunk's part of the batch, those of others (counters) as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 # Elements. A buffer over this is a constant (data kept with the module): all workers share one copy of it.
@@ -51,7 +49,6 @@ class StepBuffers:
                 owner._buffers.update({n: own.get(id(b), b) for n, b in owner._buffers.items()})
         else:
             self._own, self._start = self._start, copies
-        self._versions = [own._version for own in self._own]
         self.size = sum(own.numel() for own in self._own)
 
     def begin_step(self) -> None:
@@ -64,36 +61,31 @@ class StepBuffers:
                 else:
                     self._own[i] = _get(owner, name)
                     self._start[i] = self._own[i].detach().clone()
-                self._versions[i] = self._own[i]._version
-
-    def _changed(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for i, (owner, name) in enumerate(self._places):
-            now = _get(owner, name)
-            if now is not self._own[i] or now._version != self._versions[i]:
-                yield i, now
 
     def restore(self) -> None:
-        """Put the values of the step's start back wherever they were changed."""
+        """Put the values of the step's start back.
+
+        All of them: batch normalisation updates its statistics without a trace in their version counters.
+        """
         with torch.no_grad():
-            for i, _ in self._changed():
-                owner, name = self._places[i]
-                owner._buffers[name] = self._own[i]
-                self._own[i].copy_(self._start[i])
-                self._versions[i] = self._own[i]._version
+            for (owner, name), own, start in zip(self._places, self._own, self._start, strict=True):
+                owner._buffers[name] = own
+                own.copy_(start)
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
         """Write to `out` (shape `(size,)`, float64) what a chunk changed: times `share` (its part of the batch) for
         floating-point buffers, for others only if it is the `first` chunk."""
         out.zero_()
-        parts = out.split([own.numel() for own in self._own])
-        for i, now in self._changed():
-            start = self._start[i]
-            weight = share if start.is_floating_point() else float(first)
-            parts[i].copy_((now.detach().double() - start.double()).flatten() * weight)
+        parts = torch.split(out, [own.numel() for own in self._own])
+        for (owner, name), start, part in zip(self._places, self._start, parts, strict=True):
+            now = _get(owner, name).detach()
+            if not torch.equal(now, start):  # the difference of equal infinities would be NaN
+                weight = share if start.is_floating_point() else float(first)
+                part.copy_((now.double() - start.double()).flatten() * weight)
 
     def take_over(self, changes: torch.Tensor) -> None:
         """Move the module's buffers from the step's start by the summed `changes`."""
-        parts = changes.split([own.numel() for own in self._own])
+        parts = torch.split(changes, [own.numel() for own in self._own])
         with torch.no_grad():
             for own, start, part in zip(self._own, self._start, parts, strict=True):
                 if part.any():

@@ -20,17 +20,21 @@ def seed_draws(seed: int, step: int, chunk: int) -> None:
     digest = hashlib.blake2b(struct.pack("<QQQ", seed % 2**64, step, chunk), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
     np.random.seed(number % 2**32)
     random.seed(number)
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def draws_kept() -> Iterator[None]:
     """Leave the random states of torch, NumPy and `random` as they were found."""
     torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda_states = _cuda_states()
     try:
         yield
     finally:

@@ -101,11 +101,12 @@ class Evaluator:
             self.prehook(self.worker, sample)
         with torch.enable_grad():
             sample.output, loss = self._objective(sample.inputs, sample.targets)
-            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            if weight != 0.0:  # nothing of it counts, and the mean of nothing is NaN
+                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
         if self.posthook is not None:
             results.append(self.posthook(self.worker, sample))
-        return sample.loss * weight
+        return sample.loss * weight if weight != 0.0 else 0.0
 
     def _collect(self, row: Row) -> bytes:
         """Move the gradients to the row: copying is cheaper than zeroing the row and accumulating there."""

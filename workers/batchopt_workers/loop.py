@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -129,7 +131,8 @@ def _obey(connection: Connection, session: Session, message: bytes) -> list[byte
 
 
 def _pickled(kind: Kind, value: Any) -> bytes:
-    return bytes([kind]) + cloudpickle.dumps(value)
+    pickled: bytes = cloudpickle.dumps(value)
+    return bytes([kind]) + pickled
 
 
 def describe(error: BaseException, samples: range) -> Failure:
@@ -145,21 +148,30 @@ def describe(error: BaseException, samples: range) -> Failure:
     return Failure(type(error).__name__, message, trace, samples)
 
 
+def _end(code: int) -> None:
+    """End this process and whatever it started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)
+
+
 def _end_with_parent() -> None:
-    """Wait for the parent's death, then end this process and what it started."""
+    """Wait for the parent's death, and do not outlive it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    _end(1)
 
 
 def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
-    """The life of a worker process, from its first message to the parent's end."""
+    """The life of a worker process, from its first message to the parent's last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides about Ctrl-C
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, name="batchopt-parent-watch", daemon=True).start()
     torch.set_num_threads(threads)
     connection.send_bytes(bytes([Kind.READY]))
     serve(connection, Session(rank, world_size))
+    atexit._run_exitfuncs()  # the user's code may have registered some
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _end(0)

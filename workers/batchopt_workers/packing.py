@@ -89,7 +89,7 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         kind, index, attributes = pid
-        tensor = self._named[kind][index]
+        tensor: torch.Tensor = self._named[kind][index]
         vars(tensor).update(attributes)
         return tensor
 

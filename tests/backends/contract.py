@@ -1,0 +1,544 @@
+"""The contract of every backend: one suite, run by a small class for each backend in the test files beside this one."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from tests.workloads import Mlp, Workload, cnn, convolutional, mlp, reference, rnn
+
+Make = Callable[..., BatchOptimizer]
+
+
+class Tied(nn.Module):
+    """An encoder and a decoder that share their weight, a frozen scale, and a transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 6, bias=False)
+        self.decoder = nn.Linear(6, 6, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.scale = nn.Parameter(torch.full((6,), 0.5), requires_grad=False)
+        self.mix = nn.Parameter(torch.arange(12.0).view(3, 4).t() / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = (self.decoder(torch.tanh(self.encoder(x))) * self.scale)[:, :4] @ self.mix
+        return y
+
+
+class Contract:
+    """What holds for any backend. A subclass gives `backend` and `parallelize`."""
+
+    backend: str
+    parallelize: int
+
+    @pytest.fixture
+    def make(self) -> Any:
+        """Builds BatchOptimizers that are closed at the test's end."""
+        made: list[BatchOptimizer] = []
+
+        def build(*args: Any, **options: Any) -> BatchOptimizer:
+            opt = BatchOptimizer(*args, **{"backend": self.backend, "parallelize": self.parallelize, **options})
+            made.append(opt)
+            return opt
+
+        yield build
+        for opt in made:
+            opt.close()
+
+    def check(self, opt: BatchOptimizer, case: Workload) -> None:
+        """One evaluation on the case's batch equals plain torch."""
+        loss, gradient = case.reference()
+        opt.load(case.inputs, case.targets)
+        assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+
+    # ---- vectors
+
+    def test_the_vectors_share_memory_with_the_module_both_ways(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer=None)
+        self.check(opt, case)
+        first = case.module.get_parameter("first.weight")
+        with torch.no_grad():
+            opt.parameters.mul_(0.5)
+            self.check(opt, case)
+            first.fill_(0.25)
+        assert (opt.parameters[: first.numel()] == 0.25).all()
+        self.check(opt, case)
+        assert first.grad is not None
+        first.grad.fill_(7.0)
+        assert (opt.grad_parameters[: first.numel()] == 7.0).all()
+        opt.grad_parameters.zero_()
+        assert not first.grad.any()
+
+    def test_tied_frozen_and_transposed_parameters(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Tied().double()
+        module.mix.data = module.mix.data.t().contiguous().t()
+        assert not module.mix.is_contiguous()
+        before = module.mix.detach().clone()
+        case = Workload(module, nn.MSELoss(), torch.randn(15, 6).double(), torch.randn(15, 3).double())
+        opt = make(module, case.criterion, optimizer=None)
+        assert opt.parameters.numel() == 36 + 12
+        assert torch.equal(module.mix, before)
+        self.check(opt, case)
+        with torch.no_grad():
+            opt.parameters.add_(0.1)
+        self.check(opt, case)
+        tied = opt.run_on_workers(lambda worker: worker.module.encoder.weight is worker.module.decoder.weight)
+        assert tied == [True] * self.parallelize
+
+    def test_frozen_parameters_and_modes_that_change_between_steps_reach_the_workers(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Tied().double()
+        case = Workload(module, nn.MSELoss(), torch.randn(9, 6).double(), torch.randn(9, 3).double())
+        opt = make(module, case.criterion, optimizer=None)
+        self.check(opt, case)
+        module.scale.data.fill_(2.0)
+        module.scale.mul_(1.5)
+        self.check(opt, case)
+        module.mix.requires_grad_(False)
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        assert module.mix.grad is None
+        assert not opt.grad_parameters[:12].any()  # `mix` comes first
+        assert torch.equal(module.encoder.weight.grad.flatten(), opt.grad_parameters[12:])  # type: ignore[union-attr]
+        module.mix.requires_grad_(True)
+        self.check(opt, case)
+        module.scale.requires_grad_(True)
+        with pytest.raises(batchopt.BatchoptError, match="'scale' was frozen"):
+            opt.load(case.inputs, case.targets)
+
+    def test_a_parameter_without_influence_keeps_no_gradient(self, make: Make) -> None:
+        class WithSpare(Mlp):
+            def __init__(self) -> None:
+                super().__init__()
+                self.spare = nn.Linear(2, 2)
+
+        module = WithSpare().double()
+        opt = make(module, nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
+        before = module.spare.weight.detach().clone()
+        opt.step(torch.randn(8, 6).double(), torch.randn(8, 4).double())
+        assert module.spare.weight.grad is None
+        assert torch.equal(module.spare.weight, before)
+
+    def test_a_second_optimizer_over_the_same_module_shares_its_vector(self, make: Make) -> None:
+        case = mlp()
+        one = make(case.module, case.criterion, optimizer="sgd")
+        two = make(case.module, case.criterion, optimizer="lbfgs")
+        assert one.parameters.data_ptr() == two.parameters.data_ptr()
+        for opt in (one, two, one):
+            self.check(opt, case)
+            before = opt.output
+            opt.step(case.inputs, case.targets)
+            self.check(opt, case)
+            assert opt.output < before
+
+    def test_a_parameter_that_was_given_other_memory_is_an_error(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer=None)
+        bias = case.module.get_parameter("first.bias")
+        bias.data = bias.data.clone()
+        with pytest.raises(batchopt.BatchoptError, match="given other memory"):
+            opt.load(case.inputs, case.targets)
+
+    # ---- batches
+
+    def test_every_form_of_batch(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Mlp().double()
+        x, y = torch.randn(11, 6).double(), torch.randn(11, 4).double()
+
+        def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+            a, b = (inputs["a"], inputs["b"]) if isinstance(inputs, dict) else inputs
+            return nn.functional.mse_loss(module(torch.cat([a, b], 1)), targets[0])
+
+        loss, gradient = reference(module, nn.MSELoss(), x, y)
+        opt = make(module, optimizer=None, loss_fn=loss_fn)
+        a, b = x[:, :2], x[:, 2:]
+        for inputs, targets in (((a, b), (y,)), ([a, b], [y]), ({"a": a, "b": b}, (y,))):
+            opt.load(inputs, targets)
+            assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+
+    def test_batches_of_any_size_one_after_the_other(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None)
+        for size in (5, 1, 64, 2, 3, 200, 7):
+            x, y = torch.randn(size, 6).double(), torch.randn(size, 4).double()
+            self.check(opt, Workload(module, nn.MSELoss(), x, y))
+
+    def test_samples_of_different_shapes_alone_and_collated(self, make: Make) -> None:
+        case = rnn()
+        loss, gradient = case.reference()
+
+        def pad(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+            return [x for x, _ in pairs], torch.stack([y for _, y in pairs])
+
+        def criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(outputs, targets)
+
+        class Many(nn.Module):
+            def __init__(self, one: nn.Module) -> None:
+                super().__init__()
+                self.one = one
+
+            def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+                return torch.stack([self.one(sequence) for sequence in sequences])
+
+        alone = make(case.module, case.criterion, optimizer=None)
+        alone.load(case.inputs, case.targets)
+        together = make(Many(case.module), criterion, optimizer=None, collate_fn=pad)
+        together.load(case.inputs, case.targets)
+        for opt in (alone, together):
+            assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+
+    def test_inputs_that_require_grad_arrive_as_leaves(self, make: Make) -> None:
+        module = Mlp(2, 5, 1).double()
+
+        def loss_fn(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+            assert inputs.is_leaf and inputs.requires_grad
+            (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+            return slope.square().sum()
+
+        points = torch.rand(12, 2).double().requires_grad_()
+        opt = make(module, optimizer=None, loss_fn=loss_fn, reduction="sum")
+        opt.load(points)
+        assert opt.evaluate().item() == pytest.approx(loss_fn(module, points, None).item(), rel=1e-12)
+        assert points.grad is None
+
+    def test_ignored_and_weighted_classes_count_as_on_the_whole_batch(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = convolutional().double()
+        x, y = torch.randn(12, 1, 8, 8).double(), torch.randint(0, 10, (12,))
+        y[:8] = -100  # the first worker's whole share, and more
+        criterion = nn.CrossEntropyLoss(weight=torch.rand(10).double(), label_smoothing=0.1)
+        opt = make(module, criterion, optimizer=None)
+        self.check(opt, Workload(module, criterion, x, y))
+        opt = make(module, criterion, optimizer=None, chunk_size=3)
+        self.check(opt, Workload(module, criterion, x, y))
+
+    def test_sums_are_summed(self, make: Make) -> None:
+        case = mlp()
+        case.criterion = nn.MSELoss(reduction="sum")
+        self.check(make(case.module, case.criterion, optimizer=None), case)
+
+    # ---- hooks
+
+    def test_hooks_see_their_samples_and_options_and_their_results_come_in_order(self, make: Make) -> None:
+        case = mlp(samples=10)
+        options = [None if i % 3 == 0 else {"id": i} for i in range(10)]
+
+        def prehook(worker: Worker, sample: Sample) -> None:
+            worker.state["seen"] = list(sample.indices)
+
+        def posthook(worker: Worker, sample: Sample) -> Any:
+            assert sample.output.shape == (len(sample.indices), 4) and isinstance(sample.loss, float)
+            assert worker.module is not None and worker.world_size >= 1
+            return worker.state["seen"], sample.options, sample.inputs[:, 0].tolist()
+
+        opt = make(case.module, case.criterion, optimizer=None, prehook=prehook, posthook=posthook, chunk_size=3)
+        opt.load(case.inputs, case.targets, options)
+        opt.evaluate()
+        assert [indices for indices, *_ in opt.hook_results] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+        assert [option for _, some, _ in opt.hook_results for option in some] == options
+        assert [value for *_, some in opt.hook_results for value in some] == case.inputs[:, 0].tolist()
+
+    def test_hooks_can_be_replaced_between_steps(self, make: Make) -> None:
+        case = mlp(samples=6)
+        opt = make(case.module, case.criterion, optimizer=None)
+        opt.step(case.inputs, case.targets)
+        assert opt.hook_results == []
+        scale = 3.0
+
+        def double_inputs(worker: Worker, sample: Sample) -> None:
+            sample.inputs = sample.inputs * scale
+
+        opt.prehook = double_inputs
+        opt.posthook = lambda worker, sample: worker.rank
+        opt.step(case.inputs, case.targets)
+        assert opt.hook_results == list(range(len(opt.hook_results)))
+        expected, _ = reference(case.module, case.criterion, case.inputs * scale, case.targets)
+        assert opt.output == pytest.approx(expected, rel=1e-12)
+        opt.prehook = opt.posthook = None
+        opt.step(case.inputs, case.targets)
+        assert opt.output == pytest.approx(case.reference()[0], rel=1e-12)
+        assert opt.hook_results == []
+
+    def test_a_posthook_may_change_the_gradient(self, make: Make) -> None:
+        case = mlp()
+
+        def halve(worker: Worker, sample: Sample) -> None:
+            assert worker.module is not None
+            for parameter in worker.module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+
+        opt = make(case.module, case.criterion, optimizer=None, posthook=halve)
+        opt.step(case.inputs, case.targets)
+        torch.testing.assert_close(opt.grad_parameters, case.reference()[1] / 2, rtol=1e-12, atol=1e-14)
+
+    def test_precode_runs_before_the_module_arrives_and_state_is_kept(self, make: Make) -> None:
+        def precode(worker: Worker) -> None:
+            worker.state["module at precode"] = worker.module
+
+        opt = make(Mlp(), nn.MSELoss(), precode=precode)
+        assert opt.run_on_workers(lambda worker: worker.state) == [{"module at precode": None}] * self.parallelize
+        assert opt.run_on_workers(lambda worker, a, b: (worker.rank, a + b), 1, 2) == [
+            (rank, 3) for rank in range(self.parallelize)
+        ]
+
+    def test_the_modules_own_forward_hooks_fire(self, make: Make) -> None:
+        case = mlp()
+        handle = case.module.get_submodule("first").register_forward_hook(lambda module, args, output: output * 2)
+        loss, _ = case.reference()
+        opt = make(case.module, case.criterion, optimizer=None)
+        self.check(opt, case)
+        handle.remove()
+        assert case.reference()[0] != loss
+
+    # ---- optimizers
+
+    @pytest.mark.parametrize("name", ["lbfgs", "sgd", "adam", "asgd", "adagrad", "rprop"])
+    def test_any_torch_optimizer_goes_the_way_it_goes_alone(self, make: Make, name: str) -> None:
+        kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+            "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+            "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+            "adagrad": lambda p: torch.optim.Adagrad(p),
+            "rprop": lambda p: torch.optim.Rprop(p),
+        }
+        ours, plain = mlp(), mlp()
+        instance = kinds[name](ours.module.parameters())
+        opt = make(ours.module, ours.criterion, optimizer=instance if name == "sgd" else kinds[name])
+        alone = kinds[name](plain.module.parameters())
+
+        def closure() -> torch.Tensor:
+            alone.zero_grad()
+            loss: torch.Tensor = plain.criterion(plain.module(plain.inputs), plain.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        for _ in range(3):
+            opt.step(ours.inputs, ours.targets)
+            assert opt.optimizer is not None
+            opt.optimizer.zero_grad(set_to_none=True)
+            alone.step(closure)  # type: ignore[arg-type]
+        for mine, theirs in zip(ours.module.parameters(), plain.module.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+    def test_evaluate_is_the_closure_of_an_optimizer_of_the_users_own(self, make: Make) -> None:
+        case = mlp()
+        before, _ = case.reference()
+        opt = make(case.module, case.criterion, optimizer=None)
+        opt.load(case.inputs, case.targets)
+        torch.optim.LBFGS(case.module.parameters(), line_search_fn="strong_wolfe").step(opt.evaluate)  # type: ignore[no-untyped-call]
+        assert opt.output < before / 2
+        assert (opt.batch_counter, opt.sample_counter) == (0, 0) and opt.eval_counter > 10
+
+    def test_optimize_map_and_reduce_can_be_overridden(self, make: Make) -> None:
+        case = mlp()
+
+        class Descent(BatchOptimizer):
+            def optimize(self) -> None:
+                for _ in range(3):
+                    self.evaluate()
+                    with torch.no_grad():
+                        self.parameters.add_(self.grad_parameters, alpha=-0.1)
+
+            def reduce(self, answers: Any) -> torch.Tensor:
+                loss = super().reduce(answers)
+                self.grad_parameters.mul_(2.0)
+                return loss
+
+        start, expected = case.reference()
+        with Descent(case.module, case.criterion, backend=self.backend, parallelize=self.parallelize) as opt:
+            opt.load(case.inputs, case.targets)
+            answers = opt.map()
+            assert opt.reduce(answers).item() == pytest.approx(start, rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters, expected * 2, rtol=1e-12, atol=1e-14)
+            assert opt.step(case.inputs, case.targets) < start
+            assert opt.eval_counter == 3
+
+    def test_counters_and_output(self, make: Make) -> None:
+        case = mlp(samples=10)
+        opt = make(case.module, case.criterion, optimizer="sgd")
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter, opt.output) == (0, 0, 0, 0.0)
+        first, _ = case.reference()
+        assert opt.step(case.inputs, case.targets) == pytest.approx(first, rel=1e-12) == opt.output
+        opt.step(case.inputs[:4], case.targets[:4])
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (2, 2, 14)
+        opt.load(case.inputs, case.targets)
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (2, 2, 14)
+        assert opt.evaluate().item() == opt.output != first
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (3, 2, 14)
+        assert sum(worker.samples for worker in opt.workers) == 24
+
+    # ---- one function within a step
+
+    def test_dropout_is_the_same_within_a_step_and_new_in_the_next(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 4)).double()
+        case = Workload(module, nn.MSELoss(), torch.randn(20, 6).double(), torch.randn(20, 4).double())
+        opt = make(module, case.criterion, optimizer=None, chunk_size=6)
+        opt.load(case.inputs, case.targets)
+        first = opt.evaluate()
+        assert torch.equal(opt.evaluate(), first) and torch.equal(opt.evaluate(), first)
+        opt.load(case.inputs, case.targets)
+        assert not torch.equal(opt.evaluate(), first)
+
+    def test_the_callers_random_state_threads_and_grad_mode_are_untouched(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, threads_per_worker=1)
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        expected = torch.rand(3), np.random.rand(), random.random()
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        threads = torch.get_num_threads()
+        with torch.no_grad():
+            opt.step(case.inputs, case.targets)
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled() and torch.get_num_threads() == threads
+        assert torch.equal(torch.rand(3), expected[0])
+        assert (np.random.rand(), random.random()) == expected[1:]
+
+    def test_running_statistics_are_taken_over_once_a_step_weighted_by_samples(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 4)).double()
+        x, y = torch.randn(10, 6).double(), torch.randn(10, 4).double()
+        norm = module[1]
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and norm.running_var is not None
+        with torch.no_grad():
+            hidden = module[0](x)
+        parts = hidden.split(4)  # 4, 4 and 2 samples
+        mean = sum(len(part) / 10 * (0.1 * part.mean(0)) for part in parts)
+        var = sum(len(part) / 10 * (0.9 + 0.1 * part.var(0)) for part in parts)
+        opt = make(module, nn.MSELoss(), chunk_size=4, optimizer=None)
+        opt.load(x, y)
+        first = opt.evaluate()
+        assert torch.equal(opt.evaluate(), first)
+        assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
+        opt.step(x, y)
+        opt.load(x, y)
+        assert norm.num_batches_tracked == 2  # two steps: the first load began one, too
+        torch.testing.assert_close(norm.running_mean, mean + 0.9 * mean, rtol=1e-12, atol=1e-14)
+        module.eval()
+        self.check(opt, Workload(module, nn.MSELoss(), x, y))
+        norm.running_var.copy_(var)
+        self.check(opt, Workload(module, nn.MSELoss(), x, y))
+
+    # ---- errors
+
+    def test_an_exception_in_the_users_code_is_one_error_and_the_optimizer_lives_on(self, make: Make) -> None:
+        case = mlp(samples=10)
+
+        class Stubborn(ValueError):
+            def __reduce__(self) -> Any:
+                raise RuntimeError("cannot be pickled")
+
+        def refuse(worker: Worker, sample: Sample) -> None:
+            if 7 in sample.indices:
+                raise Stubborn("sample 7 is bad")
+
+        opt = make(case.module, case.criterion, optimizer="sgd", prehook=refuse, chunk_size=2)
+        before = opt.parameters.clone()
+        with pytest.raises(WorkerError, match=r"Stubborn in worker \d, samples 6\.\.7: sample 7 is bad") as caught:
+            opt.step(case.inputs, case.targets)
+        assert caught.value.samples == range(6, 8) and caught.value.type_name == "Stubborn"
+        assert "in refuse" in "".join(traceback.format_exception(caught.value))
+        assert torch.equal(opt.parameters, before)
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (0, 0, 0)
+        opt.prehook = None
+        self.check(opt, case)
+
+    @pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, StopIteration])
+    def test_exceptions_that_end_programs_do_not_end_workers(self, make: Make, kind: type[BaseException]) -> None:
+        def leave(worker: Worker) -> None:
+            raise kind("leaving")
+
+        opt = make(Mlp(), nn.MSELoss())
+        with pytest.raises((WorkerError, kind), match="leaving"):
+            opt.run_on_workers(leave)
+        assert opt.run_on_workers(lambda worker: worker.rank) == list(range(self.parallelize))
+
+    @pytest.mark.parametrize(
+        ("loss_fn", "message"),
+        [
+            (lambda module, x, y: module(x).sum(1), "must return a scalar; got shape"),
+            (lambda module, x, y: module(x).sum().item(), "must return a scalar tensor; got float"),
+            (lambda module, x, y: module(x).sum().detach(), "does not depend on any trainable parameter"),
+        ],
+    )
+    def test_a_loss_that_is_none(self, make: Make, loss_fn: Any, message: str) -> None:
+        opt = make(Mlp(), loss_fn=loss_fn)
+        with pytest.raises(WorkerError, match=message):
+            opt.step(torch.randn(4, 6), torch.randn(4, 4))
+
+    def test_use_before_a_batch_and_after_close(self, make: Make) -> None:
+        opt = make(Mlp(), nn.MSELoss())
+        with pytest.raises(batchopt.BatchoptError, match="no batch was loaded"):
+            opt.evaluate()
+        opt.close()
+        opt.close()
+        for use in (opt.evaluate, opt.calibrate, lambda: opt.step(torch.ones(2, 6)), opt.__enter__):
+            with pytest.raises(batchopt.BatchoptError, match="was closed"):
+                use()
+        assert not any(worker.alive for worker in opt.workers)
+
+    # ---- the rest of the contract
+
+    def test_state_is_saved_and_restored(self, make: Make) -> None:
+        case = cnn()
+        torch.manual_seed(9)
+        opt = make(case.module, case.criterion, optimizer=lambda p: torch.optim.Adam(p, lr=0.01), chunk_size=8)
+        opt.step(case.inputs, case.targets)
+        state = opt.state_dict()
+        saved = {key: value.clone() for key, value in state["module"].items()}
+        expected = [opt.step(case.inputs, case.targets) for _ in range(2)]
+        twin = cnn()
+        other = make(twin.module, twin.criterion, optimizer=lambda p: torch.optim.Adam(p, lr=0.01), chunk_size=8)
+        restarted = make(twin.module, twin.criterion, optimizer=None)
+        with pytest.raises(ValueError, match="must both have an optimizer"):
+            restarted.load_state_dict(state)
+        assert saved.keys() == state["module"].keys()
+        other.step(case.inputs, case.targets)
+        fresh = other.state_dict()
+        assert fresh["counters"] == {"eval_counter": 1, "batch_counter": 1, "sample_counter": 41}
+        other.load_state_dict(fresh)
+        assert [other.step(case.inputs, case.targets) for _ in range(2)] == expected
+
+    def test_calibration_measures_every_worker(self, make: Make) -> None:
+        case = mlp(samples=200)
+        opt = make(case.module, case.criterion)
+        opt.load(case.inputs, case.targets)
+        speeds = opt.calibrate()
+        assert len(speeds) == self.parallelize and all(speed > 0 for speed in speeds)
+        assert [worker.speed for worker in opt.workers] == pytest.approx(speeds, rel=1e3)
+        assert (opt.eval_counter, opt.sample_counter) == (0, 0)
+
+    def test_the_bits_do_not_depend_on_the_workers_when_chunks_are_fixed(self, make: Make) -> None:
+        def losses(build: Make, **options: Any) -> tuple[list[float], torch.Tensor]:
+            case = cnn(torch.float32)
+            opt = build(case.module, case.criterion, chunk_size=3, **options)
+            return [opt.step(case.inputs, case.targets) for _ in range(2)], opt.parameters
+
+        mine, parameters = losses(make)
+        expected, expected_parameters = losses(make, backend="serial", parallelize=1)
+        assert mine == expected
+        assert torch.equal(parameters, expected_parameters)

@@ -1,0 +1,318 @@
+"""The life of worker processes: how they start, what they may see, and that they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer, Worker
+from tests.conftest import listening
+from tests.workloads import Mlp, mlp
+
+SCRIPT = """
+import sys, torch, batchopt
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+    def forward(self, x):
+        return helper(self.layer(x))
+
+def helper(x):
+    return torch.tanh(x)
+
+torch.manual_seed(0)
+x, y = torch.randn(9, 3), torch.randn(9, 2)
+net = Net()
+criterion = torch.nn.MSELoss()
+expected = criterion(net(x), y).item()
+opt = batchopt.BatchOptimizer(net, criterion, parallelize=2, optimizer=None, posthook=lambda worker, sample: worker.rank)
+opt.load(x, y)
+assert abs(opt.evaluate().item() - expected) < 1e-6
+assert opt.hook_results == [0, 1]
+print("PIDS", *[worker.pid for worker in opt.workers], flush=True)
+"""
+
+
+def python(*arguments: str, script: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter to its end, with all warnings shown."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments], input=script, text=True, capture_output=True, timeout=60, cwd=cwd
+    )
+
+
+def pids(output: str, name: str = "PIDS") -> list[int]:
+    """The two process ids that the script printed after `name`: of its workers."""
+    line = next(line for line in output.splitlines() if line.startswith(name))
+    _, first, second = line.split()
+    return [int(first), int(second)]
+
+
+def assert_gone(processes: list[int]) -> None:
+    """Each process ends within two seconds, or has ended."""
+    living = [psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(living, timeout=2)
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("way", ["file", "stdin", "-c", "-m"])
+def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    arguments = {"file": ["program.py"], "stdin": ["-"], "-c": ["-c", SCRIPT], "-m": ["-m", "program"]}[way]
+    ended = python(*arguments, script=SCRIPT if way == "stdin" else None, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert_gone(pids(ended.stdout))
+
+
+def test_a_notebook_works(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    cells = [nbformat.v4.new_code_cell(part) for part in SCRIPT.split("torch.manual_seed")]
+    cells[1].source = "torch.manual_seed" + cells[1].source
+    book = nbformat.v4.new_notebook(cells=[*cells, nbformat.v4.new_code_cell("opt.close()")])
+    ran = tmp_path / "ran.ipynb"
+    program = f"""
+    import nbclient, nbformat
+    book = nbformat.reads({nbformat.writes(book)!r}, 4)
+    nbclient.NotebookClient(book, timeout=60, kernel_name="python3").execute()
+    nbformat.write(book, {str(ran)!r})
+    """
+    # In a process of its own: the client's event loop and threads stay out of the other tests.
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    printed = "".join(o.get("text", "") for cell in nbformat.read(ran, 4).cells for o in cell.get("outputs", []))
+    assert_gone(pids(printed))
+    assert nbclient is not None
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise RuntimeError('on purpose')", "del opt"])
+def test_workers_end_with_the_program(ending: str) -> None:
+    ended = python("-c", SCRIPT + ending)
+    expected = 3 if "3" in ending else 1 if "raise" in ending else 0
+    assert ended.returncode == expected, ended.stderr
+    assert_gone(pids(ended.stdout))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_and_what_they_started_end_when_the_parent_is_killed(busy: bool) -> None:
+    then = """
+def start(worker):
+    import subprocess
+    return subprocess.Popen(["sleep", "60"]).pid
+def work(worker):
+    import time
+    print("BUSY", flush=True)
+    time.sleep(60)
+print("CHILDREN", *opt.run_on_workers(start))
+print("READY", flush=True)
+"""
+    last = "opt.run_on_workers(work)" if busy else "input()"
+    program = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + then + last], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with program:
+        assert program.stdout is not None
+        printed = ""
+        while ("BUSY" if busy else "READY") not in printed:
+            line = program.stdout.readline()
+            assert line, "the program ended"
+            printed += line
+        program.kill()
+    assert_gone([*pids(printed), *pids(printed, "CHILDREN")])
+
+
+def test_a_worker_that_dies_is_an_error_at_once_and_everything_is_closed() -> None:
+    case = mlp()
+    opt = BatchOptimizer(case.module, case.criterion, parallelize=2)
+    opt.step(case.inputs, case.targets)
+    os.kill(opt.workers[1].pid, signal.SIGKILL)
+    with pytest.raises(batchopt.WorkerLostError, match=r"batchopt-worker-1 \(pid \d+\) ended by SIGKILL"):
+        opt.step(case.inputs, case.targets)
+    with pytest.raises(batchopt.BatchoptError):
+        opt.step(case.inputs, case.targets)
+    opt.close()
+
+
+def test_a_worker_that_dies_in_the_middle_is_an_error_at_once() -> None:
+    def die(worker: Worker) -> None:
+        if worker.rank == 0:
+            os._exit(0)
+
+    opt = BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2)
+    with pytest.raises(batchopt.WorkerLostError, match="exited with 0"):
+        opt.run_on_workers(die)
+    opt.close()
+
+
+def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
+    def precode(worker: Worker) -> None:
+        raise OSError(f"no such device on worker {worker.rank}")
+
+    with pytest.raises(batchopt.WorkerError, match="OSError in worker 0: no such device on worker 0"):
+        BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=precode)
+
+
+def test_what_cannot_be_pickled_is_refused_before_a_process_starts() -> None:
+    before = psutil.Process().children()
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"`precode` cannot be sent to worker processes: .*lock"):
+        BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=lambda worker: lock.acquire())
+    assert psutil.Process().children() == before
+
+
+def test_an_interrupted_evaluation_leaves_the_workers_usable() -> None:
+    case = mlp()
+
+    def slowly(worker: Worker, sample: object) -> None:
+        os.kill(worker.state["parent"], signal.SIGINT)
+        import time
+
+        time.sleep(0.2)
+
+    with BatchOptimizer(case.module, case.criterion, parallelize=2, optimizer="sgd") as opt:
+        opt.run_on_workers(lambda worker, pid: worker.state.update(parent=pid), os.getpid())
+        opt.prehook = slowly
+        before = opt.parameters.clone()
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(case.inputs, case.targets)
+            signal.pause()  # the second worker's signal may be late
+        assert torch.equal(opt.parameters, before)
+        while True:
+            try:
+                opt.prehook = None
+                opt.load(case.inputs, case.targets)
+                break
+            except KeyboardInterrupt:
+                continue
+        assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
+
+
+def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package() -> None:
+    def look(worker: Worker) -> tuple[bool, int, str, int, bool]:
+        return (
+            "batchopt" in sys.modules,
+            torch.get_num_threads(),
+            os.environ["OMP_NUM_THREADS"],
+            os.getpgrp() - os.getpid(),
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        )
+
+    # By value: by name, a worker would import this test, and with it the package.
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        before = dict(os.environ)
+        with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2, threads_per_worker=3) as opt:
+            assert opt.run_on_workers(look) == [(False, 3, "3", 0, True)] * 2
+        assert dict(os.environ) == before
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def test_nothing_listens_and_no_start_method_is_settled() -> None:
+    script = """
+import multiprocessing, torch, batchopt
+opt = batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2)
+opt.step(torch.ones(4, 2), torch.ones(4, 1))
+print(multiprocessing.get_start_method(allow_none=True))
+multiprocessing.set_start_method("spawn")
+"""
+    ended = python("-c", script)
+    assert ended.returncode == 0 and ended.stdout == "None\n", ended.stderr
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, parallelize=2) as opt:
+        opt.step(case.inputs, case.targets)
+        opt.step(
+            torch.cat([case.inputs] * 9), torch.cat([case.targets] * 9)
+        )  # a larger block is sent to living workers
+        everyone = [os.getpid(), *(worker.pid for worker in opt.workers)]
+        assert {child.pid for child in psutil.Process().children(recursive=True)} == set(everyone[1:])
+        assert not listening(everyone)
+        assert multiprocessing.active_children()
+
+
+def test_two_optimizers_do_not_notice_each_other() -> None:
+    one, two = mlp(), mlp(samples=12)
+    with (
+        BatchOptimizer(one.module, one.criterion, parallelize=2) as first,
+        BatchOptimizer(two.module, two.criterion, parallelize=2, posthook=lambda w, s: len(s.indices)) as second,
+    ):
+        first.load(one.inputs, one.targets)
+        second.load(two.inputs, two.targets)
+        for _ in range(3):
+            assert first.evaluate().item() == pytest.approx(one.reference()[0], rel=1e-12)
+            assert second.evaluate().item() == pytest.approx(two.reference()[0], rel=1e-12)
+            assert first.hook_results == [] and sum(second.hook_results) == 12
+        first.close()
+        assert second.evaluate().item() == pytest.approx(two.reference()[0], rel=1e-12)
+
+
+def test_a_frozen_tensor_is_mapped_not_copied_by_every_worker() -> None:
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(2**23), requires_grad=False)  # 32 MB
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table[x] * self.scale
+
+    def private_bytes(worker: Worker) -> int:
+        return int(psutil.Process().memory_full_info().uss)
+
+    module = WithTable()
+    with BatchOptimizer(module, nn.MSELoss(), parallelize=2, optimizer="sgd") as opt:
+        before = opt.run_on_workers(private_bytes)
+        opt.step(torch.arange(2**23), torch.zeros(2**23))
+        module.table.data.fill_(3.0)
+        assert opt.step(torch.arange(10), torch.zeros(10)) == pytest.approx(9 * module.scale.item() ** 2, rel=0.5)
+        assert max(opt.run_on_workers(private_bytes)) < max(before) + 2**28
+
+
+def test_speeds_that_are_given_fix_the_shares() -> None:
+    case = mlp(samples=40)
+    with BatchOptimizer(
+        case.module, case.criterion, parallelize=3, speeds=[3, 0, 1], posthook=lambda w, s: (w.rank, len(s.indices))
+    ) as opt:
+        opt.step(case.inputs, case.targets)
+        assert opt.hook_results == [(0, 30), (2, 10)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(parallelize: int) -> None:
+    def usage(pid: int) -> tuple[int, int, int]:
+        process = psutil.Process(pid)
+        return process.memory_full_info().uss, process.num_fds(), process.num_threads()
+
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, parallelize=parallelize, optimizer="sgd") as opt:
+        everyone = {os.getpid(), *(worker.pid for worker in opt.workers)}
+        opt.load(case.inputs, case.targets)
+        for _ in range(1000):
+            opt.evaluate()
+        before = {pid: usage(pid) for pid in everyone}
+        for i in range(10_000):
+            if i % 10 == 0:
+                opt.load(case.inputs, case.targets)
+            opt.evaluate()
+        for pid, (memory, descriptors, threads) in before.items():
+            now = usage(pid)
+            assert now[0] < memory + 4e6, f"memory grew by {(now[0] - memory) / 1e6:.1f} MB"
+            assert now[1:] == (descriptors, threads)

@@ -1,0 +1,12 @@
+"""The serial backend keeps the contract."""
+
+from __future__ import annotations
+
+from tests.backends.contract import Contract
+
+
+class TestSerial(Contract):
+    """`parallelize=1`: this process."""
+
+    backend = "serial"
+    parallelize = 1

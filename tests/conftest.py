@@ -1,0 +1,68 @@
+"""What every test must leave as it found it: no process, no shared memory with a name, no listening socket."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.register_assert_rewrite("tests.backends.contract")
+
+# Seconds that a process may need to be gone after its optimizer is.
+PATIENCE = 10.0
+
+
+def shared_memory() -> set[str]:
+    """The names in /dev/shm."""
+    folder = Path("/dev/shm")
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The sockets, TCP and Unix, on which one of the processes listens."""
+    inodes = {}
+    for pid in pids:
+        try:
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                target = os.readlink(entry.path)
+                if target.startswith("socket:["):
+                    inodes[target[len("socket:[") : -1]] = pid
+        except OSError:
+            continue
+    found = set()
+    for kind, state_column, listen, inode_column in (("tcp", 3, "0A", 9), ("tcp6", 3, "0A", 9)):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[state_column] == listen and fields[inode_column] in inodes:
+                found.add(f"{kind} {fields[1]} of pid {inodes[fields[inode_column]]}")
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        accepts_connections = int(fields[3], 16) & 0x10000
+        if accepts_connections and fields[6] in inodes:
+            found.add(f"unix {fields[7:]} of pid {inodes[fields[6]]}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a child process, a name in /dev/shm, a listening socket or a thread."""
+    me = psutil.Process()
+    names, sockets, threads = shared_memory(), listening([me.pid]), threading.active_count()
+    children = {child.pid for child in me.children(recursive=True)}
+    yield
+    gc.collect()
+    left = [child for child in me.children(recursive=True) if child.pid not in children]
+    _, left = psutil.wait_procs(left, timeout=PATIENCE)
+    assert not left, f"processes left: {[process.cmdline() for process in left]}"
+    assert shared_memory() <= names
+    assert listening([me.pid]) <= sockets
+    deadline = time.monotonic() + PATIENCE
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert threading.active_count() <= threads, threading.enumerate()

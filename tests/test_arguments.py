@@ -1,0 +1,173 @@
+"""Checks of arguments: what passes, and that each refusal names the argument, what it was, and what is needed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from batchopt.arguments import (
+    check_callable,
+    check_criterion,
+    read_optional_count,
+    read_parallelize,
+    read_seed,
+    read_speeds,
+)
+from batchopt.cores import usable_cores
+
+
+def test_parallelize_is_a_count_or_auto() -> None:
+    assert read_parallelize(1) == 1
+    assert read_parallelize(17) == 17
+    assert read_parallelize("auto") == usable_cores()
+
+
+@pytest.mark.parametrize(
+    "value, error, message",
+    [
+        (0, ValueError, r"`parallelize` must be >= 1, got 0"),
+        (-1, ValueError, r"`parallelize` must be >= 1, got -1"),
+        (2.5, TypeError, r"`parallelize` must be an int, got float 2\.5"),
+        ("4", TypeError, r"`parallelize` must be an int, got str '4'"),
+        (True, TypeError, r"`parallelize` must be an int, got bool True"),
+        (None, TypeError, r"`parallelize` must be an int, got NoneType None"),
+    ],
+)
+def test_no_other_parallelize_is_taken(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_parallelize(value)
+
+
+def test_an_optional_count_is_positive_or_none() -> None:
+    assert read_optional_count("chunk_size", None) is None
+    assert read_optional_count("chunk_size", 1) == 1
+    with pytest.raises(ValueError, match=r"`chunk_size` must be >= 1, got 0"):
+        read_optional_count("chunk_size", 0)
+    with pytest.raises(TypeError, match=r"`chunk_size` must be an int, got float 2\.0"):
+        read_optional_count("chunk_size", 2.0)
+
+
+def test_a_seed_is_a_non_negative_int() -> None:
+    assert read_seed(0) == 0
+    assert read_seed(2**63) == 2**63
+    with pytest.raises(ValueError, match=r"`seed` must be >= 0, got -1"):
+        read_seed(-1)
+    with pytest.raises(TypeError, match=r"`seed` must be an int, got NoneType None"):
+        read_seed(None)
+
+
+@pytest.mark.parametrize("speeds", [[1, 2.5, 0], (1, 2.5, 0)])
+def test_speeds_are_one_number_a_worker(speeds: Any) -> None:
+    assert read_speeds(speeds, 3) == (1.0, 2.5, 0.0)
+
+
+def test_speeds_may_be_left_to_measurement() -> None:
+    assert read_speeds(None, 3) is None
+
+
+@pytest.mark.parametrize(
+    "speeds, error, message",
+    [
+        ([1, 2, 3], ValueError, r"`speeds` has 3 entries for 2 workers"),
+        ([], ValueError, r"`speeds` has 0 entries for 2 workers"),
+        ([1, -1], ValueError, r"`speeds` must be finite and >= 0, and not all 0; got \[1, -1\]"),
+        ([0, 0], ValueError, r"`speeds` must be .*got \[0, 0\]"),
+        ([1, math.inf], ValueError, r"`speeds` must be .*got \[1, inf\]"),
+        ([1, math.nan], ValueError, r"`speeds` must be .*got \[1, nan\]"),
+        ("12", TypeError, r"`speeds` must be a sequence of 2 numbers or None, got str"),
+        (2.0, TypeError, r"`speeds` must be a sequence of 2 numbers or None, got float"),
+        ({1: 1, 2: 2}, TypeError, r"`speeds` must be a sequence of 2 numbers or None, got dict"),
+    ],
+)
+def test_no_other_speeds_are_taken(speeds: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_speeds(speeds, 2)
+
+
+def two(worker: object, sample: object) -> None:
+    """A hook."""
+
+
+class Recorder:
+    """A hook that is an object, with a method that is one as well."""
+
+    def __call__(self, worker: object, sample: object) -> None: ...
+
+    def record(self, worker: object, sample: object) -> None: ...
+
+
+HOOKS: dict[str, Any] = {
+    "none": None,
+    "function": two,
+    "lambda": lambda worker, sample: None,
+    "defaults": lambda worker, sample, extra=1: None,
+    "anything": lambda *anything: None,
+    "object": Recorder(),
+    "method": Recorder().record,
+    "partial": functools.partial(lambda log, worker, sample: None, []),
+    "builtin": print,
+    "without a signature": dict,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_whatever_can_be_called_so_is_a_hook(hook: Any) -> None:
+    check_callable("prehook", hook, ("worker", "sample"))
+
+
+@pytest.mark.parametrize(
+    "hook, got",
+    [
+        ("hook", r"got str 'hook'"),
+        (3, r"got int 3"),
+        (lambda worker: None, r"got a function of \(worker\) \(.*test_arguments\.py:\d+\)"),
+        (lambda worker, sample, third: None, r"got a function of \(worker, sample, third\)"),
+        (lambda worker, sample, *, log: None, r"got a function of \(worker, sample, \*, log\)"),
+        (functools.partial(two, 1), r"got a function of \(sample"),
+    ],
+    ids=["string", "number", "too few", "too many", "keyword needed", "partial"],
+)
+def test_what_cannot_be_called_so_is_no_hook(hook: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=r"^`prehook` must be callable as prehook\(worker, sample\); " + got):
+        check_callable("prehook", hook, ("worker", "sample"))
+
+
+def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss of its own."""
+    return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    "criterion, loss",
+    [
+        (None, None),
+        (torch.nn.MSELoss(), None),
+        (torch.nn.functional.mse_loss, None),
+        (None, loss_fn),
+        (torch.nn.Linear(2, 2).requires_grad_(False), None),
+    ],
+    ids=["neither", "module", "function", "loss_fn", "frozen"],
+)
+def test_a_loss_is_a_criterion_or_a_loss_fn(criterion: Any, loss: Any) -> None:
+    check_criterion(criterion, loss)
+
+
+@pytest.mark.parametrize(
+    "criterion, loss, error, message",
+    [
+        (torch.nn.MSELoss(), loss_fn, ValueError, r"`criterion` and `loss_fn` are both given"),
+        (torch.nn.MSELoss, None, TypeError, r"got the class MSELoss - did you mean MSELoss\(\)\?"),
+        ("mse", None, TypeError, r"`criterion` must be callable as criterion\(output, targets\); got str"),
+        (None, "mse", TypeError, r"`loss_fn` must be callable as loss_fn\(module, inputs, targets\); got str 'mse'"),
+        (None, two, TypeError, r"`loss_fn` must be callable as .*got a function of \(worker"),
+        (torch.nn.Linear(2, 2), None, ValueError, r"`criterion` has trainable parameters, which would not be trained"),
+    ],
+    ids=["both", "class", "string", "loss_fn string", "loss_fn arity", "trainable"],
+)
+def test_no_other_loss_is_taken(criterion: Any, loss: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_criterion(criterion, loss)

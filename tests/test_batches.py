@@ -1,0 +1,183 @@
+"""Reading batches: every form that is one, and what each other thing is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from batchopt.batches import read_batch
+from batchopt_workers.batch import Columns, Samples
+
+
+class Pair(NamedTuple):
+    points: torch.Tensor
+    values: torch.Tensor
+
+
+def concatenate(samples: list[Any]) -> Any:
+    return samples
+
+
+COLUMNS: dict[str, Any] = {
+    "tensor": torch.rand(4, 3),
+    "vector": torch.rand(4),
+    "tuple": (torch.rand(4, 3), torch.rand(4)),
+    "named tuple": Pair(torch.rand(4, 3), torch.rand(4)),
+    "dict": {"points": torch.rand(4, 3), "values": torch.rand(4)},
+    "nested": {"points": (torch.rand(4, 3), [torch.rand(4), torch.rand(4, 1)]), "label": "no tensor"},
+    "integers": torch.arange(4),
+    "leaf that requires grad": torch.rand(4, 3, requires_grad=True),
+}
+
+SAMPLES: dict[str, list[Any]] = {
+    "tensors of many lengths": [torch.rand(n) for n in (1, 2, 3, 4)],
+    "0-dim tensors": [torch.tensor(float(n)) for n in range(4)],
+    "dicts": [{"atoms": torch.rand(n, 3), "charge": n} for n in range(4)],
+    "tuples": [(torch.rand(3), torch.rand(3))] * 4,
+    "no tensors": ["a", "b", "c", "d"],
+}
+
+
+@pytest.mark.parametrize("targets", [None, torch.rand(4), [0, 1, 2, 3]], ids=["no targets", "tensor", "list"])
+@pytest.mark.parametrize("inputs", COLUMNS.values(), ids=COLUMNS)
+def test_columns_are_samples_along_the_first_dimension(inputs: Any, targets: Any) -> None:
+    batch = read_batch(inputs, targets, None, None)
+    assert batch.size == 4
+    assert isinstance(batch.inputs, Columns)
+    assert batch.inputs.data is inputs
+    assert batch.targets is None if targets is None else batch.targets is not None and batch.targets.data is targets
+
+
+@pytest.mark.parametrize("targets", [None, torch.rand(4), [0, 1, 2, 3]], ids=["no targets", "tensor", "list"])
+@pytest.mark.parametrize("inputs", SAMPLES.values(), ids=SAMPLES)
+def test_lists_have_one_entry_a_sample(inputs: list[Any], targets: Any) -> None:
+    batch = read_batch(inputs, targets, None, None)
+    assert batch.size == 4
+    assert isinstance(batch.inputs, Samples)
+    assert batch.inputs.data is inputs
+
+
+TWO_OF_FOUR = [torch.rand(4, 2), torch.rand(4)]
+
+
+@pytest.mark.parametrize(
+    "targets, options, form",
+    [
+        (torch.rand(4), None, Columns),
+        (torch.rand(2), None, Samples),
+        ([1, 2, 3, 4], None, Columns),
+        ([1, 2], None, Samples),
+        (None, [None] * 4, Columns),
+        (None, [None] * 2, Samples),
+        ([torch.rand(4), torch.rand(4)], [None] * 4, Columns),
+    ],
+)
+def test_the_number_of_targets_and_options_tells_columns_from_samples(targets: Any, options: Any, form: type) -> None:
+    batch = read_batch(TWO_OF_FOUR, targets, options, None)
+    assert type(batch.inputs) is form
+    assert batch.size == (4 if form is Columns else 2)
+
+
+def test_with_a_collate_function_a_list_is_always_samples() -> None:
+    batch = read_batch(TWO_OF_FOUR, None, None, concatenate)
+    assert isinstance(batch.inputs, Samples)
+    assert batch.size == 2
+    assert batch.collate is concatenate
+
+
+@pytest.mark.parametrize(
+    "options", [["a", "b", None], ("a", "b", None), torch.arange(3)], ids=["list", "tuple", "tensor"]
+)
+def test_options_are_one_object_a_sample(options: Any) -> None:
+    assert read_batch(torch.rand(3), None, options, None).options == list(options)
+
+
+def test_without_options_there_are_none() -> None:
+    assert read_batch(torch.rand(3), None, None, None).options is None
+
+
+X = torch.rand(3)
+REFUSED: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
+    "targets too few": (X, torch.rand(2), None, ValueError, r"^`inputs` has 3 samples but `targets` has 2$"),
+    "no targets in the list": (X, [], None, ValueError, r"`inputs` has 3 samples but `targets` has 0"),
+    "options too few": (X, None, ["a"], ValueError, r"`inputs` has 3 samples but `options` has 1"),
+    "all three differ": (X, torch.rand(2), ["a"], ValueError, r"has 3 samples but `targets` has 2 but `options` has 1"),
+    "options unlike the targets": (X, torch.rand(3), ["a"] * 2, ValueError, r"`targets` has 3 but `options` has 2"),
+    "neither reading fits": (TWO_OF_FOUR, X, None, ValueError, r"`inputs` has 4 or 2 samples but `targets` has 3"),
+    "columns of two lengths": (
+        (X, torch.rand(2)),
+        None,
+        None,
+        ValueError,
+        r"`inputs\[0\]` has 3 .*`inputs\[1\]` has 2",
+    ),
+    "deep columns": (
+        {"a": [X], "b": X[:2]},
+        None,
+        None,
+        ValueError,
+        r"`inputs\['a'\]\[0\]` has 3 .*`inputs\['b'\]` has 2",
+    ),
+    "ambiguous list": (TWO_OF_FOUR, None, None, ValueError, r"list of 2 tensors, each of length 4: pass a tuple if"),
+    "two ambiguous lists": (TWO_OF_FOUR, TWO_OF_FOUR, None, ValueError, r"list of 2 tensors, each of length 4"),
+    "empty tensor": (torch.rand(0, 3), None, None, ValueError, r"the batch has 0 samples"),
+    "empty list": ([], None, None, ValueError, r"the batch has 0 samples"),
+    "0-dim": (
+        torch.tensor(1.0),
+        None,
+        None,
+        TypeError,
+        r"`inputs` is a 0-dim tensor: there is no dimension of samples",
+    ),
+    "0-dim inside": ((X, torch.tensor(1.0)), None, None, TypeError, r"`inputs\[1\]` is a 0-dim tensor"),
+    "0-dim targets": (X, torch.tensor(1.0), None, TypeError, r"`targets` is a 0-dim tensor"),
+    "sparse": (
+        torch.eye(3).to_sparse(),
+        None,
+        None,
+        ValueError,
+        r"`inputs` is sparse \(torch\.sparse_coo\): .*to_dense",
+    ),
+    "sparse inside": (
+        {"a": X, "b": torch.eye(3).to_sparse()},
+        None,
+        None,
+        ValueError,
+        r"`inputs\['b'\]` is sparse",
+    ),
+    "string": (
+        "abc",
+        None,
+        None,
+        TypeError,
+        r"`inputs` must be a tensor, a tuple or dict of tensors, or a list.*got str",
+    ),
+    "string targets": (X, "abc", None, TypeError, r"`targets` must be .*got str"),
+    "string options": (X, None, "abc", TypeError, r"`options` must be a sequence with one entry a sample.*got str"),
+    "bytes options": (X, None, b"abc", TypeError, r"`options` must be .*got bytes"),
+    "dict options": (X, None, {0: "a"}, TypeError, r"`options` must be .*got dict"),
+    "no inputs": (None, None, None, TypeError, r"`inputs` must be .*got NoneType"),
+    "number": (3, None, None, TypeError, r"`inputs` must be .*got int"),
+    "iterator": (iter([X]), None, None, TypeError, r"`inputs` must be .*got list_iterator"),
+    "tuple without tensors": ((1, 2, 3), None, None, TypeError, r"`inputs` must be .*got tuple"),
+    "empty dict": ({}, None, None, TypeError, r"`inputs` must be .*got dict"),
+}
+
+
+@pytest.mark.parametrize("inputs, targets, options, error, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_batch_is_refused(
+    inputs: Any, targets: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read_batch(inputs, targets, options, None)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (X, t), lambda t: [{"a": t}]], ids=["alone", "tuple", "list"])
+def test_a_result_of_autograd_is_no_data(wrap: Callable[[torch.Tensor], Any]) -> None:
+    result = torch.rand(3, requires_grad=True) * 2
+    with pytest.raises(ValueError, match=r"requires grad and is not a leaf: call \.detach\(\) on it"):
+        read_batch(wrap(result), None, None, None)
+    assert read_batch(wrap(result.detach()), None, None, None).size in (1, 3)

@@ -1,0 +1,273 @@
+"""Flattening: the module's trainable parameters become views of one vector, with every bit kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchopt.flatten import flatten, trainable
+from batchopt_workers.memory import SharedBlock
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+SPECIALS = [-0.0, float("nan"), float("inf"), 5e-324, 1.0]
+
+# How a parameter lies in memory before it is flattened.
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda values: values.view(2, 3, 2, 2),
+    "0-dim": lambda values: values[0].clone(),
+    "empty": lambda values: values[:0].view(3, 0),
+    "transposed": lambda values: values.view(4, 6).t(),
+    "every other": lambda values: values.view(12, 2)[:, 1],
+    "channels last": lambda values: values.view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+}
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The elements in row-major order, as integers: NaNs and signed zeros can be compared."""
+    found: list[int] = tensor.detach().contiguous().view(BITS[tensor.dtype]).flatten().tolist()
+    return found
+
+
+def any_bits(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """24 elements of any bits at all, signed zeros, infinities and NaNs of all kinds among them."""
+    limits = torch.iinfo(BITS[dtype])
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(limits.min, limits.max, (24,), generator=generator, dtype=BITS[dtype]).view(dtype)
+    places = torch.randperm(24, generator=generator)[: len(SPECIALS)]
+    values[places] = torch.tensor(SPECIALS, dtype=dtype)
+    return values
+
+
+@st.composite
+def module_trees(draw: st.DrawFn) -> torch.nn.Module:
+    """A tree of modules with trainable, tied and frozen parameters, and buffers."""
+    root = torch.nn.Module()
+    owners = [root]
+    for i in range(draw(st.integers(0, 3))):
+        child = torch.nn.Module()
+        draw(st.sampled_from(owners)).add_module(f"child{i}", child)
+        owners.append(child)
+    dtype = draw(st.sampled_from(list(BITS)))
+    trained: list[torch.nn.Parameter] = []
+    for i in range(draw(st.integers(1, 7))):
+        owner = draw(st.sampled_from(owners))
+        role = draw(st.sampled_from(["trained", "tied", "frozen", "buffer"])) if trained else "trained"
+        tensor = FORMS[draw(st.sampled_from(list(FORMS)))](any_bits(dtype, draw(st.integers(0, 2**32))))
+        if role == "tied":
+            owner.register_parameter(f"p{i}", draw(st.sampled_from(trained)))
+        elif role == "buffer":
+            owner.register_buffer(f"p{i}", tensor)
+        else:
+            parameter = torch.nn.Parameter(tensor, requires_grad=role == "trained")
+            owner.register_parameter(f"p{i}", parameter)
+            trained += [parameter] if role == "trained" else []
+    return root
+
+
+@given(module_trees())
+@settings(deadline=None)
+def test_values_keep_every_bit_and_the_vector_has_them_in_order(module: torch.nn.Module) -> None:
+    before = {name: (tensor.shape, bits(tensor)) for name, tensor in module.state_dict().items()}
+    flat, parameters = flatten(module)
+    assert {name: (tensor.shape, bits(tensor)) for name, tensor in module.state_dict().items()} == before
+    assert bits(flat.vector) == [word for parameter in parameters for word in bits(parameter)]
+    assert flat.vector.shape == (flat.layout.size,)
+    assert [slot.name for slot in flat.layout.slots] == [n for n, p in module.named_parameters() if p.requires_grad]
+
+
+@given(module_trees())
+@settings(deadline=None)
+def test_writes_go_both_ways(module: torch.nn.Module) -> None:
+    flat, parameters = flatten(module)
+    flat.vector.copy_(torch.arange(flat.layout.size))
+    assert [value for parameter in parameters for value in parameter.flatten().tolist()] == list(
+        range(flat.layout.size)
+    )
+    with torch.no_grad():
+        for index, parameter in enumerate(parameters):
+            parameter.fill_(-index)
+    assert flat.vector.tolist() == [-index for index, parameter in enumerate(parameters) for _ in parameter.flatten()]
+
+
+@given(module_trees())
+@settings(deadline=None)
+def test_tied_parameters_stay_tied_and_count_once(module: torch.nn.Module) -> None:
+    before = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    flat, parameters = flatten(module)
+    assert {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)} == before
+    assert len({id(p) for p in parameters}) == len(parameters)
+    assert flat.layout.size == sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+@given(module_trees())
+@settings(deadline=None)
+def test_frozen_parameters_and_buffers_stay_where_they_are(module: torch.nn.Module) -> None:
+    def places() -> dict[str, tuple[int, tuple[int, ...]]]:
+        others = [*module.named_parameters(), *module.named_buffers()]
+        return {name: (t.data_ptr(), t.stride()) for name, t in others if not t.requires_grad}
+
+    before = places()
+    flatten(module)
+    assert places() == before
+
+
+@given(module_trees())
+@settings(deadline=None)
+def test_a_flat_module_keeps_its_vector(module: torch.nn.Module) -> None:
+    flat, parameters = flatten(module)
+    again, parameters_again = flatten(module)
+    assert again.vector.data_ptr() == flat.vector.data_ptr()
+    assert all(one is two for one, two in zip(parameters, parameters_again, strict=True))
+
+
+def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None:
+    module = torch.nn.Linear(2, 2)
+    flat, _ = flatten(module)
+    module.bias.requires_grad_(False)
+    assert flatten(module)[0].layout.size == 4
+    module.bias.requires_grad_(True)
+    module.weight.data = torch.full((2, 2), 7.0)
+    anew, parameters = flatten(module)
+    assert anew.vector.data_ptr() != flat.vector.data_ptr()
+    assert anew.vector[:4].tolist() == [7.0] * 4
+    assert anew.holds(parameters)
+
+
+def test_the_vector_is_memory_that_others_can_map() -> None:
+    flat, _ = flatten(torch.nn.Linear(3, 1))
+    assert flat.block is not None
+    elsewhere = SharedBlock(os.dup(flat.block.fd)).tensor(torch.float32, (4,))
+    flat.vector.copy_(torch.arange(4))
+    assert elsewhere.tolist() == [0, 1, 2, 3]
+
+
+def test_x_is_held_until_a_parameter_is_given_other_memory() -> None:
+    module = torch.nn.Linear(2, 2)
+    flat, parameters = flatten(module)
+    module.load_state_dict(torch.nn.Linear(2, 2).state_dict())
+    torch.nn.init.zeros_(module.weight)
+    assert flat.holds(parameters)
+    module.bias.data = module.bias.data.clone()
+    assert not flat.holds(parameters)
+
+
+def test_gradients_reach_flat_parameters() -> None:
+    module = torch.nn.Linear(2, 1)
+    flat, _ = flatten(module)
+    before = flat.vector.clone()
+    module(torch.tensor([3.0, 5.0])).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    torch.testing.assert_close(before - flat.vector, torch.tensor([3.0, 5.0, 1.0]))
+
+
+def test_neighbours_in_one_storage_are_no_overlap() -> None:
+    storage = torch.arange(6.0)
+    module = torch.nn.ParameterList([storage[3:], storage[:3]])
+    assert flatten(module)[0].vector.tolist() == [3, 4, 5, 0, 1, 2]
+
+
+def test_a_removed_hook_is_forgotten() -> None:
+    module = torch.nn.Linear(1, 1)
+    module.weight.register_hook(torch.zeros_like).remove()  # type: ignore[no-untyped-call]
+    assert [name for name, _ in trainable(module)] == ["weight", "bias"]
+
+
+def layer_and(*tensors: torch.Tensor) -> torch.nn.Module:
+    """An ordinary layer, then these as parameters: a refusal that came late would have moved the layer."""
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ParameterList(tensors))
+
+
+def with_frozen_part_of_a_parameter() -> torch.nn.Module:
+    module = layer_and(torch.ones(3))
+    weight = module.get_parameter("0.weight")
+    module.register_parameter("part", torch.nn.Parameter(weight.detach()[0], requires_grad=False))
+    return module
+
+
+def with_parameter_as_buffer() -> torch.nn.Module:
+    module = layer_and(torch.ones(3))
+    module.register_buffer("alias", module.get_parameter("0.weight").detach())
+    return module
+
+
+def with_hook() -> torch.nn.Module:
+    module = layer_and(torch.ones(3))
+    module.get_parameter("1.0").register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    return module
+
+
+def with_accumulate_hook() -> torch.nn.Module:
+    module = layer_and(torch.ones(3))
+    module.get_parameter("1.0").register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+    return module
+
+
+def integers_alone() -> torch.nn.Module:
+    return torch.nn.ParameterDict({"table": torch.nn.Parameter(torch.arange(3), requires_grad=False)})
+
+
+STORAGE = torch.arange(10.0)
+REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "lazy": (
+        lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3)),
+        r"parameter '1\.weight' is uninitialised \(a lazy module\): run one forward pass first",
+    ),
+    "all frozen": (
+        lambda: torch.nn.Linear(2, 2).requires_grad_(False),
+        r"`module` has no parameter with requires_grad=True \(2 frozen\)",
+    ),
+    "no parameters": (torch.nn.ReLU, r"no parameter with requires_grad=True \(0 frozen\)"),
+    "integers": (integers_alone, r"no parameter with requires_grad=True \(1 frozen\)"),
+    "two dtypes": (
+        lambda: layer_and(torch.ones(3, dtype=torch.float64)),
+        r"dtypes \{'float32': 2, 'float64': 1\} \('1\.0' is float64\): cast the module",
+    ),
+    "complex": (
+        lambda: torch.nn.Linear(2, 2, dtype=torch.complex64),
+        r"parameters are torch\.complex64; they must be real floating-point.*view_as_real",
+    ),
+    "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"on the meta device.*to_empty"),
+    "two devices": (lambda: layer_and(torch.ones(3, device="meta")), r"on 2 devices \{'cpu': 2, 'meta': 1\}"),
+    "overlap": (
+        lambda: layer_and(STORAGE[:6], STORAGE[4:]),
+        r"'1\.0' and '1\.1' are different tensors over one storage",
+    ),
+    "the same memory": (lambda: layer_and(STORAGE, STORAGE), r"are different tensors over one storage: to tie two"),
+    "frozen part": (with_frozen_part_of_a_parameter, r"'0\.weight' and 'part'|'part' and '0\.weight'"),
+    "buffer": (with_parameter_as_buffer, r"'0\.weight' and 'alias'|'alias' and '0\.weight'"),
+    "expanded": (lambda: layer_and(torch.ones(1).expand(3)), r"parameter '1\.0' is expanded"),
+    "hook": (with_hook, r"parameter '1\.0' has a hook; hooks on tensors do not travel to workers"),
+    "accumulate hook": (with_accumulate_hook, r"parameter '1\.0' has a hook"),
+}
+
+
+def places(module: torch.nn.Module) -> list[tuple[int, int, tuple[int, ...], int]]:
+    known = [p for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter)]
+    return [(id(p), p.data_ptr(), p.stride(), p._version) for p in known]
+
+
+@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_flattened_is_refused_untouched(make: Callable[[], torch.nn.Module], message: str) -> None:
+    module = make()
+    before = places(module)
+    with pytest.raises(ValueError, match=message):
+        flatten(module)
+    assert places(module) == before
+
+
+def test_a_class_is_no_module() -> None:
+    wrong: Any = torch.nn.ReLU
+    with pytest.raises(TypeError, match=r"got the class ReLU - did you mean ReLU\(\)\?"):
+        trainable(wrong)
+
+
+def test_a_function_is_no_module() -> None:
+    wrong: Any = torch.relu
+    with pytest.raises(TypeError, match=r"`module` must be a torch\.nn\.Module instance; got builtin_function"):
+        trainable(wrong)

@@ -1,0 +1,66 @@
+"""The public names, their documentation, and the one arrow between the two packages."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from types import FunctionType, ModuleType
+
+import pytest
+
+import batchopt
+import batchopt_workers
+
+
+def test_the_public_names_are_these() -> None:
+    names = {n for n, value in vars(batchopt).items() if not n.startswith("_") and not isinstance(value, ModuleType)}
+    assert names == {
+        "BatchOptimizer",
+        "split_batch",
+        "Worker",
+        "Sample",
+        "BatchoptError",
+        "WorkerError",
+        "WorkerLostError",
+    }
+
+
+def modules(package: ModuleType) -> Iterator[ModuleType]:
+    yield package
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        yield import_module(found.name)
+
+
+def documentation(module: ModuleType) -> Iterator[tuple[str, str | None]]:
+    """Each public function, class, method and property defined in `module`, with its docstring."""
+    yield module.__name__, module.__doc__
+    for name, item in vars(module).items():
+        if name.startswith("_") or getattr(item, "__module__", None) != module.__name__:
+            continue
+        if isinstance(item, FunctionType):
+            yield f"{module.__name__}.{name}", item.__doc__
+        if isinstance(item, type):
+            generated = f"{name}("  # what a dataclass or a named tuple without a docstring is given
+            yield f"{module.__name__}.{name}", None if (item.__doc__ or "").startswith(generated) else item.__doc__
+            for member in vars(item):
+                kinds = (FunctionType, property, classmethod, staticmethod)
+                if not member.startswith("_") and isinstance(vars(item)[member], kinds):
+                    yield f"{module.__name__}.{name}.{member}", inspect.getdoc(getattr(item, member))
+
+
+@pytest.mark.parametrize("package", [batchopt, batchopt_workers])
+def test_everything_public_is_documented(package: ModuleType) -> None:
+    found = [entry for module in modules(package) for entry in documentation(module)]
+    assert [name for name, docstring in found if not docstring] == []
+    assert len(found) > 30  # the walk has found something
+
+
+def test_a_worker_loads_nothing_of_the_parents_side() -> None:
+    code = "import sys, batchopt_workers.loop; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "batchopt_workers.loop" in loaded
+    assert [name for name in loaded if name.partition(".")[0] in ("batchopt", "tqdm")] == []

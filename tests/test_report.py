@@ -1,0 +1,98 @@
+"""What is said at each level of `verbose`, and where."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from batchopt.backends import Answer
+from batchopt.report import Report, logger
+from batchopt_workers.messages import Order
+
+ANSWERS = [Answer(0, Order(1, 1, 0, 1), 0.25, []), Answer(2, Order(1, 1, 1, 2), 0.5, [])]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Undo what a report sets up for good, and end the thread that tqdm starts with its first bar."""
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers.copy()
+    yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers = propagate, handlers
+    if tqdm.monitor is not None:
+        tqdm.monitor.exit()
+
+
+def evaluate_twice(verbose: int) -> None:
+    report = Report(verbose)
+    for number in (1, 2):
+        report.evaluated(number, batch=1, loss=1 / 3, seconds=0.0123, answers=ANSWERS, sizes=[100, 50])
+    report.note("calibrated: %s", "fast")
+    report.close()
+    report.close()
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_below_two_nothing_is_logged(verbose: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    evaluate_twice(verbose)
+    assert caplog.records == []
+
+
+def test_at_zero_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate_twice(0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_at_one_a_bar_on_stderr_counts_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate_twice(1)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "batchopt: 2 evaluations" in shown.err
+    assert "batch 1, loss 0.333333" in shown.err
+    assert shown.err.endswith("\n")
+
+
+def test_at_two_each_evaluation_is_a_record_with_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    evaluate_twice(2)
+    assert [record.message for record in caplog.records] == [
+        "evaluation 1, batch 1: loss 0.333333333, 12.300 ms",
+        "evaluation 2, batch 1: loss 0.333333333, 12.300 ms",
+        "calibrated: fast",
+    ]
+    assert {(record.name, record.levelname) for record in caplog.records} == {("batchopt", "INFO")}
+
+
+def test_at_three_each_worker_has_a_record_of_its_share(caplog: pytest.LogCaptureFixture) -> None:
+    evaluate_twice(3)
+    assert [record.message for record in caplog.records[:3]] == [
+        "evaluation 1, batch 1: loss 0.333333333, 12.300 ms",
+        "  worker 0: 100 samples, 250.000 ms",
+        "  worker 2: 50 samples, 500.000 ms",
+    ]
+    assert len(caplog.records) == 7
+
+
+@pytest.mark.parametrize("verbose", [2, 3])
+def test_without_logging_set_up_records_go_to_stderr_once(verbose: int, capsys: pytest.CaptureFixture[str]) -> None:
+    logger.propagate = False  # as if no handler were set up above
+    Report(verbose)
+    evaluate_twice(verbose)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines().count("batchopt: evaluation 1, batch 1: loss 0.333333333, 12.300 ms") == 1
+
+
+def test_with_logging_set_up_no_handler_is_added(caplog: pytest.LogCaptureFixture) -> None:
+    Report(3)
+    assert logger.handlers == []
+
+
+@pytest.mark.parametrize("verbose", [-1, 4, 1.5, "1", None])
+def test_no_other_level_is_taken(verbose: Any) -> None:
+    with pytest.raises(ValueError, match=rf"`verbose` must be 0, 1, 2 or 3, got {verbose!r}"):
+        Report(verbose)
