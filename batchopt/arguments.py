@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from batchopt.backends import BACKENDS
 from batchopt.cores import usable_cores
+from batchopt.speeds import Speeds
 
 
 def _integer(name: str, value: Any, least: int) -> int:
@@ -18,6 +20,16 @@ def _integer(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"`{name}` must be >= {least}, got {value}")
     return value
+
+
+def read_workers(parallelize: Any, backend: Any) -> int:
+    """The number of workers of the backend named; the serial one has one."""
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
+    workers = read_parallelize(parallelize)
+    if backend == "serial" and workers > 1:
+        raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
+    return workers
 
 
 def read_parallelize(value: Any) -> int:
@@ -35,10 +47,10 @@ def read_seed(value: Any) -> int:
     return _integer("seed", value, 0)
 
 
-def read_speeds(speeds: Any, workers: int) -> tuple[float, ...] | None:
-    """Relative speeds, one a worker, or None."""
+def read_speeds(speeds: Any, workers: int) -> Speeds:
+    """The speeds given, one a worker, which stay fixed; None: not measured yet."""
     if speeds is None:
-        return None
+        return Speeds.unknown(workers)
     if isinstance(speeds, str) or not isinstance(speeds, Sequence):
         raise TypeError(f"`speeds` must be a sequence of {workers} numbers or None, got {type(speeds).__name__}")
     if len(speeds) != workers:
@@ -46,7 +58,7 @@ def read_speeds(speeds: Any, workers: int) -> tuple[float, ...] | None:
     values = tuple(float(speed) for speed in speeds)
     if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):
         raise ValueError(f"`speeds` must be finite and >= 0, and not all 0; got {list(speeds)}")
-    return values
+    return Speeds(values, fixed=True)
 
 
 def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
@@ -64,6 +76,12 @@ def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
         signature.bind(*parameters)
     except TypeError:
         raise TypeError(f"{needed}; got a function of {signature}{_place(function)}") from None
+
+
+def check_hooks(**hooks: Any) -> None:
+    """Raise `TypeError` unless each of precode, prehook and posthook is None or can be called as it will be."""
+    for name, hook in hooks.items():
+        check_callable(name, hook, ("worker",) if name == "precode" else ("worker", "sample"))
 
 
 def _place(function: Callable[..., Any]) -> str:

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
+from batchopt.denominators import running_denominators
 from batchopt_workers.batch import Batch, Collate, Columns, Samples
+from batchopt_workers.weighting import Weighting
 
 
-def read_batch(inputs: Any, targets: Any, options: Any, collate: Collate | None) -> Batch:
-    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up.
+def read_batch(
+    inputs: Any, targets: Any, options: Any, *, collate: Collate | None, reduction: str, criterion: Any
+) -> Batch:
+    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up; its loss is as `reduction` and `criterion` say.
 
     A tensor, or a tuple or dict of tensors, holds samples along the first dimension. A list is either one entry a sample or, when
     its entries are tensors of one length, such columns: the number of targets and options decides. Raises `TypeError` or `ValueError` for data
@@ -30,9 +34,8 @@ def read_batch(inputs: Any, targets: Any, options: Any, collate: Collate | None)
     if size == 0:
         raise ValueError("the batch has 0 samples")
     chosen_targets = target_readings[size] if target_readings else None
-    if isinstance(readings[size], Samples) and collate is None and isinstance(inputs, (tuple, dict)):
-        raise TypeError(f"`inputs` is a {type(inputs).__name__} without tensors; pass a list with one entry a sample")
-    return Batch(readings[size], chosen_targets, options, size, collate)
+    running = running_denominators(criterion, chosen_targets) if reduction == "mean" else None
+    return Batch(readings[size], chosen_targets, options, Weighting(reduction, size, running), collate)
 
 
 def _read_options(options: Any) -> list[Any] | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from batchopt_workers.batch import Batch, Columns
+from batchopt_workers.batch import Columns, Samples
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -29,25 +29,30 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
     return reduction
 
 
-def sample_weights(criterion: Any, batch: Batch) -> np.ndarray | None:
-    """Each sample's part of the denominator, float64; None where all count the same.
+def running_denominators(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
+    """The sum of the denominators of the samples before each (shape `(samples + 1,)`, float64); None where all count the same.
 
-    Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored.
+    Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a list of samples that holds for
+    one class a sample; where each has many, f is the mean of the samples' losses.
     """
-    if not isinstance(criterion, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or not isinstance(
-        batch.targets, Columns
-    ):
+    if not isinstance(criterion, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or targets is None:
         return None
-    target = batch.targets.data
-    if not isinstance(target, torch.Tensor) or target.is_floating_point():
+    classes = targets.data if isinstance(targets, Columns) else _stacked(targets.data)
+    if not isinstance(classes, torch.Tensor) or classes.is_floating_point():
         return None
     with torch.no_grad():
-        counted = target != criterion.ignore_index
+        counted = classes != criterion.ignore_index
         if criterion.weight is None and bool(counted.all()):
             return None
-        if criterion.weight is None:
-            each = counted.double()
-        else:
-            each = criterion.weight.double()[torch.where(counted, target, 0)] * counted
-        weights: np.ndarray = each.reshape(batch.size, -1).sum(1).cpu().numpy()
-        return weights
+        each = counted.double()
+        if criterion.weight is not None:
+            each = criterion.weight.double()[torch.where(counted, classes, 0)] * each
+        sums = each.reshape(len(each), -1).sum(1)
+        return torch.cat([sums.new_zeros(1), sums.cumsum(0)]).cpu()
+
+
+def _stacked(samples: Sequence[Any]) -> torch.Tensor | None:
+    """A list of single classes as one tensor."""
+    if all(isinstance(sample, torch.Tensor) and sample.numel() == 1 for sample in samples):
+        return torch.stack([sample.reshape(()) for sample in samples])
+    return None

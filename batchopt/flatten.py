@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from batchopt.errors import BatchoptError
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 
@@ -32,6 +33,20 @@ class Flat:
             p.data_ptr() == base + slot.offset * step or not slot.numel
             for p, slot in zip(parameters, self.layout.slots, strict=True)
         )
+
+    def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
+        """Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`, where they were put."""
+        ours = {id(parameter) for parameter in parameters}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in ours:
+                raise BatchoptError(
+                    f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
+                )
+        if not self.holds(parameters):
+            raise BatchoptError(
+                "a parameter was moved or given other memory after set-up (module.to, p.data = ...): "
+                "build a new BatchOptimizer"
+            )
 
 
 _living: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()

@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import torch
 
 from batchopt import arguments
-from batchopt.backends import BACKENDS, Answer, Setup, WorkerInfo, start_backend
+from batchopt.backends import Answer, Setup, WorkerInfo, start_backend
 from batchopt.batches import read_batch
 from batchopt.calibrate import measure
 from batchopt.choice import OptimizerChoice, choose_optimizer
-from batchopt.denominators import resolve_reduction, sample_weights
+from batchopt.denominators import resolve_reduction
 from batchopt.errors import BatchoptError
 from batchopt.flatten import flatten, trainable
-from batchopt.plan import Objective, Plan, follow, make_plan
+from batchopt.plan import Plan, follow, make_plan
 from batchopt.reduce import reduce_answers
 from batchopt.report import Report
 from batchopt.speeds import Speeds
@@ -75,39 +75,27 @@ class BatchOptimizer:
         seed: int = 0,
         verbose: int = 0,
     ) -> None:
-        workers = arguments.read_parallelize(parallelize)
-        if backend not in BACKENDS:
-            raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
-        if backend == "serial" and workers > 1:
-            raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
+        workers = arguments.read_workers(parallelize, backend)
         arguments.check_criterion(criterion, loss_fn)
-        arguments.check_callable("precode", precode, ("worker",))
-        arguments.check_callable("prehook", prehook, ("worker", "sample"))
-        arguments.check_callable("posthook", posthook, ("worker", "sample"))
+        arguments.check_hooks(precode=precode, prehook=prehook, posthook=posthook)
         arguments.check_callable("collate_fn", collate_fn, ("samples",))
         threads = arguments.read_optional_count("threads_per_worker", threads_per_worker)
         self._chunk_size = arguments.read_optional_count("chunk_size", chunk_size)
         self._reduction = resolve_reduction(reduction, criterion)
         self._seed = arguments.read_seed(seed)
-        given = arguments.read_speeds(speeds, workers)
-        self._speeds = Speeds.unknown(workers) if given is None else Speeds(given, fixed=True)
+        self._speeds = arguments.read_speeds(speeds, workers)
         self._report = Report(verbose)
         self._collate = collate_fn
-
-        self._module = module
-        choose_optimizer(optimizer if isinstance(optimizer, str) else None, [p for _, p in trainable(module)])
+        self._module, self._criterion = module, criterion
+        self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])
         self._flat, self._params = flatten(module)
         self._grad = torch.zeros_like(self._flat.vector)
         self._grad_views = self._flat.layout.views(self._grad)
         self._buffers = StepBuffers(module)
-        self.optimizer = choose_optimizer(optimizer, self._params)
 
         self._batch: Batch | None = None
-        self._objective: Objective
         self._plan: Plan
-        self._criterion = criterion
-        self._prehook, self._posthook = prehook, posthook
-        self._changes: torch.Tensor | None = None
+        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
         self._orders = 0
         self._step = 0
         self.eval_counter = 0
@@ -115,6 +103,7 @@ class BatchOptimizer:
         self.sample_counter = 0
         self.output = 0.0
         self.hook_results: list[Any] = []
+
         if threads is None and self._chunk_size is not None:
             threads = 1
         program = Program(module, criterion, loss_fn, self._seed)
@@ -122,7 +111,7 @@ class BatchOptimizer:
         self._backend = start_backend(backend, setup)
         self._closed = False
         try:
-            self._backend.set_hooks(prehook, posthook)
+            self._set_hooks(prehook, posthook)
         except BaseException:
             self.close()
             raise
@@ -172,8 +161,7 @@ class BatchOptimizer:
 
     def _set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._check_open()
-        arguments.check_callable("prehook", prehook, ("worker", "sample"))
-        arguments.check_callable("posthook", posthook, ("worker", "sample"))
+        arguments.check_hooks(prehook=prehook, posthook=posthook)
         self._backend.set_hooks(prehook, posthook)
         self._prehook, self._posthook = prehook, posthook
 
@@ -183,7 +171,7 @@ class BatchOptimizer:
         self.optimize()
         self._end_step()
         self.batch_counter += 1
-        self.sample_counter += self._objective.size
+        self.sample_counter += self._loaded().size
         return self.output
 
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
@@ -195,17 +183,17 @@ class BatchOptimizer:
         """
         self._check_open()
         self._end_step()
-        self._check_module()
-        batch = read_batch(inputs, targets, options, self._collate)
+        self._flat.check(self._module, self._params)
+        batch = read_batch(
+            inputs, targets, options, collate=self._collate, reduction=self._reduction, criterion=self._criterion
+        )
         self._buffers.begin_step()
         self._backend.load(batch)
         self._batch = batch
         self._step += 1
-        weights = sample_weights(self._criterion, batch) if self._reduction == "mean" else None
-        self._objective = Objective(batch.size, self._reduction, weights, self._chunk_size)
         if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
             self.calibrate()
-        self._plan = make_plan(self._objective, self._speeds)
+        self._plan = make_plan(batch.size, self._chunk_size, self._speeds)
 
     def calibrate(self) -> list[float]:
         """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
@@ -213,11 +201,11 @@ class BatchOptimizer:
         Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the measurement. Later
         evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as they are.
         """
-        self._check_loaded()
+        samples = self._loaded().size
         if not self._speeds.fixed:
             self._backend.set_hooks(None, None)
             try:
-                self._observe(*measure(self._backend, self._objective, self._next_order(), self._step))
+                self._observe(*measure(self._backend, samples, self._next_order(), self._step))
             finally:
                 self._backend.set_hooks(self._prehook, self._posthook)
             self._report.note("calibrated: %s samples/s", [round(speed) for speed in self._speeds.relative()])
@@ -244,8 +232,8 @@ class BatchOptimizer:
 
         A subclass may override it, and `reduce`.
         """
-        self._check_loaded()
-        self._plan = follow(self._plan, self._objective, self._speeds)
+        self._loaded()
+        self._plan = follow(self._plan, self._chunk_size, self._speeds)
         answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_order(), self._step))
         samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
         for answer in answers:
@@ -357,23 +345,11 @@ class BatchOptimizer:
         if self._closed:
             raise BatchoptError("this BatchOptimizer was closed: build a new one")
 
-    def _check_loaded(self) -> None:
+    def _loaded(self) -> Batch:
         self._check_open()
         if self._batch is None:
             raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
-
-    def _check_module(self) -> None:
-        """Raise unless the module's trainable parameters still are those that X is made of."""
-        ours = {id(parameter) for parameter in self._params}
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in ours:
-                raise BatchoptError(
-                    f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
-                )
-        if not self._flat.holds(self._params):
-            raise BatchoptError(
-                "a parameter was moved or given other memory after set-up (module.to, p.data = ...): build a new BatchOptimizer"
-            )
+        return self._batch
 
 
 _COUNTERS = ("eval_counter", "batch_counter", "sample_counter")

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import numpy as np
-
 from batchopt.speeds import Speeds
-from batchopt.split import cut_batch, runs, split_batch
+from batchopt.split import runs, split_batch
 from batchopt_workers.messages import Cut, Order
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What fixes the weight of a chunk: `size` samples, whether their losses are averaged or summed, and each sample's part of
-    the denominator (None: all alike). With a `chunk_size` the chunks are fixed as well."""
-
-    size: int
-    reduction: str
-    weights: np.ndarray | None = None
-    chunk_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,26 +27,26 @@ class Plan:
         return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
 
 
-def make_plan(objective: Objective, speeds: Speeds) -> Plan:
-    """Without a chunk size each worker gets one chunk, as large as its speed allows; else a run of the fixed chunks."""
-    n = objective.size
-    if objective.chunk_size is None:
-        counts = split_batch(n, speeds.relative())
-        bounds: Sequence[int] = [0, *accumulate(count for count in counts if count)]
+def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
+    """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows; else a run of the
+    chunks that the size fixes."""
+    if chunk_size is None:
+        counts = split_batch(size, speeds.relative())
+        bounds = [0, *accumulate(count for count in counts if count)]
         shares = [1 if count else 0 for count in counts]
     else:
-        bounds = [*range(0, n, objective.chunk_size), n]
+        bounds = [*range(0, size, chunk_size), size]
         shares = split_batch(len(bounds) - 1, speeds.relative())
-    return Plan(cut_batch(n, bounds, objective.reduction, objective.weights), tuple(shares))
+    return Plan(Cut(tuple(bounds)), tuple(shares))
 
 
-def follow(plan: Plan, objective: Objective, speeds: Speeds) -> Plan:
+def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
     """The plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
 
     Fixed chunks stay as they are, and only change hands.
     """
     if speeds.fixed or not speeds.improves_on(plan.samples()):
         return plan
-    if objective.chunk_size is None:
-        return make_plan(objective, speeds)
+    if chunk_size is None:
+        return make_plan(plan.cut.bounds[-1], None, speeds)
     return replace(plan, shares=tuple(split_batch(plan.cut.chunks, speeds.relative())))

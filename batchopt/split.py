@@ -1,15 +1,11 @@
-"""Splitting a batch by speed, and cutting it into chunks: pure functions of numbers."""
+"""Splitting a batch by speed: pure functions of numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
-
-import numpy as np
-
-from batchopt_workers.messages import Cut
+from itertools import accumulate
 
 
 def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
@@ -44,21 +40,3 @@ def runs(shares: Sequence[int]) -> list[tuple[int, int]]:
     """The range `(first, last)` of each share when they lie one after the other."""
     ends = list(accumulate(shares))
     return [(end - share, end) for share, end in zip(shares, ends, strict=True)]
-
-
-def cut_batch(n: int, bounds: Sequence[int], reduction: str, sample_weights: np.ndarray | None) -> Cut:
-    """The chunks between `bounds` (0 first, `n` last, rising), weighted so that the weighted chunk losses sum to f.
-
-    For a `"sum"` each chunk counts 1; for a `"mean"` its part of the denominator, which is `n` or, with `sample_weights` (one a sample),
-    their sum.
-    """
-    ranges = list(pairwise(bounds))
-    if reduction == "sum":
-        weights = [1.0] * len(ranges)
-    elif sample_weights is None:
-        weights = [(stop - start) / n for start, stop in ranges]
-    else:
-        sums = [float(sample_weights[start:stop].sum()) for start, stop in ranges]
-        total = math.fsum(sums)
-        weights = [part / total if total else math.nan for part in sums]
-    return Cut(tuple(bounds), tuple(weights))

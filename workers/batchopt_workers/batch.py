@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.weighting import Weighting
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -70,13 +72,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """`size` samples: inputs, with or without targets and options (one object a sample, for the hooks)."""
+    """Inputs, with or without targets and options (one object a sample, for the hooks), and what their loss is."""
 
     inputs: Columns | Samples
     targets: Columns | Samples | None
     options: Sequence[Any] | None
-    size: int
+    weighting: Weighting
     collate: Collate | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.weighting.size
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order.

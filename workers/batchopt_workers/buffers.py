@@ -1,8 +1,8 @@
 """The module's buffers during a step: every chunk starts from the same values, and what it changed is reported.
 
 One process would run the batch through the module once and update its running statistics once. Here each chunk
-starts from the buffers of the step's start, and its changes are summed along the chunk tree: those of floating-point
-buffers weighted by the chunk's part of the batch, those of others (counters) as the first chunk left them.
+starts from the buffers of the step's start. At the step's end an element that no chunk changed stays as it was; another becomes the mean
+of the chunks' values, weighted by samples, in floating-point buffers, and what the first chunk left in others (counters).
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ import torch
 # Elements. A buffer over this is a constant (data kept with the module): all workers share one copy of it.
 LARGEST_STATISTIC = 2**20
 
+Place = tuple[torch.nn.Module, str]
 
-def statistics(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    """The places, as `(owner, name)`, of the buffers that evaluation may change, each tensor once."""
-    found, seen = [], set()
+
+def statistics(module: torch.nn.Module) -> list[list[Place]]:
+    """For each buffer that evaluation may change, the places `(owner, name)` where it is registered."""
+    found: dict[int, list[Place]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is None or id(buffer) in seen or buffer.is_complex() or buffer.numel() > LARGEST_STATISTIC:
-                continue
-            seen.add(id(buffer))
-            found.append((owner, name))
-    return found
+            if buffer is not None and not buffer.is_complex() and buffer.numel() <= LARGEST_STATISTIC:
+                found.setdefault(id(buffer), []).append((owner, name))
+    return list(found.values())
 
 
-def _get(owner: torch.nn.Module, name: str) -> torch.Tensor:
+def _get(place: Place) -> torch.Tensor:
+    owner, name = place
     buffer = owner._buffers[name]
     if buffer is None:
         raise ValueError(f"the buffer {name!r} of {type(owner).__name__} became None during an evaluation")
     return buffer
+
+
+def _set(places: list[Place], buffer: torch.Tensor) -> None:
+    for owner, name in places:
+        owner._buffers[name] = buffer
 
 
 class StepBuffers:
@@ -40,27 +46,20 @@ class StepBuffers:
         the module gets copies of its own to work on."""
         self._shared = shared
         self._places = statistics(module)
-        self._start = [_get(owner, name) for owner, name in self._places]
-        copies = [start.detach().clone() for start in self._start]
-        if shared:
-            self._own = copies
-            own = {id(start): copy for start, copy in zip(self._start, copies, strict=True)}
-            for owner in module.modules():
-                owner._buffers.update({n: own.get(id(b), b) for n, b in owner._buffers.items()})
-        else:
-            self._own, self._start = self._start, copies
-        self.size = sum(own.numel() for own in self._own)
+        found = [_get(places[0]) for places in self._places]
+        copies = [buffer.detach().clone() for buffer in found]
+        self._own, self._start = (copies, found) if shared else (found, copies)
+        for places, own in zip(self._places, self._own, strict=True):
+            _set(places, own)
+        self._sizes = [own.numel() for own in self._own]
+        self.size = 2 * sum(self._sizes)
 
     def begin_step(self) -> None:
         """Take the module's present buffers as the step's start; or the shared start as the module's buffers."""
-        with torch.no_grad():
-            for i, (owner, name) in enumerate(self._places):
-                if self._shared:
-                    owner._buffers[name] = self._own[i]
-                    self._own[i].copy_(self._start[i])
-                else:
-                    self._own[i] = _get(owner, name)
-                    self._start[i] = self._own[i].detach().clone()
+        if not self._shared:
+            self._own = [_get(places[0]) for places in self._places]
+            self._start = [own.detach().clone() for own in self._own]
+        self.restore()
 
     def restore(self) -> None:
         """Put the values of the step's start back.
@@ -68,26 +67,45 @@ class StepBuffers:
         All of them: batch normalisation updates its statistics without a trace in their version counters.
         """
         with torch.no_grad():
-            for (owner, name), own, start in zip(self._places, self._own, self._start, strict=True):
-                owner._buffers[name] = own
+            for places, own, start in zip(self._places, self._own, self._start, strict=True):
+                _set(places, own)
                 own.copy_(start)
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
-        """Write to `out` (shape `(size,)`, float64) what a chunk changed: times `share` (its part of the batch) for
-        floating-point buffers, for others only if it is the `first` chunk."""
+        """Write to `out` (shape `(size,)`, float64) what a chunk made of the buffers: first each element, times `share` (its part of the
+        batch), or in buffers of integers as it is if this is the `first` chunk; then 1 where it differs from the start, else 0."""
         out.zero_()
-        parts = torch.split(out, [own.numel() for own in self._own])
-        for (owner, name), start, part in zip(self._places, self._start, parts, strict=True):
-            now = _get(owner, name).detach()
-            if not torch.equal(now, start):  # the difference of equal infinities would be NaN
-                weight = share if start.is_floating_point() else float(first)
-                part.copy_((now.double() - start.double()).flatten() * weight)
+        values, flags = out.view(2, -1) if self.size else (out, out)
+        parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
+        for places, own, start, (value, flag) in zip(self._places, self._own, self._start, parts, strict=True):
+            now = self._current(places, own).flatten()
+            if now.is_floating_point():
+                value.copy_(now.double() * share)
+            elif first:
+                value.copy_(now)
+            flag.copy_((now != start.flatten()) & ~(now.isnan() & start.flatten().isnan()))
+
+    def _current(self, places: list[Place], own: torch.Tensor) -> torch.Tensor:
+        """The buffer now, which the module may have replaced in one of its places."""
+        for place in places:
+            now = _get(place)
+            if now is not own:
+                if now.shape != own.shape:
+                    raise ValueError(
+                        f"the buffer {place[1]!r} of {type(place[0]).__name__} changed its shape from {tuple(own.shape)} "
+                        f"to {tuple(now.shape)} during an evaluation: chunks cannot be averaged"
+                    )
+                return now.detach()
+        return own
 
     def take_over(self, changes: torch.Tensor) -> None:
-        """Move the module's buffers from the step's start by the summed `changes`."""
-        parts = torch.split(changes, [own.numel() for own in self._own])
+        """Move the module's buffers from the step's start to what the summed `changes` say."""
+        if not self.size:
+            return
+        values, flags = changes.view(2, -1)
+        parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
         with torch.no_grad():
-            for own, start, part in zip(self._own, self._start, parts, strict=True):
-                if part.any():
-                    value = start.double() + part.view(start.shape).to(start.device)
-                    own.copy_(value if start.is_floating_point() else value.round())
+            for own, start, (value, flag) in zip(self._own, self._start, parts, strict=True):
+                if flag.any():
+                    new = (value if own.is_floating_point() else value.round()).to(own.dtype).view(own.shape)
+                    own.copy_(torch.where(flag.view(own.shape).to(own.device) > 0, new.to(own.device), start))

@@ -50,7 +50,7 @@ class Evaluator:
         self.prehook: Hook | None = None
         self.posthook: Hook | None = None
         self.batch: Batch | None = None
-        self.cut = Cut((0,), ())
+        self.cut = Cut((0,))
         self.at_hand = range(0)
         self._seed = program.seed
         self._parameters = parameters
@@ -81,15 +81,15 @@ class Evaluator:
     def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[float, bytes]:
         assert self.batch is not None
         start, stop = self.cut.bounds[chunk], self.cut.bounds[chunk + 1]
-        share = self.cut.weights[chunk] / (stop - start)
         seed_draws(self._seed, step, chunk)
         for parameter in self._parameters:
             parameter.grad = None
         try:
             loss = 0.0
             for piece in self.batch.pieces(start, stop):
-                loss += self._forward_backward(piece, share * len(piece.indices), results)
-            self._buffers.changes(row.changes, (stop - start) / self.cut.size, chunk == 0)
+                weight = self.batch.weighting.of(piece.indices.start, piece.indices.stop)
+                loss += self._forward_backward(piece, weight, results)
+            self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
         finally:
             self._buffers.restore()
         return loss, self._collect(row)

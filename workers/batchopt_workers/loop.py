@@ -51,7 +51,7 @@ class Session:
 
     @property
     def at_hand(self) -> range:
-        """The samples of the forward that failed; empty if none was running."""
+        """The samples in the forward that ran last, if an evaluation was cut short."""
         return self._evaluator.at_hand if self._evaluator is not None else range(0)
 
     def attach(self, name: str, fd: int) -> None:
@@ -114,7 +114,8 @@ def serve(connection: Connection, session: Session) -> None:
         try:
             replies = _obey(connection, session, message)
         except BaseException as error:
-            replies = [bytes([Kind.FAILED]) + describe(error, session.at_hand).encode()]
+            samples = session.at_hand if message[0] == Kind.EVALUATE else range(0)
+            replies = [bytes([Kind.FAILED]) + describe(error, samples).encode()]
         for reply in replies:
             connection.send_bytes(reply)
 

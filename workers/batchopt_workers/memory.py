@@ -50,7 +50,7 @@ class SharedBlock:
             else:
                 os.ftruncate(fd, nbytes)
             return cls(fd)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(fd)
             raise MemoryError(f"no {nbytes / 1e6:.1f} MB of shared memory: {error}") from error
 
@@ -62,5 +62,5 @@ class SharedBlock:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def release(self) -> None:
-        """Close the descriptor; the mapping lives on for as long as a tensor views it."""
+        """Close `fd`; the mapping, and a descriptor of its own, live on for as long as a tensor views it."""
         self._close()

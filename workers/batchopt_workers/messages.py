@@ -77,7 +77,7 @@ class Done:
         width = len(self.summaries[0].used) if self.summaries else 0
         parts = [self._HEAD.pack(self.evaluation, self.seconds, len(self.summaries), width)]
         for s in self.summaries:
-            parts += self._SUMMARY.pack(s.node.level, s.node.index, s.row, s.loss), s.used
+            parts += self._SUMMARY.pack(s.node.level, s.node.position, s.row, s.loss), s.used
         return b"".join(parts)
 
     @classmethod
@@ -138,18 +138,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`, and its loss counts
-    `weights[i]` in f (for a mean: the chunk's part of the whole denominator)."""
+    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0."""
 
     bounds: Sequence[int]
-    weights: Sequence[float]
 
     @property
     def chunks(self) -> int:
         """Number of chunks."""
-        return len(self.weights)
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return self.bounds[-1]
+        return len(self.bounds) - 1

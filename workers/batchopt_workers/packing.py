@@ -8,6 +8,7 @@ the worker's X: tied parameters stay tied, and no parameter is ever sent.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from batchopt_workers.memory import SharedBlock, aligned
 
@@ -26,9 +28,15 @@ class Placement:
 
     offset: int
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     is_parameter: bool
+
+    def view(self, block: SharedBlock) -> torch.Tensor:
+        """The tensor's place in `block`."""
+        flat = block.tensor(self.dtype, (torch.Size(self.shape).numel(),), self.offset)
+        return flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Packed:
         """Copy the tensors into `block` (at least `nbytes` long); returns its views of them, in order."""
         views = []
         for tensor, placement in zip(self.tensors, self.placements, strict=True):
-            view = block.tensor(placement.dtype, placement.shape, placement.offset)
+            view = placement.view(block)
             view.copy_(tensor.detach())
             views.append(view)
         return views
@@ -81,6 +89,12 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class
             self.tensors.append(obj)
         return "tensor", self._tensor_index[id(obj)], vars(obj)
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+            # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
+            return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
 
 class _Unpacker(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
@@ -105,7 +119,10 @@ def pack(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Packed:
     placements, offset = [], 0
     for tensor in packer.tensors:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        placements.append(Placement(offset, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_parameter))
+        # the tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it
+        stride = torch.empty_like(tensor, device="meta").stride()
+        placement = Placement(offset, tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, is_parameter)
+        placements.append(placement)
         offset = aligned(offset + tensor.numel() * tensor.element_size())
     return Packed(file.getvalue(), tuple(packer.tensors), tuple(placements), offset)
 
@@ -116,7 +133,7 @@ def unpack(
     """Build the object that `pack` was given, its tensors being views of `block`."""
     tensors: list[torch.Tensor] = []
     for placement in placements:
-        view = block.tensor(placement.dtype, placement.shape, placement.offset)
+        view = placement.view(block)
         if placement.is_parameter:
             view = torch.nn.Parameter(view, requires_grad=placement.requires_grad)
         elif placement.requires_grad:

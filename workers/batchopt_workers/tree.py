@@ -1,7 +1,7 @@
 """The fixed binary tree along which the partials of chunks are merged.
 
 Floating-point sums depend on their order. Here the order is that of a binary tree over the chunk index and
-nothing else: node `(level, index)` stands for chunks `index * 2**level` up to `(index + 1) * 2**level`, and is
+nothing else: node `(level, position)` stands for chunks `position * 2**level` up to `(position + 1) * 2**level`, and is
 its left child plus its right child. Whoever holds both children may merge them, in whatever order they came, and
 the root has the same bits. A node whose sibling lies past the last chunk is its own parent.
 """
@@ -18,22 +18,22 @@ class Node(NamedTuple):
     """A place in the tree; chunk `i` is the leaf `Node(0, i)`."""
 
     level: int
-    index: int
+    position: int
 
     @property
     def sibling(self) -> Node:
         """The node that shares this one's parent."""
-        return Node(self.level, self.index ^ 1)
+        return Node(self.level, self.position ^ 1)
 
     @property
     def parent(self) -> Node:
         """The node one level up."""
-        return Node(self.level + 1, self.index >> 1)
+        return Node(self.level + 1, self.position >> 1)
 
     @property
     def first_chunk(self) -> int:
         """The first chunk below this node."""
-        return self.index << self.level
+        return self.position << self.level
 
 
 class Fold(Generic[T]):
@@ -53,10 +53,10 @@ class Fold(Generic[T]):
         """Take in the partial of `node`, and merge upwards while its sibling is here."""
         while node != self._root:
             if node.sibling.first_chunk < self._count:
-                other = self._held.pop(node.sibling, None)
-                if other is None:
+                if node.sibling not in self._held:
                     break
-                left, right = (other, partial) if node.index & 1 else (partial, other)
+                other = self._held.pop(node.sibling)
+                left, right = (other, partial) if node.position & 1 else (partial, other)
                 partial = self._merge(left, right)
             node = node.parent
         self._held[node] = partial

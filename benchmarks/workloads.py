@@ -1,0 +1,95 @@
+"""The functions that the benchmarks evaluate: a module, its loss, and a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Workload:
+    """`loss(module, inputs, targets)` over the whole batch is the function."""
+
+    module: nn.Module
+    loss: Callable[[nn.Module, Any, Any], torch.Tensor]
+    inputs: torch.Tensor
+    targets: torch.Tensor | None
+
+
+class Supervised:
+    """`criterion(module(inputs), targets)`."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        self.criterion = criterion
+
+    def __call__(self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.criterion(module(inputs), targets)
+        return loss
+
+
+def burgers(module: nn.Module, points: torch.Tensor, targets: None) -> torch.Tensor:
+    """The mean square of the residual u_t + u u_x - (0.01 / pi) u_xx at the points (t, x)."""
+    points = points.detach().requires_grad_()
+    u = module(points)
+    (first,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 1].sum(), points, create_graph=True)
+    residual = first[:, 0] + u[:, 0] * first[:, 1] - 0.01 / torch.pi * second[:, 1]
+    mean: torch.Tensor = residual.square().mean()
+    return mean
+
+
+def _classes(samples: int, classes: int = 10) -> torch.Tensor:
+    return torch.randint(0, classes, (samples,))
+
+
+def mlp() -> Workload:
+    """784-256-10, tanh; 8,192 samples."""
+    module = nn.Sequential(nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 10))
+    return Workload(module, Supervised(nn.CrossEntropyLoss()), torch.randn(8192, 784), _classes(8192))
+
+
+def cnn() -> Workload:
+    """Two 3x3 convolutions, 16 and 32 channels, with pooling, on 28x28 images; 1,024 samples."""
+    module = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 49, 10),
+    )
+    return Workload(module, Supervised(nn.CrossEntropyLoss()), torch.randn(1024, 1, 28, 28), _classes(1024))
+
+
+def pinn() -> Workload:
+    """The residual of Burgers' equation for a network of 8 layers of 20, tanh; 10,000 points."""
+    layers: list[nn.Module] = [nn.Linear(2, 20), nn.Tanh()]
+    for _ in range(7):
+        layers += [nn.Linear(20, 20), nn.Tanh()]
+    return Workload(nn.Sequential(*layers, nn.Linear(20, 1)), burgers, torch.rand(10_000, 2), None)
+
+
+def logreg() -> Workload:
+    """Multinomial logistic regression, 784 features, 10 classes; 20,000 samples."""
+    return Workload(nn.Linear(784, 10), Supervised(nn.CrossEntropyLoss()), torch.randn(20_000, 784), _classes(20_000))
+
+
+def wide() -> Workload:
+    """1024-4096-1024-10, tanh: 8.4 million parameters; 512 samples."""
+    module = nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 1024), nn.Tanh(), nn.Linear(1024, 10))
+    return Workload(module, Supervised(nn.CrossEntropyLoss()), torch.randn(512, 1024), _classes(512))
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"mlp": mlp, "cnn": cnn, "pinn": pinn, "logreg": logreg, "wide": wide}
+
+
+def build(name: str) -> Workload:
+    """The workload `name`, the same each time."""
+    torch.manual_seed(0)
+    return WORKLOADS[name]()
