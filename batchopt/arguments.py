@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def read_speeds(speeds: Any, workers: int) -> Speeds:
         raise TypeError(f"`speeds` must be a sequence of {workers} numbers or None, got {type(speeds).__name__}")
     if len(speeds) != workers:
         raise ValueError(f"`speeds` has {len(speeds)} entries for {workers} workers")
+    if not all(isinstance(speed, Real) for speed in speeds):
+        raise TypeError(f"`speeds` must be numbers, got {list(speeds)}")
     values = tuple(float(speed) for speed in speeds)
     if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):
         raise ValueError(f"`speeds` must be finite and >= 0, and not all 0; got {list(speeds)}")
@@ -101,6 +104,8 @@ def check_criterion(criterion: Any, loss_fn: Any) -> None:
         )
     if criterion is not None and not callable(criterion):
         raise TypeError(f"`criterion` must be callable as criterion(output, targets); got {type(criterion).__name__}")
+    if isinstance(loss_fn, type):
+        raise TypeError(f"`loss_fn` must be a function of (module, inputs, targets); got the class {loss_fn.__name__}")
     check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
     if isinstance(criterion, torch.nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         raise ValueError(

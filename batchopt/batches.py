@@ -11,6 +11,8 @@ from batchopt.denominators import running_denominators
 from batchopt_workers.batch import Batch, Collate, Columns, Samples
 from batchopt_workers.weighting import Weighting
 
+Reading = Columns | Samples
+
 
 def read_batch(
     inputs: Any, targets: Any, options: Any, *, collate: Collate | None, reduction: str, criterion: Any
@@ -22,47 +24,50 @@ def read_batch(
     without samples, of different lengths, that the workers cannot take, or that can be read both ways.
     """
     options = _read_options(options)
-    readings = _readings("inputs", inputs, collate is not None)
-    target_readings = _readings("targets", targets, collate is not None) if targets is not None else {}
-    wanted = set(target_readings) if target_readings else None
-    if options is not None:
-        wanted = {len(options)} & wanted if wanted is not None else {len(options)}
-    sizes = set(readings) if wanted is None else set(readings) & wanted
-    if not sizes:
-        raise ValueError(_mismatch(readings, target_readings, options))
-    size = _decide(sizes, readings)
-    if size == 0:
+    all_inputs = _readings("inputs", inputs, collate is not None)
+    all_targets = _readings("targets", targets, collate is not None) if targets is not None else [None]
+    fitting = [
+        (read_inputs, read_targets)
+        for read_inputs in all_inputs
+        for read_targets in all_targets
+        if (read_targets is None or len(read_targets) == len(read_inputs))
+        and (options is None or len(options) == len(read_inputs))
+    ]
+    if not fitting:
+        raise ValueError(_mismatch(all_inputs, all_targets, options))
+    chosen_inputs, chosen_targets = _decide(fitting)
+    if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
-    chosen_targets = target_readings[size] if target_readings else None
     running = running_denominators(criterion, chosen_targets) if reduction == "mean" else None
-    return Batch(readings[size], chosen_targets, options, Weighting(reduction, size, running), collate)
+    weighting = Weighting(reduction, len(chosen_inputs), running)
+    return Batch(chosen_inputs, chosen_targets, options, weighting, collate)
 
 
 def _read_options(options: Any) -> list[Any] | None:
     if options is None:
         return None
-    if isinstance(options, (str, bytes)) or not isinstance(options, (Sequence, torch.Tensor)):
+    is_sequence = options.dim() > 0 if isinstance(options, torch.Tensor) else isinstance(options, Sequence)
+    if isinstance(options, (str, bytes)) or not is_sequence:
         raise TypeError(
             f"`options` must be a sequence with one entry a sample (None allowed); got {type(options).__name__}"
         )
     return list(options)
 
 
-def _readings(name: str, data: Any, samples_only: bool) -> dict[int, Columns | Samples]:
-    """Each number of samples that `data` can be read as, with that reading."""
-    found: dict[int, Columns | Samples] = {}
-    if isinstance(data, list):
-        if not samples_only and data and all(isinstance(item, torch.Tensor) for item in data):
-            lengths = {item.shape[0] if item.dim() else -1 for item in data}
-            if len(lengths) == 1 and -1 not in lengths:
-                found[lengths.pop()] = Columns(data)
-        found.setdefault(len(data), Samples(data))
-        _check_tensors(name, data)
-        return found
+def _readings(name: str, data: Any, samples_only: bool) -> list[Reading]:
+    """What `data` can be read as: columns, samples, or, for a list of tensors of one length, both."""
     tensors = _check_tensors(name, data)
+    if isinstance(data, list):
+        found: list[Reading] = [Samples(data)]
+        if not samples_only and data and all(isinstance(item, torch.Tensor) for item in data):
+            lengths = {item.shape[0] if item.dim() else None for item in data}
+            if len(lengths) == 1 and None not in lengths:
+                found.append(Columns(data))
+        return found
     if not tensors:
         raise TypeError(
-            f"`{name}` must be a tensor, a tuple or dict of tensors, or a list of samples; got {type(data).__name__}"
+            f"`{name}` must be a tensor (torch.as_tensor makes one), a tuple or dict of tensors, or a list of samples; "
+            f"got {type(data).__name__}"
         )
     first_path, first = tensors[0]
     for path, tensor in tensors:
@@ -70,7 +75,7 @@ def _readings(name: str, data: Any, samples_only: bool) -> dict[int, Columns | S
             raise TypeError(f"`{path}` is a 0-dim tensor: there is no dimension of samples to split")
         if tensor.shape[0] != first.shape[0]:
             raise ValueError(f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}")
-    return {first.shape[0]: Columns(data)}
+    return [Columns(data)]
 
 
 def _check_tensors(path: str, data: Any) -> list[tuple[str, torch.Tensor]]:
@@ -79,7 +84,7 @@ def _check_tensors(path: str, data: Any) -> list[tuple[str, torch.Tensor]]:
         if data.requires_grad and not data.is_leaf:
             raise ValueError(f"`{path}` requires grad and is not a leaf: call .detach() on it")
         if data.layout is not torch.strided:
-            raise ValueError(f"`{path}` is sparse ({data.layout}): call .to_dense() on it, or pass a list of samples")
+            raise ValueError(f"`{path}` is sparse ({data.layout}): call .to_dense() on it")
         return [(path, data)]
     items: Any = ()
     if isinstance(data, (tuple, list)):
@@ -89,25 +94,27 @@ def _check_tensors(path: str, data: Any) -> list[tuple[str, torch.Tensor]]:
     return [found for key, item in items for found in _check_tensors(f"{path}[{key!r}]", item)]
 
 
-def _mismatch(readings: dict[int, Any], target_readings: dict[int, Any], options: list[Any] | None) -> str:
-    parts = [f"`inputs` has {_counts(readings)} samples"]
-    if target_readings:
-        parts.append(f"`targets` has {_counts(target_readings)}")
+def _mismatch(inputs: Sequence[Reading], targets: Sequence[Reading | None], options: list[Any] | None) -> str:
+    parts = [f"`inputs` has {_counts(inputs)} samples"]
+    if None not in targets:
+        parts.append(f"`targets` has {_counts(targets)}")
     if options is not None:
         parts.append(f"`options` has {len(options)}")
     return " but ".join(parts)
 
 
-def _counts(readings: dict[int, Any]) -> str:
-    return " or ".join(str(size) for size in readings)
+def _counts(readings: Sequence[Reading | None]) -> str:
+    return " or ".join(str(len(reading)) for reading in readings if reading is not None)
 
 
-def _decide(sizes: set[int], readings: dict[int, Columns | Samples]) -> int:
-    if len(sizes) == 1:
-        return sizes.pop()
-    columns = next(size for size in sizes if isinstance(readings[size], Columns))
-    samples = next(size for size in sizes if isinstance(readings[size], Samples))
+def _decide(fitting: list[tuple[Reading, Reading | None]]) -> tuple[Reading, Reading | None]:
+    """The only reading that fits, or the one where inputs and targets both are lists of samples and cannot be anything else."""
+    if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
+        fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]
+    if len(fitting) == 1:
+        return fitting[0]
+    columns = next(inputs for inputs, _ in fitting if isinstance(inputs, Columns))
     raise ValueError(
-        f"`inputs` is a list of {samples} tensors, each of length {columns}: pass a tuple if they are columns of {columns} samples; "
-        f"if they are {samples} samples, pass `options=[None] * {samples}`, or a `collate_fn`"
+        f"`inputs` is a list of {len(columns.data)} tensors, each of length {len(columns)}: pass a tuple if they are columns; if each "
+        "is a sample, pass `targets` as a list with one entry a sample, or `options` with one (None) a sample, or a `collate_fn`"
     )

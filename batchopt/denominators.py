@@ -18,6 +18,7 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
     Raises `ValueError` for a criterion that does not reduce, and for any other word.
     """
     own = getattr(criterion, "reduction", None)
+    own = "mean" if own == "batchmean" else own
     if own == "none":
         raise ValueError("`criterion` has reduction='none': use reduction='mean' or 'sum', the loss must be a scalar")
     if reduction is None:
@@ -41,18 +42,19 @@ def running_denominators(criterion: Any, targets: Columns | Samples | None) -> t
     if not isinstance(classes, torch.Tensor) or classes.is_floating_point():
         return None
     with torch.no_grad():
+        classes = classes.long().cpu()
         counted = classes != criterion.ignore_index
         if criterion.weight is None and bool(counted.all()):
             return None
         each = counted.double()
         if criterion.weight is not None:
-            each = criterion.weight.double()[torch.where(counted, classes, 0)] * each
+            each = criterion.weight.double().cpu()[torch.where(counted, classes, 0)] * each
         sums = each.reshape(len(each), -1).sum(1)
-        return torch.cat([sums.new_zeros(1), sums.cumsum(0)]).cpu()
+        return torch.cat([sums.new_zeros(1), sums.cumsum(0)])
 
 
 def _stacked(samples: Sequence[Any]) -> torch.Tensor | None:
-    """A list of single classes as one tensor."""
-    if all(isinstance(sample, torch.Tensor) and sample.numel() == 1 for sample in samples):
-        return torch.stack([sample.reshape(()) for sample in samples])
+    """A list of single classes, tensors or ints, as one tensor."""
+    if all(sample.numel() == 1 if isinstance(sample, torch.Tensor) else isinstance(sample, int) for sample in samples):
+        return torch.stack([torch.as_tensor(sample).reshape(()) for sample in samples])
     return None

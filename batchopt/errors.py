@@ -22,6 +22,7 @@ class WorkerError(BatchoptError):
     """
 
     def __init__(self, rank: int, type_name: str, message: str, samples: range) -> None:
+        self._arguments = (rank, type_name, message, samples)
         self.rank = rank
         self.type_name = type_name
         self.samples = samples
@@ -29,6 +30,9 @@ class WorkerError(BatchoptError):
         if samples:
             where += f", samples {samples.start}..{samples.stop - 1}"
         super().__init__(f"{type_name} in {where}: {message}")
+
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range]]:
+        return type(self), self._arguments
 
 
 class WorkerLostError(BatchoptError):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from itertools import pairwise
 
 import torch
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from batchopt.errors import BatchoptError
 from batchopt_workers.layout import Layout
@@ -30,7 +29,9 @@ class Flat:
         step = self.vector.element_size()
         base = self.vector.data_ptr()
         return all(
-            p.data_ptr() == base + slot.offset * step or not slot.numel
+            p.shape == slot.shape
+            and p.dtype == self.vector.dtype
+            and (not slot.numel or (p.is_contiguous() and p.data_ptr() == base + slot.offset * step))
             for p, slot in zip(parameters, self.layout.slots, strict=True)
         )
 
@@ -68,6 +69,9 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     for name, parameter in everything:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter '{name}' is uninitialised (a lazy module): run one forward pass first")
+    for name, buffer in module.named_buffers():
+        if isinstance(buffer, UninitializedBuffer):
+            raise ValueError(f"buffer '{name}' is uninitialised (a lazy module): run one forward pass first")
     named = [(name, p) for name, p in everything if p.requires_grad]
     if not named:
         raise ValueError(f"`module` has no parameter with requires_grad=True ({len(everything)} frozen)")
@@ -78,6 +82,9 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    for name, parameter in named:
+        if parameter.layout is not torch.strided:
+            raise ValueError(f"parameter '{name}' is sparse ({parameter.layout}): X is dense; make it p.to_dense()")
     devices = Counter(str(p.device) for _, p in named)
     if len(devices) > 1:
         raise ValueError(f"trainable parameters are on {len(devices)} devices {dict(devices)}: move the module to one")
@@ -88,13 +95,13 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for _, p in named)
     if len(dtypes) > 1:
         rarest = dtypes.most_common()[-1][0]
-        example = next(name for name, p in named if str(p.dtype).endswith(rarest))
+        example = next(name for name, p in named if str(p.dtype) == f"torch.{rarest}")
         raise ValueError(
             f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is {rarest}): cast the module with module.to(dtype)"
         )
     if named[0][1].dtype not in _DTYPES:
         raise ValueError(
-            f"trainable parameters are {named[0][1].dtype}; they must be real floating-point: store complex ones with torch.view_as_real"
+            f"trainable parameters are {named[0][1].dtype}; they must be float64, float32, bfloat16 or float16 (store complex ones with torch.view_as_real)"
         )
 
 
@@ -108,24 +115,39 @@ def _check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
 
 
 def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.Module) -> None:
-    extents = []
     trained = {id(p) for _, p in named}
     others = [*module.named_parameters(), *module.named_buffers()]
+    extents = []
     for name, tensor in [*named, *((n, t) for n, t in others if id(t) not in trained)]:
         if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
             continue
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if id(tensor) in trained and last + 1 < tensor.numel():
+        if id(tensor) in trained and _overlaps_itself(tensor):
             raise ValueError(f"parameter '{name}' is expanded: its elements share memory; make it contiguous")
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.data_ptr()
         extents.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in trained))
     extents.sort()
-    for (_, end, name, one), (start, _, other, two) in pairwise(extents):
-        if start < end and (one or two):
-            raise ValueError(
-                f"'{name}' and '{other}' are different tensors over one storage: to tie two parameters, assign the "
-                "same Parameter to both modules; else clone one of them"
-            )
+    # the tensor that reaches furthest so far: among all, and among those trained
+    furthest: dict[bool, tuple[int, str]] = {}
+    for start, end, name, is_trained in extents:
+        for kind, (reach, other) in furthest.items():
+            if start < reach and (is_trained or kind):
+                raise ValueError(
+                    f"'{other}' and '{name}' are different tensors over one storage: to tie two parameters, assign "
+                    "the same Parameter to both modules; else clone one of them"
+                )
+        furthest[is_trained] = max(furthest.get(is_trained, (0, "")), (end, name))
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: a dimension's stride does not step over the smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:

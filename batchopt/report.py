@@ -12,21 +12,28 @@ from batchopt.backends import Answer
 logger = logging.getLogger("batchopt")
 
 
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
+    monitor_interval = 0  # no thread that outlives the bar
+
+
 class Report:
     """`verbose` 0: silent. 1: a progress bar of evaluations on stderr. 2: a record for each evaluation, with its time.
     3: each worker's share and time too. Records have level INFO; without any logging set up they go to stderr."""
 
     def __init__(self, verbose: int) -> None:
-        if verbose not in (0, 1, 2, 3):
+        if type(verbose) is not int or verbose not in (0, 1, 2, 3):
             raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {verbose!r}")
         self._verbose = verbose
-        self._bar: tqdm | None = None
+        self._bar: _Bar | None = None
+        self._level = logger.level
+        self._handler: logging.Handler | None = None
         if verbose >= 2:
-            logger.setLevel(logging.INFO)
+            if not logger.isEnabledFor(logging.INFO):
+                logger.setLevel(logging.INFO)
             if not logger.hasHandlers():
-                handler = logging.StreamHandler()
-                handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-                logger.addHandler(handler)
+                self._handler = logging.StreamHandler()
+                self._handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+                logger.addHandler(self._handler)
 
     def evaluated(
         self, number: int, batch: int, loss: float, seconds: float, answers: Sequence[Answer], sizes: Sequence[int]
@@ -34,7 +41,7 @@ class Report:
         """An evaluation is done: the `number`-th of all, on batch `batch`; `sizes[i]` samples on the worker of `answers[i]`."""
         if self._verbose == 1:
             if self._bar is None:
-                self._bar = tqdm(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
+                self._bar = _Bar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
             self._bar.set_postfix_str(f"batch {batch}, loss {loss:.6g}", refresh=False)
             self._bar.update()
         if self._verbose >= 2:
@@ -49,7 +56,12 @@ class Report:
             logger.info(message, *arguments)
 
     def close(self) -> None:
-        """Finish the bar."""
+        """Finish the bar, and leave the logger as it was found."""
+        if self._verbose >= 2:
+            logger.setLevel(self._level)
+        if self._handler is not None:
+            logger.removeHandler(self._handler)
+            self._handler = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None

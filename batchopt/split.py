@@ -17,9 +17,11 @@ def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
 
     Raises `ValueError` for a negative `n`, no speeds, or a speed that is negative, infinite or NaN.
     """
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"`n` must be an int, got {type(n).__name__} {n!r}")
     if n < 0:
         raise ValueError(f"`n` must be >= 0, got {n}")
-    if not speeds:
+    if len(speeds) == 0:
         raise ValueError("`speeds` must have at least one entry")
     for i, speed in enumerate(speeds):
         if not (math.isfinite(speed) and speed >= 0):

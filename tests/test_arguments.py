@@ -12,12 +12,15 @@ import torch
 from batchopt.arguments import (
     check_callable,
     check_criterion,
+    check_hooks,
     read_optional_count,
     read_parallelize,
     read_seed,
     read_speeds,
+    read_workers,
 )
 from batchopt.cores import usable_cores
+from batchopt.speeds import Speeds
 
 
 def test_parallelize_is_a_count_or_auto() -> None:
@@ -42,6 +45,18 @@ def test_no_other_parallelize_is_taken(value: Any, error: type[Exception], messa
         read_parallelize(value)
 
 
+def test_the_serial_backend_has_one_worker() -> None:
+    assert read_workers(3, "process") == 3
+    assert read_workers(1, "serial") == 1
+    with pytest.raises(ValueError, match=r"`backend` 'serial' is this process alone: use parallelize=1, got 2"):
+        read_workers(2, "serial")
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"`backend` must be one of \[.*'process'.*'serial'.*\], got 'threads'"):
+        read_workers(1, "threads")
+
+
 def test_an_optional_count_is_positive_or_none() -> None:
     assert read_optional_count("chunk_size", None) is None
     assert read_optional_count("chunk_size", 1) == 1
@@ -61,12 +76,12 @@ def test_a_seed_is_a_non_negative_int() -> None:
 
 
 @pytest.mark.parametrize("speeds", [[1, 2.5, 0], (1, 2.5, 0)])
-def test_speeds_are_one_number_a_worker(speeds: Any) -> None:
-    assert read_speeds(speeds, 3) == (1.0, 2.5, 0.0)
+def test_speeds_given_are_one_number_a_worker_and_fixed(speeds: Any) -> None:
+    assert read_speeds(speeds, 3) == Speeds((1.0, 2.5, 0.0), fixed=True)
 
 
 def test_speeds_may_be_left_to_measurement() -> None:
-    assert read_speeds(None, 3) is None
+    assert read_speeds(None, 3) == Speeds.unknown(3)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +149,14 @@ def test_whatever_can_be_called_so_is_a_hook(hook: Any) -> None:
 def test_what_cannot_be_called_so_is_no_hook(hook: Any, got: str) -> None:
     with pytest.raises(TypeError, match=r"^`prehook` must be callable as prehook\(worker, sample\); " + got):
         check_callable("prehook", hook, ("worker", "sample"))
+
+
+def test_precode_is_given_the_worker_alone() -> None:
+    check_hooks(precode=lambda worker: None, prehook=two, posthook=None)
+    with pytest.raises(TypeError, match=r"`precode` must be callable as precode\(worker\); got a function of"):
+        check_hooks(precode=two)
+    with pytest.raises(TypeError, match=r"`posthook` must be callable as posthook\(worker, sample\)"):
+        check_hooks(posthook=lambda worker: None)
 
 
 def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

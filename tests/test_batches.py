@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from batchopt.batches import read_batch
-from batchopt_workers.batch import Columns, Samples
+from batchopt_workers.batch import Batch, Collate, Columns, Samples
 
 
 class Pair(NamedTuple):
     points: torch.Tensor
     values: torch.Tensor
+
+
+def read(inputs: Any, targets: Any = None, options: Any = None, collate: Collate | None = None) -> Batch:
+    return read_batch(inputs, targets, options, collate=collate, reduction="mean", criterion=None)
 
 
 def concatenate(samples: list[Any]) -> Any:
@@ -44,7 +48,7 @@ SAMPLES: dict[str, list[Any]] = {
 @pytest.mark.parametrize("targets", [None, torch.rand(4), [0, 1, 2, 3]], ids=["no targets", "tensor", "list"])
 @pytest.mark.parametrize("inputs", COLUMNS.values(), ids=COLUMNS)
 def test_columns_are_samples_along_the_first_dimension(inputs: Any, targets: Any) -> None:
-    batch = read_batch(inputs, targets, None, None)
+    batch = read(inputs, targets)
     assert batch.size == 4
     assert isinstance(batch.inputs, Columns)
     assert batch.inputs.data is inputs
@@ -54,7 +58,7 @@ def test_columns_are_samples_along_the_first_dimension(inputs: Any, targets: Any
 @pytest.mark.parametrize("targets", [None, torch.rand(4), [0, 1, 2, 3]], ids=["no targets", "tensor", "list"])
 @pytest.mark.parametrize("inputs", SAMPLES.values(), ids=SAMPLES)
 def test_lists_have_one_entry_a_sample(inputs: list[Any], targets: Any) -> None:
-    batch = read_batch(inputs, targets, None, None)
+    batch = read(inputs, targets)
     assert batch.size == 4
     assert isinstance(batch.inputs, Samples)
     assert batch.inputs.data is inputs
@@ -76,13 +80,13 @@ TWO_OF_FOUR = [torch.rand(4, 2), torch.rand(4)]
     ],
 )
 def test_the_number_of_targets_and_options_tells_columns_from_samples(targets: Any, options: Any, form: type) -> None:
-    batch = read_batch(TWO_OF_FOUR, targets, options, None)
+    batch = read(TWO_OF_FOUR, targets, options)
     assert type(batch.inputs) is form
     assert batch.size == (4 if form is Columns else 2)
 
 
 def test_with_a_collate_function_a_list_is_always_samples() -> None:
-    batch = read_batch(TWO_OF_FOUR, None, None, concatenate)
+    batch = read(TWO_OF_FOUR, collate=concatenate)
     assert isinstance(batch.inputs, Samples)
     assert batch.size == 2
     assert batch.collate is concatenate
@@ -92,11 +96,21 @@ def test_with_a_collate_function_a_list_is_always_samples() -> None:
     "options", [["a", "b", None], ("a", "b", None), torch.arange(3)], ids=["list", "tuple", "tensor"]
 )
 def test_options_are_one_object_a_sample(options: Any) -> None:
-    assert read_batch(torch.rand(3), None, options, None).options == list(options)
+    assert read(torch.rand(3), None, options).options == list(options)
 
 
 def test_without_options_there_are_none() -> None:
-    assert read_batch(torch.rand(3), None, None, None).options is None
+    assert read(torch.rand(3)).options is None
+
+
+WEIGHTED = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
+
+
+@pytest.mark.parametrize("reduction, weight", [("mean", 0.25), ("sum", 1.0)])
+def test_the_batch_knows_how_much_its_losses_count(reduction: str, weight: float) -> None:
+    targets = torch.tensor([0, 1])
+    batch = read_batch(torch.rand(2, 2), targets, None, collate=None, reduction=reduction, criterion=WEIGHTED)
+    assert batch.weighting.of(0, 1) == weight
 
 
 X = torch.rand(3)
@@ -106,7 +120,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "options too few": (X, None, ["a"], ValueError, r"`inputs` has 3 samples but `options` has 1"),
     "all three differ": (X, torch.rand(2), ["a"], ValueError, r"has 3 samples but `targets` has 2 but `options` has 1"),
     "options unlike the targets": (X, torch.rand(3), ["a"] * 2, ValueError, r"`targets` has 3 but `options` has 2"),
-    "neither reading fits": (TWO_OF_FOUR, X, None, ValueError, r"`inputs` has 4 or 2 samples but `targets` has 3"),
+    "neither reading fits": (TWO_OF_FOUR, X, None, ValueError, r"`inputs` has 2 or 4 samples but `targets` has 3"),
     "columns of two lengths": (
         (X, torch.rand(2)),
         None,
@@ -121,6 +135,14 @@ REFUSED: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
         ValueError,
         r"`inputs\['a'\]\[0\]` has 3 .*`inputs\['b'\]` has 2",
     ),
+    "as many tensors as each is long": (
+        [torch.rand(3)] * 3,
+        torch.rand(3),
+        None,
+        ValueError,
+        "each of length 3: pass a tuple",
+    ),
+    "0-dim options": (X, None, torch.tensor(1), TypeError, "`options` must be a sequence"),
     "ambiguous list": (TWO_OF_FOUR, None, None, ValueError, r"list of 2 tensors, each of length 4: pass a tuple if"),
     "two ambiguous lists": (TWO_OF_FOUR, TWO_OF_FOUR, None, ValueError, r"list of 2 tensors, each of length 4"),
     "empty tensor": (torch.rand(0, 3), None, None, ValueError, r"the batch has 0 samples"),
@@ -153,7 +175,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
         None,
         None,
         TypeError,
-        r"`inputs` must be a tensor, a tuple or dict of tensors, or a list.*got str",
+        r"`inputs` must be a tensor .*, a tuple or dict of tensors, or a list.*got str",
     ),
     "string targets": (X, "abc", None, TypeError, r"`targets` must be .*got str"),
     "string options": (X, None, "abc", TypeError, r"`options` must be a sequence with one entry a sample.*got str"),
@@ -172,12 +194,17 @@ def test_what_is_no_batch_is_refused(
     inputs: Any, targets: Any, options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        read_batch(inputs, targets, options, None)
+        read(inputs, targets, options)
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (X, t), lambda t: [{"a": t}]], ids=["alone", "tuple", "list"])
 def test_a_result_of_autograd_is_no_data(wrap: Callable[[torch.Tensor], Any]) -> None:
     result = torch.rand(3, requires_grad=True) * 2
     with pytest.raises(ValueError, match=r"requires grad and is not a leaf: call \.detach\(\) on it"):
-        read_batch(wrap(result), None, None, None)
-    assert read_batch(wrap(result.detach()), None, None, None).size in (1, 3)
+        read(wrap(result))
+    assert read(wrap(result.detach())).size in (1, 3)
+
+
+def test_targets_that_only_can_be_samples_make_the_inputs_samples() -> None:
+    batch = read([torch.rand(3)] * 3, [torch.tensor(0)] * 3)
+    assert isinstance(batch.inputs, Samples) and batch.size == 3

@@ -39,6 +39,7 @@ def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, 
             id="v2-container-sees-its-group-as-root",
         ),
         pytest.param("0::/app\n", {"app/cpu.max": "garbage\n"}, None, id="v2-unreadable"),
+        pytest.param("0::/app\n", {"../cpu.max": "100000 100000\n"}, None, id="v2-above-the-root"),
         pytest.param("0::/app\n", {"other/cpu.max": "100000 100000\n"}, None, id="v2-another-group"),
         pytest.param(
             "4:cpu,cpuacct:/app\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 
 import pytest
@@ -33,3 +34,9 @@ def test_the_remote_traceback_is_shown_in_the_chain() -> None:
         shown = "".join(traceback.format_exception(error))
     assert remote in shown
     assert shown.index(remote) < shown.index("KeyError in worker 1, samples 0..3: 1")
+
+
+def test_a_worker_error_survives_pickling() -> None:
+    error = WorkerError(2, "ValueError", "bad", range(3, 5))
+    twin = pickle.loads(pickle.dumps(error))
+    assert (str(twin), twin.rank, twin.samples) == (str(error), 2, range(3, 5))

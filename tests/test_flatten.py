@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt.errors import BatchoptError
 from batchopt.flatten import flatten, trainable
 from batchopt_workers.memory import SharedBlock
 
@@ -108,7 +109,11 @@ def test_tied_parameters_stay_tied_and_count_once(module: torch.nn.Module) -> No
 @given(module_trees())
 @settings(deadline=None)
 def test_frozen_parameters_and_buffers_stay_where_they_are(module: torch.nn.Module) -> None:
-    def places() -> dict[str, tuple[int, tuple[int, ...]]]:
+    def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else ()
+
+
+def places() -> dict[str, tuple[int, tuple[int, ...]]]:
         others = [*module.named_parameters(), *module.named_buffers()]
         return {name: (t.data_ptr(), t.stride()) for name, t in others if not t.requires_grad}
 
@@ -132,10 +137,11 @@ def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None
     module.bias.requires_grad_(False)
     assert flatten(module)[0].layout.size == 4
     module.bias.requires_grad_(True)
-    module.weight.data = torch.full((2, 2), 7.0)
+    module.weight.data = flat.vector[:4].view(2, 2)
+    module.bias.data = torch.full((2,), 7.0)
     anew, parameters = flatten(module)
     assert anew.vector.data_ptr() != flat.vector.data_ptr()
-    assert anew.vector[:4].tolist() == [7.0] * 4
+    assert anew.vector[4:].tolist() == [7.0] * 2
     assert anew.holds(parameters)
 
 
@@ -155,6 +161,32 @@ def test_x_is_held_until_a_parameter_is_given_other_memory() -> None:
     assert flat.holds(parameters)
     module.bias.data = module.bias.data.clone()
     assert not flat.holds(parameters)
+
+
+def test_a_module_that_no_longer_is_x_is_noticed() -> None:
+    module = torch.nn.Linear(2, 2)
+    flat, parameters = flatten(module)
+    flat.check(module, parameters)
+    module.weight.data = module.weight.data.clone()
+    with pytest.raises(BatchoptError, match=r"a parameter was moved or given other memory after set-up"):
+        flat.check(module, parameters)
+
+
+def test_a_parameter_trained_only_now_is_noticed() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    flat, parameters = flatten(module)
+    flat.check(module, parameters)
+    module.bias.requires_grad_(True)
+    with pytest.raises(BatchoptError, match=r"parameter 'bias' was frozen, or another, when this"):
+        flat.check(module, parameters)
+
+
+def test_a_parameter_frozen_since_is_no_concern() -> None:
+    module = torch.nn.Linear(2, 2)
+    flat, parameters = flatten(module)
+    module.bias.requires_grad_(False)
+    flat.check(module, parameters)
 
 
 def test_gradients_reach_flat_parameters() -> None:
@@ -213,7 +245,27 @@ def integers_alone() -> torch.nn.Module:
 
 
 STORAGE = torch.arange(10.0)
+
+
+def holding(*tensors: torch.Tensor, buffers: tuple[torch.Tensor, ...] = ()) -> torch.nn.Module:
+    """A module with these parameters `p0`, `p1`, ... and buffers `b0`, `b1`, ..."""
+    module = torch.nn.Module()
+    for i, tensor in enumerate(tensors):
+        module.register_parameter(f"p{i}", torch.nn.Parameter(tensor))
+    for i, buffer in enumerate(buffers):
+        module.register_buffer(f"b{i}", buffer)
+    return module
+
+
+LONG = torch.zeros(100)
 REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "sparse": (lambda: holding(torch.zeros(2), torch.eye(2).to_sparse()), "'p1' is sparse"),
+    "expanded with a wide stride": (lambda: holding(torch.zeros(2, 100)[:, :1].expand(2, 3)), "'p0' is expanded"),
+    "strides that meet": (lambda: holding(torch.zeros(20).as_strided((2, 2), (3, 3))), "'p0' is expanded"),
+    "hidden behind a buffer": (
+        lambda: holding(LONG[30:40], buffers=(LONG, LONG[10:20])),
+        "'b0' and 'p0' are different",
+    ),
     "lazy": (
         lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3)),
         r"parameter '1\.weight' is uninitialised \(a lazy module\): run one forward pass first",
@@ -230,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     ),
     "complex": (
         lambda: torch.nn.Linear(2, 2, dtype=torch.complex64),
-        r"parameters are torch\.complex64; they must be real floating-point.*view_as_real",
+        r"parameters are torch\.complex64; they must be float64.*view_as_real",
     ),
     "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"on the meta device.*to_empty"),
     "two devices": (lambda: layer_and(torch.ones(3, device="meta")), r"on 2 devices \{'cpu': 2, 'meta': 1\}"),
@@ -249,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
 
 def places(module: torch.nn.Module) -> list[tuple[int, int, tuple[int, ...], int]]:
     known = [p for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter)]
-    return [(id(p), p.data_ptr(), p.stride(), p._version) for p in known]
+    return [(id(p), *_memory(p), p._version) for p in known]
 
 
 @pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
@@ -271,3 +323,12 @@ def test_a_function_is_no_module() -> None:
     wrong: Any = torch.relu
     with pytest.raises(TypeError, match=r"`module` must be a torch\.nn\.Module instance; got builtin_function"):
         trainable(wrong)
+
+
+def test_a_parameter_transposed_in_place_is_noticed() -> None:
+    module = torch.nn.Linear(3, 3)
+    flat, parameters = flatten(module)
+    flat.check(module, parameters)
+    module.weight.data = module.weight.data.t()
+    with pytest.raises(RuntimeError, match="given other memory"):
+        flat.check(module, parameters)

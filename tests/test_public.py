@@ -59,8 +59,8 @@ def test_everything_public_is_documented(package: ModuleType) -> None:
     assert len(found) > 30  # the walk has found something
 
 
-def test_a_worker_loads_nothing_of_the_parents_side() -> None:
-    code = "import sys, batchopt_workers.loop; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "batchopt_workers.loop" in loaded
-    assert [name for name in loaded if name.partition(".")[0] in ("batchopt", "tqdm")] == []
+def test_a_worker_needs_neither_the_parents_side_nor_its_progress_bar() -> None:
+    # None in sys.modules makes an import fail. torch itself takes tqdm only where it is there.
+    code = "import sys; sys.modules.update(batchopt=None, tqdm=None); import batchopt_workers.loop"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Splitting by speed, against exact rational arithmetic; cutting into weighted chunks."""
+"""Splitting by speed, against exact rational arithmetic."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 from fractions import Fraction
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchopt
-from batchopt.split import cut_batch, runs, split_batch
+from batchopt.split import runs, split_batch
 
 COUNTS = st.one_of(st.integers(0, 50), st.integers(0, 10**6))
 ANY_SPEED = st.one_of(st.floats(0, 1e308), st.floats(0, 10), st.sampled_from([0.0, 5e-324, 1e-300, 1.0, 2.0, 1e308]))
@@ -119,48 +118,3 @@ def test_runs_lie_one_after_the_other(shares: list[int]) -> None:
     ranges = runs(shares)
     assert [last - first for first, last in ranges] == shares
     assert all(before[1] == after[0] for before, after in pairwise([(0, 0), *ranges]))
-
-
-@st.composite
-def rising_bounds(draw: st.DrawFn) -> list[int]:
-    """From 0 to n, without empty chunks."""
-    n = draw(st.integers(1, 200))
-    inner = draw(st.sets(st.integers(1, n - 1), max_size=20)) if n > 1 else set()
-    return [0, *sorted(inner), n]
-
-
-@given(rising_bounds())
-@settings(deadline=None)
-def test_chunks_of_a_sum_count_one_each(bounds: list[int]) -> None:
-    cut = cut_batch(bounds[-1], bounds, "sum", None)
-    assert list(cut.bounds) == bounds
-    assert cut.size == bounds[-1]
-    assert list(cut.weights) == [1.0] * (len(bounds) - 1)
-
-
-@given(rising_bounds())
-@settings(deadline=None)
-def test_chunks_of_a_mean_count_by_their_samples(bounds: list[int]) -> None:
-    cut = cut_batch(bounds[-1], bounds, "mean", None)
-    assert math.fsum(cut.weights) == pytest.approx(1, rel=1e-14)
-    for weight, (start, stop) in zip(cut.weights, pairwise(bounds), strict=True):
-        assert weight == pytest.approx((stop - start) / bounds[-1], rel=1e-15)
-
-
-@given(rising_bounds(), st.data())
-@settings(deadline=None)
-def test_chunks_of_a_weighted_mean_count_by_their_part_of_the_denominator(
-    bounds: list[int], data: st.DataObject
-) -> None:
-    n = bounds[-1]
-    # Eighths add up without rounding.
-    eighths = data.draw(st.lists(st.integers(0, 100), min_size=n, max_size=n).filter(any))
-    cut = cut_batch(n, bounds, "mean", np.array(eighths) / 8)
-    total = sum(eighths)
-    for weight, (start, stop) in zip(cut.weights, pairwise(bounds), strict=True):
-        assert weight == pytest.approx(sum(eighths[start:stop]) / total, rel=1e-15)
-
-
-def test_a_mean_over_nothing_is_not_a_number() -> None:
-    cut = cut_batch(4, [0, 2, 4], "mean", np.zeros(4))
-    assert all(math.isnan(weight) for weight in cut.weights)

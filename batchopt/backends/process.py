@@ -40,6 +40,7 @@ from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
 from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
+from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
 
@@ -116,6 +117,7 @@ class ProcessBackend(Backend):
         self.workers = []
         try:
             self._start(usable_cores())
+            self._send_all(_call("set_torch", TorchSettings.current()))
             if setup.precode is not None:
                 self._send_all(precode)
             for child in self._children:

@@ -119,6 +119,13 @@ class Contract:
         with pytest.raises(batchopt.BatchoptError, match="'scale' was frozen"):
             opt.load(case.inputs, case.targets)
 
+    def test_parametrized_modules(self, make: Make) -> None:
+        torch.manual_seed(0)
+        normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5))
+        module = nn.Sequential(normed, nn.Tanh(), nn.utils.parametrizations.orthogonal(nn.Linear(5, 4))).double()
+        case = Workload(module, nn.MSELoss(), torch.randn(9, 6).double(), torch.randn(9, 4).double())
+        self.check(make(module, case.criterion, optimizer=None), case)
+
     def test_a_parameter_without_influence_keeps_no_gradient(self, make: Make) -> None:
         class WithSpare(Mlp):
             def __init__(self) -> None:
@@ -234,6 +241,20 @@ class Contract:
         case = mlp()
         case.criterion = nn.MSELoss(reduction="sum")
         self.check(make(case.module, case.criterion, optimizer=None), case)
+        listed = rnn()
+        opt = make(listed.module, nn.CrossEntropyLoss(reduction="sum"), optimizer=None)
+        opt.load(listed.inputs, listed.targets)
+        assert opt.evaluate().item() == pytest.approx(listed.reference()[0] * len(listed.inputs), rel=1e-12)
+
+    def test_samples_of_a_list_count_by_their_class_weight(self, make: Make) -> None:
+        case = rnn()
+        criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 10.0]).double(), ignore_index=1)
+        outputs = torch.stack([case.module(x) for x in case.inputs])
+        for targets in (case.targets, torch.stack(case.targets)):
+            opt = make(case.module, criterion, optimizer=None)
+            opt.load(case.inputs, targets)
+            expected = criterion(outputs, torch.stack(case.targets)).item()
+            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
 
     # ---- hooks
 
@@ -442,6 +463,32 @@ class Contract:
         self.check(opt, Workload(module, nn.MSELoss(), x, y))
         norm.running_var.copy_(var)
         self.check(opt, Workload(module, nn.MSELoss(), x, y))
+
+    def test_workers_compute_with_the_callers_settings_of_torch(self, make: Make) -> None:
+        class Shifted(Mlp):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + torch.full((4,), 1 / 3)  # of the default dtype
+
+        torch.set_default_dtype(torch.float64)
+        try:
+            torch.manual_seed(0)
+            case = Workload(Shifted(), nn.MSELoss(), torch.randn(9, 6), torch.randn(9, 4))
+            self.check(make(case.module, case.criterion, optimizer=None), case)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def test_half_precision_is_summed_in_single(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+        x, y = torch.randn(300, 4).bfloat16(), torch.randn(300, 1).bfloat16()
+        opt = make(module, nn.MSELoss(reduction="sum"), optimizer=None, chunk_size=1)
+        opt.load(x, y)
+        loss = opt.evaluate().item()
+        exact = sum(nn.functional.mse_loss(module(x[i : i + 1]), y[i : i + 1]).item() for i in range(300))
+        assert loss == pytest.approx(exact, rel=1e-14)
+        _, gradient = reference(module.float(), nn.MSELoss(reduction="sum"), x.float(), y.float())
+        assert opt.grad_parameters.dtype == torch.bfloat16
+        torch.testing.assert_close(opt.grad_parameters.float(), gradient, rtol=2e-2, atol=0.5)
 
     # ---- errors
 

@@ -246,6 +246,22 @@ multiprocessing.set_start_method("spawn")
         assert multiprocessing.active_children()
 
 
+def test_an_evaluation_sends_a_worker_tens_of_bytes() -> None:
+    """Counted by the kernel: `strace` is not everywhere, /proc/self/io is."""
+
+    def written() -> int:
+        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+    case = mlp(samples=1000)
+    with BatchOptimizer(case.module, case.criterion, parallelize=2, optimizer=None, speeds=[1, 1]) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        before = written()
+        for _ in range(10):
+            opt.evaluate()
+        assert 0 < written() - before <= 10 * 2 * 40
+
+
 def test_two_optimizers_do_not_notice_each_other() -> None:
     one, two = mlp(), mlp(samples=12)
     with (

@@ -26,6 +26,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
     return data
 
 
+def _length(data: Any) -> int:
+    """The first dimension of the first tensor in a structure."""
+    while not isinstance(data, torch.Tensor):
+        data = next(iter(data.values() if isinstance(data, dict) else data))
+    return data.shape[0]
+
+
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return tensor.detach()[start:stop].requires_grad_(tensor.requires_grad)
 
@@ -35,6 +42,9 @@ class Columns:
     """Tensors whose first dimension is the sample: a tensor, or tuples, lists and dicts of them."""
 
     data: Any
+
+    def __len__(self) -> int:
+        return _length(self.data)
 
     def slice(self, start: int, stop: int) -> Any:
         """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
@@ -50,6 +60,9 @@ class Samples:
     """A list with one entry a sample, of any shapes."""
 
     data: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.data)
 
     def slice(self, start: int, stop: int) -> Any:
         """Samples `start` up to `stop`, as a list."""
@@ -93,13 +106,13 @@ class Batch:
         returns what the module and the criterion get.
         """
         if isinstance(self.inputs, Columns):
-            targets = self.targets.slice(start, stop) if self.targets else None
+            targets = self.targets.slice(start, stop) if self.targets is not None else None
             yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
         elif self.collate is not None:
             yield self._piece(*self._collated(start, stop), start, stop)
         else:
             for index in range(start, stop):
-                target = self.targets.sample(index) if self.targets else None
+                target = self.targets.sample(index) if self.targets is not None else None
                 yield self._piece(self.inputs.sample(index), target, index, index + 1)
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:

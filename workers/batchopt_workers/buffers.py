@@ -2,7 +2,7 @@
 
 One process would run the batch through the module once and update its running statistics once. Here each chunk
 starts from the buffers of the step's start. At the step's end an element that no chunk changed stays as it was; another becomes the mean
-of the chunks' values, weighted by samples, in floating-point buffers, and what the first chunk left in others (counters).
+of the chunks' values, weighted by samples, in floating-point buffers, and what the first chunk left in others (counters, up to 2**53).
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ def statistics(module: torch.nn.Module) -> list[list[Place]]:
     found: dict[int, list[Place]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_complex() and buffer.numel() <= LARGEST_STATISTIC:
+            if buffer is not None and _may_change(buffer):
                 found.setdefault(id(buffer), []).append((owner, name))
     return list(found.values())
+
+
+def _may_change(buffer: torch.Tensor) -> bool:
+    """Whether it can be a running statistic or a counter: small, real, and each element in memory of its own."""
+    return (
+        buffer.numel() <= LARGEST_STATISTIC
+        and not buffer.is_complex()
+        and buffer.layout is torch.strided
+        and not any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    )
 
 
 def _get(place: Place) -> torch.Tensor:
@@ -57,7 +67,7 @@ class StepBuffers:
     def begin_step(self) -> None:
         """Take the module's present buffers as the step's start; or the shared start as the module's buffers."""
         if not self._shared:
-            self._own = [_get(places[0]) for places in self._places]
+            self._own = [self._current(places, own) for places, own in zip(self._places, self._own, strict=True)]
             self._start = [own.detach().clone() for own in self._own]
         self.restore()
 
@@ -69,6 +79,8 @@ class StepBuffers:
         with torch.no_grad():
             for places, own, start in zip(self._places, self._own, self._start, strict=True):
                 _set(places, own)
+                if own.grad_fn is not None:  # an update in place from something that requires grad
+                    own.detach_()
                 own.copy_(start)
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
@@ -78,7 +90,7 @@ class StepBuffers:
         values, flags = out.view(2, -1) if self.size else (out, out)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
         for places, own, start, (value, flag) in zip(self._places, self._own, self._start, parts, strict=True):
-            now = self._current(places, own).flatten()
+            now = self._current(places, own).detach().flatten()
             if now.is_floating_point():
                 value.copy_(now.double() * share)
             elif first:
@@ -90,12 +102,12 @@ class StepBuffers:
         for place in places:
             now = _get(place)
             if now is not own:
-                if now.shape != own.shape:
+                if now.shape != own.shape or now.dtype != own.dtype:
                     raise ValueError(
-                        f"the buffer {place[1]!r} of {type(place[0]).__name__} changed its shape from {tuple(own.shape)} "
-                        f"to {tuple(now.shape)} during an evaluation: chunks cannot be averaged"
+                        f"the buffer {place[1]!r} of {type(place[0]).__name__} was {tuple(own.shape)} {own.dtype} and was "
+                        f"replaced by {tuple(now.shape)} {now.dtype}: what chunks make of it cannot be averaged"
                     )
-                return now.detach()
+                return now
         return own
 
     def take_over(self, changes: torch.Tensor) -> None:

@@ -82,41 +82,56 @@ class Evaluator:
         assert self.batch is not None
         start, stop = self.cut.bounds[chunk], self.cut.bounds[chunk + 1]
         seed_draws(self._seed, step, chunk)
-        for parameter in self._parameters:
-            parameter.grad = None
+        loss, used = 0.0, bytearray(len(row.views))
+        self.at_hand = range(start, stop)  # while samples are cut out and collated
         try:
-            loss = 0.0
             for piece in self.batch.pieces(start, stop):
                 weight = self.batch.weighting.of(piece.indices.start, piece.indices.stop)
                 loss += self._forward_backward(piece, weight, results)
+                self._collect(row, weight, used)
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
         finally:
             self._buffers.restore()
-        return loss, self._collect(row)
+        for view, was_used in zip(row.views, used, strict=True):
+            if not was_used:
+                view.zero_()
+        return loss, bytes(used)
 
     def _forward_backward(self, piece: Piece, weight: float, results: list[Any]) -> float:
         self.at_hand = piece.indices
+        for parameter in self._parameters:
+            parameter.grad = None
         sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices)
         if self.prehook is not None:
             self.prehook(self.worker, sample)
         with torch.enable_grad():
             sample.output, loss = self._objective(sample.inputs, sample.targets)
             if weight != 0.0:  # nothing of it counts, and the mean of nothing is NaN
-                (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
         if self.posthook is not None:
             results.append(self.posthook(self.worker, sample))
         return sample.loss * weight if weight != 0.0 else 0.0
 
-    def _collect(self, row: Row) -> bytes:
-        """Move the gradients to the row: copying is cheaper than zeroing the row and accumulating there."""
-        used = bytearray(len(row.views))
+    def _collect(self, row: Row, weight: float, used: bytearray) -> None:
+        """Add the parameters' gradients, times `weight`, to the row; in the row's precision, which is at least single.
+
+        A first gradient overwrites what the row held: cheaper than zeroing the row and accumulating there.
+        """
         with torch.no_grad():
             for i, (parameter, view) in enumerate(zip(self._parameters, row.views, strict=True)):
-                if parameter.grad is None:
-                    view.zero_()
+                gradient = parameter.grad
+                if gradient is None:
                     continue
-                view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
                 parameter.grad = None
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()
+                if used[i]:
+                    view.add_(gradient, alpha=weight)
+                elif weight == 1.0:
+                    view.copy_(gradient)
+                elif gradient.dtype == view.dtype:
+                    torch.mul(gradient, weight, out=view)
+                else:
+                    view.copy_(gradient).mul_(weight)
                 used[i] = 1
-        return bytes(used)

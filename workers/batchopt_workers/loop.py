@@ -26,6 +26,7 @@ from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
 from batchopt_workers.packing import Placement, unpack
 from batchopt_workers.rows import Rows
+from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.worker import Hook, Worker
 
 
@@ -59,6 +60,10 @@ class Session:
         block = SharedBlock(fd)
         block.release()
         self._blocks[name] = block
+
+    def set_torch(self, settings: TorchSettings) -> None:
+        """Compute as the parent does."""
+        settings.apply()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the user's `function(worker, *arguments)`: precode, and what `run_on_workers` is given."""

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchopt_workers.batch import Batch, Columns, Samples, map_tensors
+from batchopt_workers.weighting import Weighting
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+DATA = torch.arange(12.0).view(6, 2)
+MEAN = Weighting("mean", 6)
+
+
+def test_a_structure_keeps_its_types_and_what_is_no_tensor() -> None:
+    one = torch.ones(1)
+    data = {"list": [one, "text"], "tuple": (one, None), "pair": Pair(one, {"inner": one})}
+    found = map_tensors(torch.Tensor.tolist, data)
+    assert found == {"list": [[1.0], "text"], "tuple": ([1.0], None), "pair": Pair([1.0], {"inner": [1.0]})}
+    assert [type(found[key]) for key in data] == [list, tuple, Pair]
+
+
+def test_a_slice_of_columns_views_their_memory() -> None:
+    data = DATA.clone()
+    part = Columns(data).slice(2, 4)
+    assert part.tolist() == [[4, 5], [6, 7]]
+    part.zero_()
+    assert data.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0], [8, 9], [10, 11]]
+
+
+def test_a_slice_of_columns_has_their_structure() -> None:
+    found = Columns({"x": DATA, "more": Pair(DATA[:, 0], [DATA.long()])}).slice(1, 3)
+    assert found["x"].tolist() == [[2, 3], [4, 5]]
+    assert found["more"].first.tolist() == [2, 4]
+    assert found["more"].second[0].tolist() == [[2, 3], [4, 5]]
+
+
+def test_a_sample_of_columns_lacks_their_first_dimension() -> None:
+    found = Columns((DATA, DATA[:, 0])).sample(3)
+    assert [tensor.tolist() for tensor in found] == [[6, 7], 6]
+
+
+def test_samples_may_have_any_shapes_and_structures() -> None:
+    samples = Samples([torch.zeros(2), {"x": torch.ones(3)}, 5])
+    assert samples.sample(1)["x"].tolist() == [1, 1, 1]
+    first, second, third = samples.slice(0, 3)
+    assert (first.tolist(), second["x"].tolist(), third) == ([0, 0], [1, 1, 1], 5)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_cut_out_is_a_leaf_whose_gradient_stays_out_of_the_batch(requires_grad: bool) -> None:
+    data = DATA.clone().requires_grad_(requires_grad)
+    weight = torch.ones(2, requires_grad=True)
+    for part in (Columns(data).slice(1, 3), Columns(data).sample(1), *Samples([data, data]).slice(0, 2)):
+        assert part.is_leaf
+        assert part.requires_grad is requires_grad
+        torch.autograd.backward((part * weight).sum())
+        assert (part.grad is not None) is requires_grad
+    assert data.grad is None
+
+
+def test_a_batch_has_the_size_of_its_weighting() -> None:
+    assert Batch(Columns(DATA), None, None, MEAN).size == 6
+
+
+def test_columns_go_through_one_forward() -> None:
+    batch = Batch(Columns(DATA), Columns(DATA[:, 0]), list("abcdef"), MEAN)
+    (piece,) = batch.pieces(2, 5)
+    assert piece.inputs.tolist() == DATA[2:5].tolist()
+    assert piece.targets.tolist() == [4, 6, 8]
+    assert piece.options == ["c", "d", "e"]
+    assert piece.indices == range(2, 5)
+
+
+def test_a_batch_without_targets_and_options_has_none_in_its_pieces() -> None:
+    for inputs in (Columns(DATA), Samples(list(DATA))):
+        for piece in Batch(inputs, None, None, MEAN).pieces(0, 6):
+            assert piece.targets is None
+            assert piece.options is None
+
+
+@pytest.mark.parametrize("targets", [Columns(torch.arange(6)), Samples(list(torch.arange(6)))])
+def test_a_list_takes_one_forward_a_sample(targets: Columns | Samples) -> None:
+    batch = Batch(Samples(list(DATA)), targets, list("abcdef"), MEAN)
+    pieces = list(batch.pieces(1, 4))
+    assert [piece.inputs.tolist() for piece in pieces] == [[2, 3], [4, 5], [6, 7]]
+    assert [piece.targets.item() for piece in pieces] == [1, 2, 3]
+    assert [piece.options for piece in pieces] == [["b"], ["c"], ["d"]]
+    assert [piece.indices for piece in pieces] == [range(1, 2), range(2, 3), range(3, 4)]
+
+
+def padded(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = zip(*pairs, strict=True)
+    return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), torch.stack(targets)
+
+
+def test_a_collate_makes_one_forward_of_a_list() -> None:
+    lists = [torch.ones(1), torch.ones(2), torch.ones(3)]
+    batch = Batch(Samples(lists), Columns(torch.arange(3)), list("abc"), Weighting("mean", 3), padded)
+    (piece,) = batch.pieces(1, 3)
+    assert piece.inputs.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert piece.targets.tolist() == [1, 2]
+    assert piece.options == ["b", "c"]
+    assert piece.indices == range(1, 3)
+
+
+def test_without_targets_a_collate_is_given_the_inputs_alone() -> None:
+    (piece,) = Batch(Samples(list(DATA)), None, None, MEAN, torch.stack).pieces(2, 4)
+    assert piece.inputs.tolist() == [[4, 5], [6, 7]]
+    assert piece.targets is None
+
+
+@given(st.sampled_from(["columns", "list", "collated"]), st.integers(0, 6), st.integers(0, 6))
+@settings(deadline=None)
+def test_pieces_are_each_sample_once_and_in_order(kind: str, one: int, other: int) -> None:
+    start, stop = min(one, other), max(one, other)
+    inputs = Columns(DATA) if kind == "columns" else Samples(list(DATA))
+    batch = Batch(inputs, None, range(6), MEAN, (lambda items: items) if kind == "collated" else None)
+    pieces = list(batch.pieces(start, stop))
+    assert [index for piece in pieces for index in piece.indices] == list(range(start, stop))
+    assert [option for piece in pieces for option in piece.options or ()] == list(range(start, stop))

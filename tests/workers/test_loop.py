@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from multiprocessing import Pipe
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from batchopt_workers.batch import Batch, Columns
+from batchopt_workers.draws import draws_kept
+from batchopt_workers.evaluate import Program
+from batchopt_workers.layout import Layout
+from batchopt_workers.loop import Session, describe, serve
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
+from batchopt_workers.packing import pack
+from batchopt_workers.rows import Rows, rows_nbytes
+from batchopt_workers.weighting import Weighting
+from batchopt_workers.worker import Sample, Worker
+
+INPUTS = torch.linspace(-1, 2, 18).sin().view(6, 3)
+TARGETS = torch.linspace(0, 3, 6).cos().view(6, 1)
+MEAN = Weighting("mean", 6)
+CHANGES = 2 * (3 + 3 + 1)  # values and flags of the statistics of `BatchNorm1d(3)`
+
+
+class Silent(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class Parent:
+    """The parent's side of a session: a module, and the shared memory around it."""
+
+    def __init__(self) -> None:
+        self.session = Session(1, 2)
+        self.module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        parameters = list(self.module.parameters())
+        self.layout = Layout.of(self.module.named_parameters(), torch.float32)
+        x = self.share("parameters", self.layout.size * 4).tensor(torch.float32, (self.layout.size,))
+        self.views = self.layout.views(x)
+        with torch.no_grad():
+            for view, parameter in zip(self.views, parameters, strict=True):
+                view.copy_(parameter)
+        packed = pack(Program(self.module, nn.MSELoss(), None, 0), parameters)
+        self.buffers = packed.place(self.share("program", packed.nbytes))
+        self.session.install(self.layout, packed.data, packed.placements)
+
+    def share(self, name: str, nbytes: int) -> SharedBlock:
+        block = SharedBlock.create(nbytes)
+        self.session.attach(name, os.dup(block.fd))
+        return block
+
+    def load(self) -> None:
+        packed = pack(Batch(Columns(INPUTS), Columns(TARGETS), None, MEAN))
+        packed.place(self.share("batch", packed.nbytes))
+        self.session.load(packed.data, packed.placements)
+        self.session.set_cut(Cut((0, 6)))
+        block = self.share("rows", rows_nbytes(self.layout, CHANGES, 1))
+        self.session.set_rows(1)
+        self.rows = Rows(self.layout, CHANGES, 1, block, torch.device("cpu"))
+
+    def evaluate(self) -> Done:
+        with draws_kept():
+            return self.session.evaluate(Order(0, 0, 0, 1))[0]
+
+    def plain(self) -> tuple[float, torch.Tensor]:
+        """What one process computes at the shared X."""
+        with torch.no_grad():
+            for view, parameter in zip(self.views, self.module.parameters(), strict=True):
+                parameter.copy_(view)
+        loss = nn.functional.mse_loss(self.module(INPUTS), TARGETS)
+        gradients = torch.autograd.grad(loss, list(self.module.parameters()))
+        return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def raised(error: BaseException) -> BaseException:
+    """The error with a traceback."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def call(name: str, *arguments: Any) -> bytes:
+    pickled: bytes = cloudpickle.dumps((name, arguments))
+    return bytes([Kind.CALL]) + pickled
+
+
+def replies(session: Session, *messages: bytes) -> list[bytes]:
+    """What `serve` answers to the messages of a parent that then hangs up."""
+    ours, theirs = Pipe()
+    with ours, theirs, draws_kept():
+        for message in messages:
+            ours.send_bytes(message)
+        with socket.socket(fileno=os.dup(ours.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
+        serve(theirs, session)
+        theirs.close()
+        found = []
+        with suppress(EOFError):
+            while True:
+                found.append(ours.recv_bytes())
+        return found
+
+
+def test_an_exception_is_told_by_its_type_message_traceback_and_samples() -> None:
+    failure = describe(raised(ValueError("bad sample")), range(3, 5))
+    assert (failure.type_name, failure.message, failure.samples) == ("ValueError", "bad sample", range(3, 5))
+    assert failure.traceback.startswith("Traceback")
+    assert "in raised" in failure.traceback
+    assert failure.traceback.endswith("ValueError: bad sample\n")
+    assert Failure.decode(failure.encode()) == failure
+
+
+def test_the_cause_of_an_exception_is_in_its_traceback() -> None:
+    error = ValueError("outer")
+    error.__cause__ = raised(KeyError("inner"))
+    assert "KeyError: 'inner'" in describe(raised(error), range(0)).traceback
+
+
+def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
+    failure = describe(raised(Silent()), range(0))
+    assert failure.type_name == "Silent"
+    assert failure.message == "<its __str__ raised KeyError>"
+    assert "in raised" in failure.traceback
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_exceptions_that_end_a_program_are_told_as_well(error: BaseException) -> None:
+    assert describe(raised(error), range(0)).type_name == type(error).__name__
+
+
+def test_before_a_module_is_installed_there_is_none_to_evaluate() -> None:
+    session = Session(0, 1)
+    assert session.at_hand == range(0)
+    with pytest.raises(RuntimeError, match="no module was installed"):
+        session.set_hooks(None, None)
+
+
+def test_functions_run_with_the_worker_and_their_arguments() -> None:
+    session = Session(1, 3)
+    found = session.run(lambda worker, *arguments: (worker.rank, worker.world_size, worker.module, arguments), "a", 2)
+    assert found == (1, 3, None, ("a", 2))
+
+
+def test_what_precode_keeps_is_there_after_the_module_arrived() -> None:
+    parent = Parent()
+    worker = parent.session.worker
+    assert worker.module is not parent.module
+    assert isinstance(worker.module, nn.Sequential)
+    assert isinstance(worker.criterion, nn.MSELoss)
+    parent.session.run(lambda worker: worker.state.update(seen=worker.module))
+    assert worker.state["seen"] is worker.module
+
+
+def test_a_session_owns_the_descriptors_that_it_attaches() -> None:
+    block = SharedBlock.create(1)
+    fd = os.dup(block.fd)
+    session = Session(0, 1)
+    session.attach("batch", fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_the_module_is_built_around_the_shared_parameters() -> None:
+    parent = Parent()
+    assert parent.session.worker.module is not None
+    parameters = list(parent.session.worker.module.parameters())
+    for view in parent.views:
+        view.fill_(7.0)
+    assert all(bool((parameter == 7.0).all()) for parameter in parameters)
+
+
+def test_the_flags_of_the_parents_module_are_followed() -> None:
+    parent = Parent()
+    module = parent.session.worker.module
+    assert module is not None
+    parent.session.set_flags([True, False, True], [True, False, True, False])
+    assert [part.training for part in module.modules()] == [True, False, True]
+    assert [parameter.requires_grad for parameter in module.parameters()] == [True, False, True, False]
+
+
+def test_an_evaluation_is_that_of_one_process_and_follows_the_shared_parameters() -> None:
+    parent = Parent()
+    parent.load()
+    for _ in range(2):
+        loss, gradient = parent.plain()
+        done = parent.evaluate()
+        assert done.summaries[0].loss == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(parent.rows[0].gradient, gradient)
+        for view in parent.views:
+            view.mul_(1.5)
+
+
+def test_evaluations_leave_the_shared_buffers_and_a_step_starts_from_them() -> None:
+    parent = Parent()
+    parent.load()
+    before = [buffer.clone() for buffer in parent.buffers]
+    parent.evaluate()
+    assert all(torch.equal(buffer, old) for buffer, old in zip(parent.buffers, before, strict=True))
+    module = parent.session.worker.module
+    assert module is not None
+    for buffer in parent.buffers:
+        buffer.fill_(5)
+    assert not any(bool((buffer == 5).any()) for buffer in module.buffers())
+    parent.load()
+    assert all(bool((buffer == 5).all()) for buffer in module.buffers())
+
+
+def test_another_batch_takes_the_place_of_the_first() -> None:
+    parent = Parent()
+    parent.load()
+    first = parent.evaluate().summaries[0].loss
+    packed = pack(Batch(Columns(INPUTS), Columns(TARGETS + 1), None, MEAN))
+    packed.place(parent.share("batch", packed.nbytes))
+    parent.session.load(packed.data, packed.placements)
+    assert parent.evaluate().summaries[0].loss != first
+
+
+def test_hooks_are_replaced() -> None:
+    parent = Parent()
+    parent.load()
+    seen: list[str] = []
+
+    def before(worker: Worker, sample: Sample) -> None:
+        seen.append("before")
+
+    def after(worker: Worker, sample: Sample) -> None:
+        seen.append("after")
+
+    parent.session.set_hooks(before, after)
+    parent.evaluate()
+    parent.session.set_hooks(None, None)
+    parent.evaluate()
+    assert seen == ["before", "after"]
+
+
+def test_the_samples_of_a_failed_forward_are_at_hand() -> None:
+    parent = Parent()
+    parent.load()
+
+    def refuse(worker: Worker, sample: Sample) -> None:
+        raise ArithmeticError
+
+    parent.session.set_hooks(refuse, None)
+    with pytest.raises(ArithmeticError):
+        parent.evaluate()
+    assert parent.session.at_hand == range(6)
+
+
+def test_the_samples_at_hand_are_told_of_a_failed_evaluation_and_of_no_other_failure() -> None:
+    parent = Parent()
+    parent.load()
+
+    def refuse(worker: Worker, sample: Sample) -> None:
+        raise ArithmeticError("too large")
+
+    parent.session.set_hooks(refuse, None)
+    evaluate = bytes([Kind.EVALUATE]) + Order(0, 0, 0, 1).encode()
+    frames = replies(parent.session, evaluate, call("run", lambda worker: worker.absent), evaluate)
+    assert [frame[0] for frame in frames] == [Kind.FAILED] * 3
+    failures = [Failure.decode(frame[1:]) for frame in frames]
+    assert [failure.type_name for failure in failures] == ["ArithmeticError", "AttributeError", "ArithmeticError"]
+    assert [failure.samples for failure in failures] == [range(6), range(0), range(6)]
+
+
+def test_a_failure_is_survived_and_the_next_evaluation_is_answered() -> None:
+    parent = Parent()
+    parent.load()
+    loss, _ = parent.plain()
+    evaluate = bytes([Kind.EVALUATE]) + Order(3, 0, 0, 1).encode()
+    failed, done = replies(parent.session, call("no such method"), evaluate)
+    assert failed[0] == Kind.FAILED
+    assert done[0] == Kind.DONE
+    assert Done.decode(done[1:]).evaluation == 3
+    assert Done.decode(done[1:]).summaries[0].loss == pytest.approx(loss, rel=1e-6)

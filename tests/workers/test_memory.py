@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import gc
+import os
+import resource
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchopt_workers.memory import ALIGNMENT, SharedBlock, aligned
+
+
+def descriptors() -> list[str]:
+    """The open descriptors of this process, without those that only wait for the garbage collector."""
+    gc.collect()
+    return os.listdir("/proc/self/fd")
+
+
+@given(st.integers(0, 2**40))
+def test_aligned_is_the_next_multiple_of_the_alignment(nbytes: int) -> None:
+    assert aligned(nbytes) % ALIGNMENT == 0
+    assert nbytes <= aligned(nbytes) < nbytes + ALIGNMENT
+
+
+@given(st.integers(0, 100_000))
+@settings(deadline=None, max_examples=30)
+def test_a_new_block_holds_what_was_asked_for_and_is_zero(nbytes: int) -> None:
+    block = SharedBlock.create(nbytes)
+    assert block.nbytes >= max(nbytes, 1)
+    assert not block.tensor(torch.uint8, (block.nbytes,)).any()
+
+
+def test_two_mappings_of_one_descriptor_are_the_same_memory() -> None:
+    block = SharedBlock.create(64)
+    other = SharedBlock(os.dup(block.fd))
+    block.tensor(torch.float32, (4,)).copy_(torch.arange(4.0))
+    assert other.nbytes == block.nbytes
+    assert other.tensor(torch.float32, (2, 2)).tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_a_tensor_views_the_bytes_from_its_offset_on() -> None:
+    block = SharedBlock.create(64)
+    block.tensor(torch.int64, (2,), offset=16).fill_(-1)
+    assert block.tensor(torch.uint8, (64,)).tolist() == [0] * 16 + [255] * 16 + [0] * 32
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
+def test_an_empty_tensor_needs_no_room(shape: tuple[int, ...]) -> None:
+    block = SharedBlock.create(1)
+    tensor = block.tensor(torch.float64, shape, offset=block.nbytes)
+    assert tensor.shape == shape
+    assert tensor.dtype is torch.float64
+
+
+def test_a_tensor_past_the_end_is_refused() -> None:
+    block = SharedBlock.create(1)
+    with pytest.raises(ValueError, match="buffer length"):
+        block.tensor(torch.uint8, (block.nbytes + 1,))
+
+
+def test_a_tensor_keeps_the_memory_when_the_block_is_gone() -> None:
+    block = SharedBlock.create(64)
+    other = SharedBlock(os.dup(block.fd))
+    tensor = block.tensor(torch.float32, (3,))
+    block.release()
+    del block
+    tensor.fill_(7.0)
+    assert other.tensor(torch.float32, (3,)).tolist() == [7.0, 7.0, 7.0]
+
+
+def test_release_closes_the_descriptor_and_may_be_called_twice() -> None:
+    block = SharedBlock.create(1)
+    block.release()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(block.fd)
+    block.release()
+
+
+def test_a_block_that_nobody_holds_leaves_no_descriptor() -> None:
+    before = descriptors()
+    block = SharedBlock.create(1)
+    assert len(descriptors()) > len(before)
+    del block
+    assert descriptors() == before
+
+
+def test_programs_that_are_started_do_not_inherit_the_descriptor() -> None:
+    assert not os.get_inheritable(SharedBlock.create(1).fd)
+
+
+def test_a_size_that_no_machine_has_is_a_memory_error_and_leaves_no_descriptor() -> None:
+    before = descriptors()
+    with pytest.raises(MemoryError, match="MB of shared memory"):
+        SharedBlock.create(2**63)
+    assert descriptors() == before
+
+
+def test_memory_that_is_refused_is_a_memory_error_and_leaves_no_descriptor() -> None:
+    before = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(MemoryError, match=r"no 2\.0 MB of shared memory"):
+            SharedBlock.create(2_000_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert descriptors() == before

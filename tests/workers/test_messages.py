@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchopt_workers.messages import Cut, Done, Failure, Order, Summary
+from batchopt_workers.tree import Node
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+NUMBERS = st.floats(allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)  # what UTF-8 can say
+ORDERS = st.builds(Order, U64, U64, U32, U32)
+FAILURES = st.builds(Failure, TEXT, TEXT, TEXT, st.builds(range, U64, U64))
+
+
+def summaries(width: int) -> st.SearchStrategy[tuple[Summary, ...]]:
+    used = st.binary(min_size=width, max_size=width)
+    return st.lists(st.builds(Summary, st.builds(Node, U32, U32), U32, NUMBERS, used), max_size=5).map(tuple)
+
+
+DONES = st.builds(Done, U64, NUMBERS, st.integers(0, 6).flatmap(summaries))
+RECORDS = st.one_of(DONES, FAILURES)
+
+
+@given(ORDERS)
+def test_an_order_comes_back_as_it_was(order: Order) -> None:
+    assert Order.decode(order.encode()) == order
+
+
+def test_an_order_takes_25_bytes_with_its_kind() -> None:
+    assert 1 + len(Order(2**64 - 1, 2**64 - 1, 2**32 - 1, 2**32 - 1).encode()) == 25
+
+
+@given(RECORDS)
+@settings(deadline=None)
+def test_a_record_comes_back_as_it_was(record: Done | Failure) -> None:
+    assert type(record).decode(record.encode()) == record
+
+
+@given(st.floats(), st.floats())
+def test_numbers_keep_every_bit(seconds: float, loss: float) -> None:
+    frame = Done(0, seconds, (Summary(Node(0, 0), 0, loss, b"\1"),)).encode()
+    assert Done.decode(frame).encode() == frame
+
+
+def test_a_loss_that_is_no_number_comes_back_as_none() -> None:
+    done = Done.decode(Done(0, 0.0, (Summary(Node(0, 0), 0, math.nan, b""),)).encode())
+    assert math.isnan(done.summaries[0].loss)
+
+
+@given(RECORDS)
+@settings(deadline=None, max_examples=50)
+def test_every_truncation_is_a_value_error(record: Done | Failure) -> None:
+    frame = record.encode()
+    for length in range(len(frame)):
+        with pytest.raises(ValueError, match="frame"):
+            type(record).decode(frame[:length])
+
+
+@given(RECORDS, st.binary(min_size=1, max_size=30))
+@settings(deadline=None)
+def test_bytes_past_the_end_are_a_value_error(record: Done | Failure, more: bytes) -> None:
+    with pytest.raises(ValueError, match="frame"):
+        type(record).decode(record.encode() + more)
+
+
+@given(st.sampled_from([Done, Failure]), st.binary(max_size=80))
+@settings(deadline=None)
+def test_any_bytes_are_a_record_or_a_value_error(kind: type[Done | Failure], frame: bytes) -> None:
+    try:
+        assert isinstance(kind.decode(frame), kind)
+    except ValueError:
+        pass
+
+
+@given(RECORDS, st.data())
+@settings(deadline=None)
+def test_damaged_bytes_are_a_record_or_a_value_error(record: Done | Failure, data: st.DataObject) -> None:
+    frame = bytearray(record.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        assert isinstance(type(record).decode(bytes(frame)), type(record))
+    except ValueError:
+        pass
+
+
+def test_a_long_text_keeps_its_end() -> None:
+    text = "".join(map(str, range(40_000)))
+    failure = Failure.decode(Failure("E", text, "", range(3, 5)).encode())
+    assert len(failure.message) == 100_000
+    assert text.endswith(failure.message)
+    assert failure.samples == range(3, 5)
+
+
+def test_what_utf8_cannot_say_is_replaced() -> None:
+    assert Failure.decode(Failure("E", "a\ud800b", "").encode()).message == "a?b"
+
+
+def test_a_cut_counts_its_chunks() -> None:
+    assert Cut((0, 3, 4, 9)).chunks == 3
+    assert Cut((0,)).chunks == 0

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from batchopt_workers.memory import ALIGNMENT, SharedBlock
+from batchopt_workers.packing import Packed, pack, unpack
+
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda t: t,
+    "transposed": lambda t: t.permute(tuple(reversed(range(t.dim())))),
+    "every other": lambda t: t[..., ::2] if t.dim() else t,
+    "expanded": lambda t: t.expand(3, *t.shape),
+}
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Marked(torch.Tensor):
+    """A tensor subclass."""
+
+
+def through(packed: Packed, parameters: Sequence[torch.Tensor] = ()) -> Any:
+    block = SharedBlock.create(packed.nbytes)
+    packed.place(block)
+    return unpack(packed.data, packed.placements, block, parameters)
+
+
+def round_trip(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Any:
+    return through(pack(obj, parameters), parameters)
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    """The bytes of the elements in row-major order."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    return flat.view(torch.uint8).tolist() if flat.numel() else []
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any bits (of bool: 0 and 1) in any small shape, contiguous or not."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = torch.Size(draw(st.lists(st.integers(0, 4), max_size=3)))
+    nbytes = shape.numel() * dtype.itemsize
+    data = bytearray(draw(st.binary(min_size=nbytes, max_size=nbytes)))
+    if dtype is torch.bool:
+        data = bytearray(byte & 1 for byte in data)
+    tensor = torch.frombuffer(data, dtype=dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+    return VIEWS[draw(st.sampled_from(sorted(VIEWS)))](tensor)
+
+
+@given(tensors())
+@settings(deadline=None)
+def test_a_tensor_keeps_its_type_shape_and_every_bit(tensor: torch.Tensor) -> None:
+    found = round_trip(tensor)
+    assert type(found) is torch.Tensor
+    assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, False)
+    assert raw(found) == raw(tensor)
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 4), min_size=4, max_size=4))
+@settings(deadline=None)
+def test_a_dense_tensor_keeps_its_strides_whatever_the_order_of_its_dimensions(
+    order: list[int], shape: list[int]
+) -> None:
+    numbers = torch.arange(float(torch.Size(shape).numel()))
+    for tensor in (numbers.view(shape).permute(order), nn.Parameter(numbers.view(shape).permute(order))):
+        found = round_trip(tensor)
+        assert found.stride() == tensor.stride()
+        assert torch.equal(found, tensor)
+
+
+def test_images_whose_channels_come_last_stay_so() -> None:
+    images = torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    found = round_trip(images)
+    assert found.stride() == (60, 1, 15, 3)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, images)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        (torch.arange(24.0).view(3, 8)[:, ::2], (4, 1)),
+        (torch.arange(24.0).view(3, 8)[:, :3], (3, 1)),
+        (torch.arange(24.0).view(4, 6)[::2, :3].t(), (1, 3)),
+        (torch.arange(4.0).expand(3, 4), (4, 1)),
+        (torch.arange(6.0).as_strided((4, 3), (1, 1)), (3, 1)),
+    ],
+    ids=["every other", "first columns", "gaps, transposed", "expanded", "overlapping windows"],
+)
+def test_gaps_are_closed_and_overlaps_parted(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+    packed = pack(tensor)
+    found = through(packed)
+    assert packed.nbytes < tensor.numel() * 4 + ALIGNMENT
+    assert found.stride() == stride
+    assert torch.equal(found, tensor)
+
+
+@given(st.lists(tensors(), max_size=5))
+@settings(deadline=None, max_examples=50)
+def test_tensors_lie_aligned_and_apart(many: list[torch.Tensor]) -> None:
+    packed = pack(many)
+    end = 0
+    for placement, tensor in zip(packed.placements, many, strict=True):
+        assert placement.offset % ALIGNMENT == 0
+        assert placement.offset >= end
+        end = placement.offset + tensor.numel() * tensor.element_size()
+    assert packed.nbytes >= end
+    assert [raw(found) for found in through(packed)] == [raw(tensor) for tensor in many]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        (torch.float32, [-(2**31), 0x7FC00001, 0x7F800001, -1]),  # -0.0, quiet and signalling NaN, all ones
+        (torch.float64, [-(2**63), 0x7FF8000000000001, 0x7FF0000000000001, -1]),
+        (torch.float16, [-(2**15), 0x7E01, 0x7C01, -1]),
+    ],
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_minus_zero_and_nan_payloads_are_kept(dtype: torch.dtype, bits: list[int], view: str) -> None:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    pattern = torch.tensor([bits, bits[::-1]], dtype=integers)
+    found = round_trip(VIEWS[view](pattern.view(dtype)))
+    assert found.dtype is dtype
+    assert torch.equal(found.view(integers), VIEWS[view](pattern))
+
+
+def test_no_tensor_is_in_the_data() -> None:
+    assert len(pack([torch.zeros(100_000), nn.Parameter(torch.zeros(100_000))]).data) < 1000
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_keeps_whether_it_requires_a_gradient_and_is_a_leaf(requires_grad: bool) -> None:
+    leaf = torch.ones(2, requires_grad=requires_grad)
+    for tensor in (leaf, leaf * 2):
+        found = round_trip(tensor)
+        assert found.requires_grad is requires_grad
+        assert found.is_leaf
+        assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_parameter_that_is_not_named_stays_a_parameter(requires_grad: bool) -> None:
+    found = round_trip(nn.Parameter(torch.ones(2), requires_grad))
+    assert type(found) is nn.Parameter
+    assert found.requires_grad is requires_grad
+
+
+def test_a_tensor_met_twice_is_one_object_and_equal_ones_are_two() -> None:
+    tied = torch.ones(2)
+    packed = pack({"a": tied, "b": [tied, torch.ones(2)]})
+    found = through(packed)
+    assert len(packed.tensors) == 2
+    assert found["a"] is found["b"][0]
+    assert found["a"] is not found["b"][1]
+
+
+def test_parameters_named_by_index_become_the_objects_given() -> None:
+    ours = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3))]
+    theirs = [nn.Parameter(torch.full((2,), 5.0)), nn.Parameter(torch.full((3,), 6.0))]
+    packed = pack({"b": ours[1], "a": ours[0], "again": ours[1]}, ours)
+    found = unpack(packed.data, packed.placements, SharedBlock.create(0), theirs)
+    assert packed.tensors == ()
+    assert found["a"] is theirs[0]
+    assert found["b"] is theirs[1]
+    assert found["again"] is theirs[1]
+    assert theirs[0].tolist() == [5.0, 5.0]
+
+
+def test_a_module_is_built_around_the_parameters_given_and_tied_weights_stay_tied() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[2].weight = module[0].weight
+    parameters = list(module.parameters())
+    copies = copy.deepcopy(parameters)
+    packed = pack(module, parameters)
+    block = SharedBlock.create(packed.nbytes)
+    packed.place(block)
+    found = unpack(packed.data, packed.placements, block, copies)
+    assert [id(parameter) for parameter in found.parameters()] == [id(parameter) for parameter in copies]
+    assert found[2].weight is found[0].weight
+    assert len(packed.tensors) == len(list(module.buffers()))
+    assert torch.equal(found(torch.eye(3)), module(torch.eye(3)))
+
+
+def test_attributes_of_tensors_arrive() -> None:
+    tensor, parameter, given = torch.ones(1), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    vars(tensor)["label"] = ["t", tensor]
+    vars(parameter)["label"] = "p"
+    packed = pack((tensor, parameter), [parameter])
+    block = SharedBlock.create(packed.nbytes)
+    packed.place(block)
+    found, _ = unpack(packed.data, packed.placements, block, [given])
+    assert found.label[0] == "t"
+    assert found.label[1] is found
+    assert vars(given) == {"label": "p"}
+
+
+def test_all_who_unpack_see_what_is_written_to_the_block() -> None:
+    packed = pack((torch.zeros(2), nn.Parameter(torch.zeros(3))))
+    block = SharedBlock.create(packed.nbytes)
+    views = packed.place(block)
+    found = [unpack(packed.data, packed.placements, block) for _ in range(2)]
+    for view in views:
+        view.fill_(4.0)
+    for plain, parameter in found:
+        assert plain.tolist() == [4.0, 4.0]
+        assert parameter.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_placing_copies_so_that_the_original_stays_apart() -> None:
+    tensor = torch.zeros(2)
+    found = round_trip(tensor)
+    tensor.fill_(1.0)
+    assert found.tolist() == [0.0, 0.0]
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3) | tensors(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.builds(Pair, inner, inner)
+            | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+@settings(deadline=None)
+def test_nested_structures_keep_their_types_and_values(data: Any) -> None:
+    assert_same(round_trip(data), data)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape, raw(found)) == (expected.dtype, expected.shape, raw(expected))
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        assert_same(list(found.values()), list(expected.values()))
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def test_lambdas_and_the_tensors_that_they_close_over_travel_by_value() -> None:
+    scale = torch.tensor([2.0, 3.0])
+    packed = pack(lambda x: x * scale)
+    assert len(packed.tensors) == 1
+    assert through(packed)(torch.ones(2)).tolist() == [2.0, 3.0]
+
+
+def test_instances_of_local_classes_travel_by_value() -> None:
+    class Scale(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor(by))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.by
+
+    module = Scale(3.0)
+    given = [nn.Parameter(torch.tensor(4.0))]
+    packed = pack(module, [module.by])
+    found = unpack(packed.data, packed.placements, SharedBlock.create(0), given)
+    assert found(torch.tensor(2.0)).item() == 8.0
+
+
+def test_parametrized_modules_travel_although_torch_does_not_pickle_them() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    parameters = list(module.parameters())
+    found = round_trip(module, parameters)
+    assert [id(parameter) for parameter in found.parameters()] == [id(parameter) for parameter in parameters]
+    assert torch.equal(found(torch.eye(3)), module(torch.eye(3)))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        torch.ones(2).as_subclass(Marked),
+        torch.ones(2, device="meta"),
+    ],
+    ids=["conjugated", "negated", "subclass", "meta"],
+)
+def test_unusual_tensors_are_pickled_as_ever(tensor: torch.Tensor) -> None:
+    packed = pack(tensor)
+    found = through(packed)
+    assert packed.tensors == ()
+    assert type(found) is type(tensor)
+    assert (found.dtype, found.shape, found.device) == (tensor.dtype, tensor.shape, tensor.device)
+    assert tensor.is_meta or torch.equal(found, tensor)
+
+
+def test_sparse_tensors_stay_sparse() -> None:
+    tensor = torch.eye(3).to_sparse()
+    found = round_trip(tensor)
+    assert found.layout is torch.sparse_coo
+    assert torch.equal(found.to_dense(), torch.eye(3))
+
+
+def test_what_cannot_be_pickled_raises_what_pickling_raises() -> None:
+    with pytest.raises(TypeError, match="generator"):
+        pack([torch.ones(1), (i for i in range(1))])

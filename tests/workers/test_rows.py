@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchopt_workers.layout import Layout
+from batchopt_workers.memory import ALIGNMENT, SharedBlock
+from batchopt_workers.rows import Rows, rows_nbytes
+
+CPU = torch.device("cpu")
+
+
+def layout_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout.of([(f"p{i}", torch.empty(shape)) for i, shape in enumerate(shapes)], dtype)
+
+
+@given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 5), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_rows_neither_overlap_nor_leave_their_bytes(size: int, changes: int, count: int, in_block: bool) -> None:
+    layout = layout_of((size,))
+    nbytes = rows_nbytes(layout, changes, count)
+    block = SharedBlock.create(nbytes + 64) if in_block else None
+    rows = Rows(layout, changes, count, block, CPU)
+    assert len(rows) == count
+    for i in range(count):
+        rows[i].gradient.fill_(i + 1)
+        rows[i].changes.fill_(-i - 1)
+    for i in range(count):
+        assert rows[i].gradient.tolist() == [i + 1] * size
+        assert rows[i].changes.tolist() == [-i - 1] * changes
+    if block is not None:
+        assert not block.tensor(torch.uint8, (64,), nbytes).any()
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_the_views_of_a_row_are_its_gradient_in_each_parameters_shape(in_block: bool) -> None:
+    layout = layout_of((2, 3), (), (4,))
+    block = SharedBlock.create(rows_nbytes(layout, 0, 1)) if in_block else None
+    row = Rows(layout, 0, 1, block, CPU)[0]
+    row.gradient.copy_(torch.arange(11.0))
+    assert [view.tolist() for view in row.views] == [[[0, 1, 2], [3, 4, 5]], 6, [7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "summed"),
+    [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_sums_are_in_single_precision_at_least_and_changes_in_double(
+    dtype: torch.dtype, summed: torch.dtype, in_block: bool
+) -> None:
+    layout = layout_of((3,), dtype=dtype)
+    block = SharedBlock.create(rows_nbytes(layout, 2, 1)) if in_block else None
+    row = Rows(layout, 2, 1, block, CPU)[0]
+    assert row.gradient.dtype is summed
+    assert row.changes.dtype is torch.float64
+
+
+def test_rows_over_one_block_are_the_same_memory_in_another_mapping() -> None:
+    layout = layout_of((5,))
+    block = SharedBlock.create(rows_nbytes(layout, 3, 2))
+    theirs = Rows(layout, 3, 2, SharedBlock(os.dup(block.fd)), CPU)
+    ours = Rows(layout, 3, 2, block, CPU)
+    theirs[1].gradient.copy_(torch.arange(5.0))
+    theirs[1].changes.copy_(torch.arange(3.0))
+    assert ours[1].gradient.tolist() == [0, 1, 2, 3, 4]
+    assert ours[1].changes.tolist() == [0, 1, 2]
+    assert not ours[0].gradient.any()
+
+
+def test_every_row_in_a_block_begins_on_a_cache_line() -> None:
+    layout = layout_of((5,))
+    rows = Rows(layout, 3, 3, SharedBlock.create(rows_nbytes(layout, 3, 3)), CPU)
+    for i in range(3):
+        assert rows[i].gradient.data_ptr() % ALIGNMENT == 0
+        assert rows[i].changes.data_ptr() % ALIGNMENT == 0
+
+
+def test_more_rows_need_no_more_than_their_share() -> None:
+    layout = layout_of((5,))
+    assert rows_nbytes(layout, 3, 7) == 7 * rows_nbytes(layout, 3, 1)
+    assert rows_nbytes(layout, 3, 0) == 0

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchopt_workers.tree import Fold, Node, most_held
+
+
+def join(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def reference(node: Node, count: int) -> str:
+    """The expression of the tree below `node`, by recursion from the top."""
+    if node.level == 0:
+        return str(node.position)
+    left = Node(node.level - 1, 2 * node.position)
+    if left.sibling.first_chunk >= count:
+        return reference(left, count)
+    return join(reference(left, count), reference(left.sibling, count))
+
+
+def top(count: int) -> Node:
+    level = 0
+    while 2**level < count:
+        level += 1
+    return Node(level, 0)
+
+
+@st.composite
+def owned_chunks(draw: st.DrawFn) -> list[list[int]]:
+    """Every chunk of a batch once: to any of up to five owners, in any order."""
+    count = draw(st.integers(1, 40))
+    owners: list[list[int]] = [[] for _ in range(draw(st.integers(1, 5)))]
+    for chunk in draw(st.permutations(range(count))):
+        owners[draw(st.integers(0, len(owners) - 1))].append(chunk)
+    return owners
+
+
+@given(owned_chunks(), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_the_expression_is_the_same_whoever_evaluates_what_in_any_order(
+    owners: list[list[int]], order: random.Random
+) -> None:
+    count = sum(map(len, owners))
+    arrivals: list[tuple[Node, str]] = []
+    for chunks in owners:
+        fold = Fold(count, join)
+        for chunk in chunks:
+            fold.add(Node(0, chunk), str(chunk))
+        arrivals += fold.partials
+    order.shuffle(arrivals)
+    whole = Fold(count, join)
+    for node, partial in arrivals:
+        whole.add(node, partial)
+    assert whole.root == reference(top(count), count)
+    assert whole.partials == [(top(count), whole.root)]
+
+
+@given(owned_chunks())
+@settings(deadline=None)
+def test_partials_are_in_chunk_order_and_hold_each_added_chunk_once(owners: list[list[int]]) -> None:
+    count = sum(map(len, owners))
+    fold = Fold(count, join)
+    for chunk in owners[0]:
+        fold.add(Node(0, chunk), str(chunk))
+    assert [partial for _, partial in fold.partials] == [reference(node, count) for node, _ in fold.partials]
+    leaves = [leaf for _, partial in fold.partials for leaf in re.findall(r"\d+", partial)]
+    assert leaves == [str(chunk) for chunk in sorted(owners[0])]
+    assert len(fold) == len(fold.partials)
+
+
+@given(st.integers(1, 300), st.data())
+@settings(deadline=None)
+def test_chunks_in_order_leave_few_partials(count: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first + 1, count))
+    fold = Fold(count, join)
+    for chunk in range(first, last):
+        fold.add(Node(0, chunk), "")
+    assert len(fold) <= max(2 * (last - first).bit_length(), 1)
+
+
+@given(st.integers(1, 100), st.data())
+@settings(deadline=None)
+def test_most_held_is_an_upper_bound_that_is_reached(count: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first, count))
+    fold = Fold(count, join)
+    held = [0]
+    for chunk in range(first, last):
+        held.append(len(fold) + 1)
+        fold.add(Node(0, chunk), str(chunk))
+    assert most_held(first, last, count) == max(held)
+
+
+def test_a_partial_that_is_none_is_merged_like_any_other() -> None:
+    merged: list[tuple[None, None]] = []
+    fold: Fold[None] = Fold(5, lambda left, right: merged.append((left, right)))
+    for chunk in (4, 1, 0, 3, 2):
+        fold.add(Node(0, chunk), None)
+    assert len(merged) == 4
+    assert fold.partials == [(Node(3, 0), None)]
+    assert fold.root is None
+
+
+def test_a_single_chunk_is_the_root_and_nothing_is_merged() -> None:
+    fold = Fold(1, join)
+    fold.add(Node(0, 0), "only")
+    assert fold.root == "only"
+
+
+def test_a_node_whose_sibling_is_past_the_end_is_its_own_parent() -> None:
+    fold = Fold(5, join)
+    fold.add(Node(0, 4), "4")
+    assert fold.partials == [(Node(2, 1), "4")]
+
+
+@pytest.mark.parametrize("missing", range(5))
+def test_there_is_no_root_while_a_chunk_is_missing(missing: int) -> None:
+    fold = Fold(5, join)
+    for chunk in {0, 1, 2, 3, 4} - {missing}:
+        fold.add(Node(0, chunk), str(chunk))
+    with pytest.raises(LookupError, match="missing"):
+        _ = fold.root
+
+
+@given(st.integers(0, 20), st.integers(0, 10**6))
+def test_siblings_share_a_parent_that_begins_with_the_left_one(level: int, position: int) -> None:
+    node = Node(level, position)
+    assert node.sibling != node
+    assert node.sibling.sibling == node
+    assert node.sibling.parent == node.parent
+    assert node.parent.first_chunk == min(node.first_chunk, node.sibling.first_chunk)
+    assert abs(node.first_chunk - node.sibling.first_chunk) == 2**level
