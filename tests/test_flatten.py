@@ -109,11 +109,7 @@ def test_tied_parameters_stay_tied_and_count_once(module: torch.nn.Module) -> No
 @given(module_trees())
 @settings(deadline=None)
 def test_frozen_parameters_and_buffers_stay_where_they_are(module: torch.nn.Module) -> None:
-    def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else ()
-
-
-def places() -> dict[str, tuple[int, tuple[int, ...]]]:
+    def places() -> dict[str, tuple[int, tuple[int, ...]]]:
         others = [*module.named_parameters(), *module.named_buffers()]
         return {name: (t.data_ptr(), t.stride()) for name, t in others if not t.requires_grad}
 
@@ -299,7 +295,11 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
 }
 
 
-def places(module: torch.nn.Module) -> list[tuple[int, int, tuple[int, ...], int]]:
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else ()
+
+
+def places(module: torch.nn.Module) -> list[tuple[object, ...]]:
     known = [p for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter)]
     return [(id(p), *_memory(p), p._version) for p in known]
 
