@@ -1,6 +1,8 @@
 """Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
 
+from batchopt.doctor import Diagnosis as Diagnosis
 from batchopt.errors import BatchoptError as BatchoptError
+from batchopt.errors import NonFiniteError as NonFiniteError
 from batchopt.errors import WorkerError as WorkerError
 from batchopt.errors import WorkerLostError as WorkerLostError
 from batchopt.optimizer import BatchOptimizer as BatchOptimizer

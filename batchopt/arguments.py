@@ -48,6 +48,13 @@ def read_seed(value: Any) -> int:
     return _integer("seed", value, 0)
 
 
+def read_on_nonfinite(value: Any) -> str:
+    """What to do with a loss that is not finite."""
+    if value not in ("raise", "return"):
+        raise ValueError(f"`on_nonfinite` must be 'raise' or 'return', got {value!r}")
+    return str(value)
+
+
 def read_speeds(speeds: Any, workers: int) -> Speeds:
     """The speeds given, one a worker, which stay fixed; None: not measured yet."""
     if speeds is None:

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from batchopt.denominators import running_denominators
+from batchopt.denominators import (
+    Denominators,
+    given_denominators,
+    own_denominators,
+    running_denominators,
+    weights_of_samples,
+)
 from batchopt_workers.batch import Batch, Collate, Columns, Samples
 from batchopt_workers.weighting import Weighting
 
-Reading = Columns | Samples
+Form = Columns | Samples
 
 
-def read_batch(
-    inputs: Any, targets: Any, options: Any, *, collate: Collate | None, reduction: str, criterion: Any
-) -> Batch:
-    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up; its loss is as `reduction` and `criterion` say.
+@dataclass(frozen=True)
+class Reading:
+    """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is."""
+
+    collate: Collate | None
+    reduction: str
+    criterion: Any
+    denominators: Denominators | None
+
+    def weighting(self, inputs: Any, targets: Any, samples: int, columns: Form | None) -> Weighting:
+        """How much the loss of some of the samples counts."""
+        each = None
+        if self.reduction == "mean" and self.denominators is not None:
+            each = given_denominators(self.denominators, inputs, targets, samples)
+        elif self.reduction == "mean":
+            each = own_denominators(self.criterion, columns)
+        return Weighting(self.reduction, samples, running_denominators(each))
+
+
+def read_batch(inputs: Any, targets: Any, options: Any, reading: Reading) -> Batch:
+    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up.
 
     A tensor, or a tuple or dict of tensors, holds samples along the first dimension. A list is either one entry a sample or, when
     its entries are tensors of one length, such columns: the number of targets and options decides. Raises `TypeError` or `ValueError` for data
     without samples, of different lengths, that the workers cannot take, or that can be read both ways.
     """
     options = _read_options(options)
-    all_inputs = _readings("inputs", inputs, collate is not None)
-    all_targets = _readings("targets", targets, collate is not None) if targets is not None else [None]
+    all_inputs = _readings("inputs", inputs, reading.collate is not None)
+    all_targets = _readings("targets", targets, reading.collate is not None) if targets is not None else [None]
     fitting = [
         (read_inputs, read_targets)
         for read_inputs in all_inputs
@@ -38,9 +62,9 @@ def read_batch(
     chosen_inputs, chosen_targets = _decide(fitting)
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
-    running = running_denominators(criterion, chosen_targets) if reduction == "mean" else None
-    weighting = Weighting(reduction, len(chosen_inputs), running)
-    return Batch(chosen_inputs, chosen_targets, options, weighting, collate)
+    weighting = reading.weighting(inputs, targets, len(chosen_inputs), chosen_targets)
+    weights = weights_of_samples(reading.criterion, chosen_targets)
+    return Batch(chosen_inputs, chosen_targets, options, weighting, reading.collate, weights)
 
 
 def _read_options(options: Any) -> list[Any] | None:
@@ -54,11 +78,11 @@ def _read_options(options: Any) -> list[Any] | None:
     return list(options)
 
 
-def _readings(name: str, data: Any, samples_only: bool) -> list[Reading]:
+def _readings(name: str, data: Any, samples_only: bool) -> list[Form]:
     """What `data` can be read as: columns, samples, or, for a list of tensors of one length, both."""
     tensors = _check_tensors(name, data)
     if isinstance(data, list):
-        found: list[Reading] = [Samples(data)]
+        found: list[Form] = [Samples(data)]
         if not samples_only and data and all(isinstance(item, torch.Tensor) for item in data):
             lengths = {item.shape[0] if item.dim() else None for item in data}
             if len(lengths) == 1 and None not in lengths:
@@ -94,7 +118,7 @@ def _check_tensors(path: str, data: Any) -> list[tuple[str, torch.Tensor]]:
     return [found for key, item in items for found in _check_tensors(f"{path}[{key!r}]", item)]
 
 
-def _mismatch(inputs: Sequence[Reading], targets: Sequence[Reading | None], options: list[Any] | None) -> str:
+def _mismatch(inputs: Sequence[Form], targets: Sequence[Form | None], options: list[Any] | None) -> str:
     parts = [f"`inputs` has {_counts(inputs)} samples"]
     if None not in targets:
         parts.append(f"`targets` has {_counts(targets)}")
@@ -103,11 +127,11 @@ def _mismatch(inputs: Sequence[Reading], targets: Sequence[Reading | None], opti
     return " but ".join(parts)
 
 
-def _counts(readings: Sequence[Reading | None]) -> str:
+def _counts(readings: Sequence[Form | None]) -> str:
     return " or ".join(str(len(reading)) for reading in readings if reading is not None)
 
 
-def _decide(fitting: list[tuple[Reading, Reading | None]]) -> tuple[Reading, Reading | None]:
+def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]:
     """The only reading that fits, or the one where inputs and targets both are lists of samples and cannot be anything else."""
     if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
         fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from batchopt_workers.batch import Columns, Samples
 
+Denominators = Callable[[Any, Any], Any]
+
+# The losses whose mean divides by the weights of classes; the last is not in every torch.
+_OF_CLASSES = (
+    torch.nn.CrossEntropyLoss,
+    torch.nn.NLLLoss,
+    *([torch.nn.LinearCrossEntropyLoss] if hasattr(torch.nn, "LinearCrossEntropyLoss") else []),
+)
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -30,27 +38,53 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
     return reduction
 
 
-def running_denominators(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
-    """The sum of the denominators of the samples before each (shape `(samples + 1,)`, float64); None where all count the same.
+def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of the denominators of the samples before each (shape `(samples + 1,)`, float64)."""
+    return None if each is None else torch.cat([each.new_zeros(1), each.cumsum(0)])
+
+
+def given_denominators(function: Denominators, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
+    """What the user's `denominators(inputs, targets)` returns, checked: `samples` finite numbers >= 0."""
+    each = torch.as_tensor(function(inputs, targets)).detach().double().cpu()
+    if each.shape != (samples,):
+        raise ValueError(
+            f"`denominators` must return one number a sample, shape ({samples},); got shape {tuple(each.shape)}"
+        )
+    if not bool((each.isfinite() & (each >= 0)).all()):
+        raise ValueError("`denominators` must return finite numbers >= 0")
+    return each
+
+
+def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
+    """Each sample's denominator (shape `(samples,)`, float64) in the mean of one of torch's losses; None where all count the same.
 
     Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a list of samples that holds for
     one class a sample; where each has many, f is the mean of the samples' losses.
     """
-    if not isinstance(criterion, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or targets is None:
+    if not isinstance(criterion, _OF_CLASSES) or targets is None:
         return None
     classes = targets.data if isinstance(targets, Columns) else _stacked(targets.data)
     if not isinstance(classes, torch.Tensor) or classes.is_floating_point():
         return None
     with torch.no_grad():
         classes = classes.long().cpu()
-        counted = classes != criterion.ignore_index
+        counted = classes != (-100 if criterion.ignore_index is None else criterion.ignore_index)
         if criterion.weight is None and bool(counted.all()):
             return None
         each = counted.double()
         if criterion.weight is not None:
             each = criterion.weight.double().cpu()[torch.where(counted, classes, 0)] * each
-        sums = each.reshape(len(each), -1).sum(1)
-        return torch.cat([sums.new_zeros(1), sums.cumsum(0)])
+        return each.reshape(len(each), -1).sum(1)
+
+
+def weights_of_samples(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
+    """The criterion's `weight`, where it has one row for each sample of the batch; None where it has none, or one of features."""
+    if not isinstance(criterion, (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)) or not isinstance(targets, Columns):
+        return None
+    weight, target = criterion.weight, targets.data
+    if weight is None or not isinstance(target, torch.Tensor) or weight.dim() < target.dim():
+        return None
+    return weight.detach() if weight.shape[0] == len(target) > 1 else None
 
 
 def _stacked(samples: Sequence[Any]) -> torch.Tensor | None:

@@ -2,7 +2,8 @@
 
     BatchoptError (a RuntimeError)
     ├── WorkerError       the user's code raised while it was evaluated
-    └── WorkerLostError   a worker process ended, or could not start
+    ├── WorkerLostError   a worker process ended, or could not start
+    └── NonFiniteError    the loss or its gradient is infinite or NaN
 
 Wrong arguments raise `ValueError` or `TypeError` where they are given, before a process starts where that is possible.
 """
@@ -28,7 +29,7 @@ class WorkerError(BatchoptError):
         self.samples = samples
         where = f"worker {rank}"
         if samples:
-            where += f", samples {samples.start}..{samples.stop - 1}"
+            where += f", {_span(samples)}"
         super().__init__(f"{type_name} in {where}: {message}")
 
     def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range]]:
@@ -37,6 +38,32 @@ class WorkerError(BatchoptError):
 
 class WorkerLostError(BatchoptError):
     """A worker process ended without being asked to. The optimizer was closed; build a new one."""
+
+
+class NonFiniteError(BatchoptError):
+    """The loss or its gradient is infinite or NaN; raised before the optimizer sees it.
+
+    Parameters are as they were at the evaluation. Look at the samples named, or at the last step's length; with `on_nonfinite="return"` the
+    optimizer gets an infinite loss instead, for a line search that can back off.
+    """
+
+    def __init__(self, what: str, chunk: int | None, samples: range, step: int, evaluation: int) -> None:
+        self._arguments = (what, chunk, samples, step, evaluation)
+        self.chunk = chunk
+        self.samples = samples
+        where = (
+            "though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
+            if chunk is None
+            else f"in chunk {chunk} ({_span(samples)})"
+        )
+        super().__init__(f"{what} {where}, at step {step}, evaluation {evaluation}; parameters are unchanged")
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int]]:
+        return type(self), self._arguments
+
+
+def _span(samples: range) -> str:
+    return f"samples {samples.start}..{samples.stop - 1}" if len(samples) != 1 else f"sample {samples.start}"
 
 
 class RemoteTraceback(Exception):

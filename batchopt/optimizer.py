@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import struct
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -11,13 +15,15 @@ import torch
 
 from batchopt import arguments
 from batchopt.backends import Answer, Setup, WorkerInfo, start_backend
-from batchopt.batches import read_batch
+from batchopt.batches import Reading, read_batch
 from batchopt.calibrate import measure
 from batchopt.choice import OptimizerChoice, choose_optimizer
-from batchopt.denominators import resolve_reduction
-from batchopt.errors import BatchoptError
+from batchopt.denominators import Denominators, resolve_reduction
+from batchopt.doctor import CHUNKS, Diagnosis, Loaded, examine
+from batchopt.errors import BatchoptError, NonFiniteError
 from batchopt.flatten import flatten, trainable
-from batchopt.plan import Plan, follow, make_plan
+from batchopt.nonfinite import is_finite, locate
+from batchopt.plan import Plan, choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers
 from batchopt.report import Report
 from batchopt.speeds import Speeds
@@ -40,7 +46,11 @@ class BatchOptimizer:
         backend: where workers run: `"process"`, worker processes on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
         reduction: `"mean"` or `"sum"`: what the loss of some samples is. Default: the criterion's own, else the mean.
-        chunk_size: samples in one forward/backward. None, the default: a worker's whole share. A number fixes the chunks by the data alone.
+        denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called once a batch, returns what
+            each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for cross entropy and negative log likelihood the
+            class weights of the targets that are not ignored.
+        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of the result for any number of
+            workers. Default: a worker's whole share; a 32nd of the batch under `torch.use_deterministic_algorithms(True)`.
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of `(input, target)` pairs,
             or its inputs of a list of inputs where there are no targets. Default: one forward a sample.
         precode: `precode(worker)`, run once in each worker before the module arrives there.
@@ -50,6 +60,8 @@ class BatchOptimizer:
         threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this process what torch
             has. With `chunk_size` 1, here too, since the number of threads changes the bits.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
+        on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`: the loss is infinity, for
+            a line search that can back off.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
 
     Raises `TypeError` or `ValueError` for arguments that cannot work, before a process starts; `WorkerError` if precode raises.
@@ -65,6 +77,7 @@ class BatchOptimizer:
         backend: str = "process",
         loss_fn: LossFunction | None = None,
         reduction: str | None = None,
+        denominators: Denominators | None = None,
         chunk_size: int | None = None,
         collate_fn: Collate | None = None,
         precode: Precode | None = None,
@@ -73,6 +86,7 @@ class BatchOptimizer:
         speeds: Sequence[float] | None = None,
         threads_per_worker: int | None = None,
         seed: int = 0,
+        on_nonfinite: str = "raise",
         verbose: int = 0,
     ) -> None:
         workers = arguments.read_workers(parallelize, backend)
@@ -81,12 +95,21 @@ class BatchOptimizer:
         arguments.check_callable("collate_fn", collate_fn, ("samples",))
         threads = arguments.read_optional_count("threads_per_worker", threads_per_worker)
         self._chunk_size = arguments.read_optional_count("chunk_size", chunk_size)
-        self._reduction = resolve_reduction(reduction, criterion)
+        self._on_nonfinite = arguments.read_on_nonfinite(on_nonfinite)
+        arguments.check_callable("denominators", denominators, ("inputs", "targets"))
+        self._reading = Reading(collate_fn, resolve_reduction(reduction, criterion), criterion, denominators)
         self._seed = arguments.read_seed(seed)
         self._speeds = arguments.read_speeds(speeds, workers)
         self._report = Report(verbose)
-        self._collate = collate_fn
         self._module, self._criterion = module, criterion
+        self._twins = {
+            "loss_fn": loss_fn,
+            "reduction": reduction,
+            "denominators": denominators,
+            "collate_fn": collate_fn,
+            "chunk_size": chunk_size,
+            "seed": seed,
+        }
         self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])
         self._flat, self._params = flatten(module)
         self._grad = torch.zeros_like(self._flat.vector)
@@ -95,6 +118,8 @@ class BatchOptimizer:
 
         self._batch: Batch | None = None
         self._plan: Plan
+        self._chunks: int | None
+        self._movable = True  # whether chunks may be cut anew during a step
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
         self._orders = 0
         self._step = 0
@@ -102,12 +127,15 @@ class BatchOptimizer:
         self.batch_counter = 0
         self.sample_counter = 0
         self.output = 0.0
+        self._losses = bytes(32)  # a digest of all losses so far
         self.hook_results: list[Any] = []
 
-        if threads is None and self._chunk_size is not None:
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        fixed_bits = self._chunk_size is not None or self._deterministic
+        if threads is None and fixed_bits:
             threads = 1
         program = Program(module, criterion, loss_fn, self._seed)
-        setup = Setup(workers, threads, precode, program, self._flat, self._params, self._buffers)
+        setup = Setup(workers, fixed_bits, threads, precode, program, self._flat, self._params, self._buffers)
         self._backend = start_backend(backend, setup)
         self._closed = False
         try:
@@ -184,16 +212,16 @@ class BatchOptimizer:
         self._check_open()
         self._end_step()
         self._flat.check(self._module, self._params)
-        batch = read_batch(
-            inputs, targets, options, collate=self._collate, reduction=self._reduction, criterion=self._criterion
-        )
+        batch = read_batch(inputs, targets, options, self._reading)
         self._buffers.begin_step()
         self._backend.load(batch)
         self._batch = batch
         self._step += 1
         if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
             self.calibrate()
-        self._plan = make_plan(batch.size, self._chunk_size, self._speeds)
+        self._chunks = choose_chunk_size(batch.size, self._chunk_size, self._deterministic)
+        self._plan = make_plan(batch.size, self._chunks, self._speeds)
+        self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
 
     def calibrate(self) -> list[float]:
         """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
@@ -222,6 +250,7 @@ class BatchOptimizer:
         answers = self.map()
         loss = self.reduce(answers)
         self.eval_counter += 1
+        self._losses = hashlib.sha256(self._losses + struct.pack("<d", self.output)).digest()
         sizes = [self._samples_of(answer) for answer in answers]
         seconds = time.perf_counter() - started
         self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, seconds, answers, sizes)
@@ -233,7 +262,8 @@ class BatchOptimizer:
         A subclass may override it, and `reduce`.
         """
         self._loaded()
-        self._plan = follow(self._plan, self._chunk_size, self._speeds)
+        if self._movable:
+            self._plan = follow(self._plan, self._chunks, self._speeds)
         answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_order(), self._step))
         samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
         for answer in answers:
@@ -254,7 +284,22 @@ class BatchOptimizer:
             parameter.grad = view if used else None
         self._changes = whole.changes.clone()
         self.output = whole.loss
-        return torch.tensor(whole.loss, dtype=torch.float64)
+        if not is_finite(whole.loss, self._grad):
+            if self._on_nonfinite == "raise":
+                raise self._non_finite()
+            self.output = math.inf
+        return torch.tensor(self.output, dtype=torch.float64)
+
+    def _non_finite(self) -> NonFiniteError:
+        self._changes = None
+        self._backend.set_hooks(None, None)
+        try:
+            place = locate(self._backend, self._plan, self._next_order(), self._step)
+        finally:
+            self._backend.set_hooks(self._prehook, self._posthook)
+        what = place.what if place is not None else "loss or gradient is not finite"
+        chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
+        return NonFiniteError(what, chunk, samples, self._step, self.eval_counter + 1)
 
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer, evaluate once."""
@@ -263,10 +308,51 @@ class BatchOptimizer:
         else:
             self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
 
+    def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:
+        """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the serial one.
+
+        Evaluates twice for equal bits; compares the gradient with a finite difference, in float64 where the module can be
+        evaluated there; the batch in chunks with the whole; workers with this process. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when
+        printed. Parameters, counters and later draws are as before; hooks run, in this process too. The batch has to be loaded anew.
+        """
+        self._check_open()
+        self._end_step()
+        kept = {name: getattr(self, name) for name in _KEPT_BY_CHECK}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.load(inputs, targets, options)
+                size = self._loaded().size
+                self._chunks = self._chunks or math.ceil(size / max(CHUNKS, len(self.workers)))
+                self._plan = make_plan(size, self._chunks, self._speeds)
+                batch = Loaded(inputs, targets, options, size, self._chunks)
+                return examine(self, self._criterion, self._twin, batch)
+        finally:
+            self._batch = self._changes = None
+            for name, value in kept.items():
+                setattr(self, name, value)
+
+    def _twin(self, module: torch.nn.Module, criterion: Any, hooks: bool = True, **changes: Any) -> BatchOptimizer:
+        """One like this, in this process, over another module."""
+        if hooks:
+            changes = {"prehook": self._prehook, "posthook": self._posthook, **changes}
+        twin = BatchOptimizer(module, criterion, optimizer=None, **{**self._twins, **changes})
+        twin._step = self._step - 1  # its load begins the same step, with the same draws
+        return twin
+
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on each worker; the values in rank order. Raises `WorkerError` if one raises."""
         self._check_open()
         return self._backend.run(function, args)
+
+    def fingerprint(self) -> str:
+        """The sha256, in hexadecimal, of the parameters, the counters and all losses so far.
+
+        Equal for two runs if and only if these have the same bits: with `chunk_size`, for any number of workers.
+        """
+        counters = struct.pack("<QQQ", *(getattr(self, name) for name in _COUNTERS))
+        parameters = self._flat.vector.detach().cpu().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(self._losses + counters + parameters).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """The module's and the optimizer's state, the counters, the measured speeds, the seed and the step; no code."""
@@ -278,6 +364,7 @@ class BatchOptimizer:
             "seed": self._seed,
             "step": self._step,
             "output": self.output,
+            "losses": self._losses.hex(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -301,6 +388,7 @@ class BatchOptimizer:
             self._speeds = Speeds(tuple(state["speeds"]))
         self._step = state["step"]
         self.output = state["output"]
+        self._losses = bytes.fromhex(state["losses"])
 
     def close(self) -> None:
         """End the workers. The module keeps its parameters; any number of times."""
@@ -353,3 +441,4 @@ class BatchOptimizer:
 
 
 _COUNTERS = ("eval_counter", "batch_counter", "sample_counter")
+_KEPT_BY_CHECK = (*_COUNTERS, "_step", "_losses", "output", "hook_results")

@@ -27,6 +27,17 @@ class Plan:
         return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
 
 
+# How many chunks a batch is cut into where the caller wants the same bits always, and gives no chunk size.
+DETERMINISTIC_CHUNKS = 32
+
+
+def choose_chunk_size(size: int, given: int | None, deterministic: bool) -> int | None:
+    """The chunk size for a batch of `size` samples: of the data alone, or None if chunks need not be fixed."""
+    if given is None and deterministic:
+        return -(-size // DETERMINISTIC_CHUNKS)
+    return given
+
+
 def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
     """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows; else a run of the
     chunks that the size fixes."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 
+import torch
 from tqdm import tqdm
 
 from batchopt.backends import Answer
@@ -24,6 +26,7 @@ class Report:
         if type(verbose) is not int or verbose not in (0, 1, 2, 3):
             raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {verbose!r}")
         self._verbose = verbose
+        self._warned = False
         self._bar: _Bar | None = None
         self._level = logger.level
         self._handler: logging.Handler | None = None
@@ -49,6 +52,24 @@ class Report:
         if self._verbose >= 3:
             for answer, size in zip(answers, sizes, strict=True):
                 logger.info("  worker %d: %d samples, %.3f ms", answer.rank, size, answer.seconds * 1e3)
+
+    def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:
+        """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""
+        if chunks == 1:
+            return False
+        for name, part in module.named_modules():
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
+                if not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"'{name}' ({type(part).__name__}) is in training mode: it normalises by the statistics of a chunk, so the loss "
+                        "depends on how the batch is cut. Call module.eval(), or use GroupNorm or LayerNorm; with chunk_size it is at "
+                        "least the same for any number of workers",
+                        UserWarning,
+                        stacklevel=4,
+                    )
+                return True
+        return False
 
     def note(self, message: str, *arguments: object) -> None:
         """Something worth knowing at `verbose=2`."""

@@ -133,4 +133,19 @@ def burgers(dtype: torch.dtype = torch.float64) -> Workload:
     return Workload(Burgers().to(dtype), mean_square, torch.rand(53, 2, dtype=dtype), None)
 
 
-WORKLOADS: dict[str, Callable[[torch.dtype], Workload]] = {"mlp": mlp, "cnn": cnn, "rnn": rnn, "burgers": burgers}
+def logistic(dtype: torch.dtype = torch.float64) -> Workload:
+    """Logistic regression with class weights and a few targets to ignore."""
+    torch.manual_seed(5)
+    targets = torch.randint(0, 3, (67,))
+    targets[10:14] = -100
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(3, dtype=dtype))
+    return Workload(nn.Linear(12, 3).to(dtype), criterion, torch.randn(67, 12, dtype=dtype), targets)
+
+
+WORKLOADS: dict[str, Callable[[torch.dtype], Workload]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "rnn": rnn,
+    "burgers": burgers,
+    "logistic": logistic,
+}

@@ -39,9 +39,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a backend needs to start."""
+    """What a backend needs to start. `fixed_bits`: chunks are fixed, and so must be all that the bits depend on."""
 
     workers: int
+    fixed_bits: bool
     threads: int | None
     precode: Precode | None
     program: Program

@@ -3,7 +3,7 @@
     parent (this file)                      ║ process     worker (batchopt_workers.loop)
                                             ║ boundary
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
-    EVALUATE order, 25 bytes      ── pipe ──╫──────────►  forward/backward at X
+    EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
     X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
     partials    block "rows", one a worker ═╬═══════════  gradients are summed there
     answers     ◄── pipe ───────────────────╫───────────  DONE order, seconds, loss sums; or FAILED, as text
@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import util
-from multiprocessing.reduction import send_handle
 from typing import Any
 
 import cloudpickle
 import torch.multiprocessing as mp
 
 from batchopt.backends import Answer, Backend, Partial, Setup, WorkerInfo
+from batchopt.backends.channel import Channel
 from batchopt.backends.constants import Constants
 from batchopt.backends.launch import WorkerProcess, worker_environment
 from batchopt.cores import usable_cores
@@ -53,8 +53,7 @@ class _Child:
 
     def __init__(self, rank: int, setup: Setup, threads: int) -> None:
         ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
-        self.connection = ours
-        self.owed = 1  # replies that are still to come; the first is READY
+        self.channel = Channel(ours)
         self.rows: Rows | None = None
         self.process = WorkerProcess(
             worker_environment(threads),
@@ -65,21 +64,11 @@ class _Child:
         with theirs:
             self.process.start()
 
-    def send(self, message: bytes) -> None:
-        """Send one message; its reply is owed."""
-        self.connection.send_bytes(message)
-        self.owed += 1
-
-    def attach(self, name: str, block: SharedBlock) -> None:
-        """Have the worker map `block` as `name`."""
-        self.send(_call("attach", name))
-        send_handle(self.connection, block.fd, self.process.pid)
-
 
 def _call(method: str, *arguments: Any) -> bytes:
-    """A `CALL` of the worker's `Session.method`. Raises what pickling the arguments raises."""
+    """The body of a `CALL` of the worker's `Session.method`. Raises what pickling the arguments raises."""
     pickled: bytes = cloudpickle.dumps((method, arguments))
-    return bytes([Kind.CALL]) + pickled
+    return pickled
 
 
 @contextmanager
@@ -121,8 +110,8 @@ class ProcessBackend(Backend):
             if setup.precode is not None:
                 self._send_all(precode)
             for child in self._children:
-                child.attach("parameters", setup.flat.block)
-                child.attach("program", program)
+                self._send(child, Kind.CALL, _call("attach", "parameters"), setup.flat.block.fd)
+                self._send(child, Kind.CALL, _call("attach", "program"), program.fd)
             self._send_all(_call("install", setup.flat.layout, packed.data, packed.placements))
             self._send_all(_call("set_flags", *self._flags))
             self._gather()
@@ -135,7 +124,7 @@ class ProcessBackend(Backend):
         for rank in range(self._setup.workers):
             child = _Child(rank, self._setup, threads)
             self._children.append(child)
-            self._selector.register(child.connection, selectors.EVENT_READ, rank)
+            self._selector.register(child.channel, selectors.EVENT_READ, rank)
             self.workers.append(WorkerInfo(rank, child.process.pid or 0, socket.gethostname(), self._device))
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
@@ -155,8 +144,7 @@ class ProcessBackend(Backend):
             self._flags = flags
         if self._batch_block is None or packed.nbytes > self._batch_block.nbytes:
             self._batch_block = SharedBlock.create(packed.nbytes)
-            for child in self._children:
-                child.attach("batch", self._batch_block)
+            self._send_all(_call("attach", "batch"), self._batch_block.fd)
         packed.place(self._batch_block)
         self._send_all(_call("load", packed.data, packed.placements))
 
@@ -170,90 +158,110 @@ class ProcessBackend(Backend):
                 self._make_room(child, most_held(order.first, order.last, cut.chunks))
         for child, order in zip(self._children, orders, strict=True):
             if order is not None:
-                self._send(child, bytes([Kind.EVALUATE]) + order.encode())
-        replies = self._gather()
-        return [self._answer(rank, order, replies[rank]) for rank, order in enumerate(orders) if order is not None]
+                self._send(child, Kind.EVALUATE, order.encode())
+        self._gather()
+        return [self._answer(rank, order) for rank, order in enumerate(orders) if order is not None]
 
     def _make_room(self, child: _Child, rows: int) -> None:
         if child.rows is None or len(child.rows) < rows:
             layout, changes = self._setup.flat.layout, self._setup.buffers.size
             block = SharedBlock.create(rows_nbytes(layout, changes, rows))
-            child.attach("rows", block)
-            self._send(child, _call("set_rows", rows))
+            self._send(child, Kind.CALL, _call("attach", "rows"), block.fd)
+            self._send(child, Kind.CALL, _call("set_rows", rows))
             child.rows = Rows(layout, changes, rows, block, self._device)
 
-    def _answer(self, rank: int, order: Order, replies: list[bytes]) -> Answer:
-        """The worker's DONE, which comes last, and the hooks' results, which come before it."""
-        rows = self._children[rank].rows
-        assert rows is not None
-        done = Done.decode(replies[-1][1:])
+    def _answer(self, rank: int, order: Order) -> Answer:
+        """What the worker's reply to its last message, an order, says."""
+        child = self._children[rank]
+        assert child.rows is not None
+        number, replies = child.channel.sent, child.channel.replies
+        done = Done.decode(replies[number, Kind.DONE])
         partials = []
         for summary in done.summaries:
-            row = rows[summary.row]
+            row = child.rows[summary.row]
             partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
-        results = [value for reply in replies if reply[0] == Kind.HOOKED for value in pickle.loads(reply[1:])]
-        return Answer(rank, order, done.seconds, partials, results)
+        hooked = replies.get((number, Kind.HOOKED))
+        return Answer(rank, order, done.seconds, partials, [] if hooked is None else pickle.loads(hooked))
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with _sending("the function or an argument"):
             message = _call("run", function, *arguments)
         self._settle()
         self._send_all(message)
-        return [pickle.loads(replies[-1][1:]) for replies in self._gather()]
+        self._gather()
+        return [pickle.loads(child.channel.replies[child.channel.sent, Kind.RESULT]) for child in self._children]
 
-    def _send(self, child: _Child, message: bytes) -> None:
+    def _send(self, child: _Child, kind: Kind, body: bytes, fd: int | None = None) -> None:
         try:
-            child.send(message)
+            child.channel.send(kind, body, fd)
         except OSError:
             raise self._lost(child) from None
+        except BaseException:
+            self._interrupted = True
+            raise
 
-    def _send_all(self, message: bytes) -> None:
+    def _send_all(self, body: bytes, fd: int | None = None) -> None:
         for child in self._children:
-            self._send(child, message)
+            self._send(child, Kind.CALL, body, fd)
+
+    def _wait(self) -> None:
+        """Until each worker has answered the last message."""
+        try:
+            while not all(child.channel.answered for child in self._children):
+                for key, _ in self._selector.select():
+                    child = self._children[key.data]
+                    try:
+                        child.channel.receive()
+                    except (EOFError, OSError):
+                        raise self._lost(child) from None
+        except BaseException:
+            self._interrupted = True
+            raise
 
     def _settle(self) -> None:
-        """Take the replies that are still owed, so that the workers are idle."""
+        """Wait until the workers are idle, and raise what failed of that which nobody waited for.
+
+        What was interrupted is of no interest: then only the reply to one more message counts.
+        """
         if not self._children:
             raise WorkerLostError("the workers of this optimizer are gone: build a new BatchOptimizer")
+        if self._interrupted:
+            for child in self._children:
+                if child.channel.broken:
+                    raise self._lost(child)
+            self._send_all(_call("settle"))
+            self._wait()
+            self._interrupted = False
+            self._forget()
         self._gather()
+        self._forget()
 
-    def _gather(self) -> list[list[bytes]]:
-        """Wait until no worker owes a reply; returns each worker's replies.
+    def _forget(self) -> None:
+        for child in self._children:
+            child.channel.replies.clear()
 
-        Raises the first worker's failure if any failed; after a wait that was interrupted (Ctrl-C) what it waited for is of no interest.
-        """
-        report = not self._interrupted
-        self._interrupted = True
-        replies: list[list[bytes]] = [[] for _ in self._children]
-        while any(child.owed for child in self._children):
-            for key, _ in self._selector.select():
-                child = self._children[key.data]
-                try:
-                    reply = child.connection.recv_bytes()
-                except (EOFError, OSError):
-                    raise self._lost(child) from None
-                replies[key.data].append(reply)
-                child.owed -= reply[0] != Kind.HOOKED
-        self._interrupted = False
-        for rank, frames in enumerate(replies):
-            for frame in frames:
-                if report and frame[0] == Kind.FAILED:
-                    raise _error(rank, Failure.decode(frame[1:]))
-        return replies
+    def _gather(self) -> None:
+        """Wait for the replies to all that was sent. Raises the first worker's failure if any failed."""
+        self._wait()
+        for rank, child in enumerate(self._children):
+            for (_, kind), body in sorted(child.channel.replies.items()):
+                if kind == Kind.FAILED:
+                    self._forget()
+                    raise _error(rank, Failure.decode(body))
 
     def _lost(self, child: _Child) -> WorkerLostError:
         """Close everything; says how the worker ended."""
         process = child.process
-        process.join(GRACE)
-        name, pid, code = process.name, process.pid, process.exitcode
+        if child.channel.broken:
+            ended = "was interrupted in the middle of a large message"
+        else:
+            process.join(GRACE)
+            code = process.exitcode
+            ended = "hung up" if code is None else f"exited with {code}"
+            if code is not None and code < 0:
+                ended = f"ended by {signal.Signals(-code).name}"
+        name, pid = process.name, process.pid
         self.close()
-        ended = (
-            "hung up"
-            if code is None
-            else f"ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with {code}"
-        )
         return WorkerLostError(f"{name} (pid {pid}) {ended}; the workers were closed: build a new BatchOptimizer")
 
     def close(self) -> None:
@@ -271,8 +279,9 @@ def _error(rank: int, failure: Failure) -> WorkerError:
 def _shut_down(children: list[_Child], selector: selectors.BaseSelector) -> None:
     """Hang up; workers that are busy, or do not end within the grace, are killed with all that they started."""
     for child in children:
-        child.connection.close()
-        if child.owed:
+        busy = not child.channel.answered
+        child.channel.close()
+        if busy:
             child.process.kill_group()
     deadline = time.monotonic() + GRACE
     for child in children:

@@ -6,13 +6,14 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from batchopt.backends import Answer, Backend, Partial, Setup, WorkerInfo
 from batchopt.errors import WorkerError
-from batchopt_workers.batch import Batch
+from batchopt_workers.batch import Batch, realigned
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.messages import Cut, Order
@@ -42,6 +43,9 @@ class SerialBackend(Backend):
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
 
     def load(self, batch: Batch) -> None:
+        if self._setup.fixed_bits:
+            targets = None if batch.targets is None else realigned(batch.targets)
+            batch = replace(batch, inputs=realigned(batch.inputs), targets=targets)
         self._evaluator.batch = batch
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:

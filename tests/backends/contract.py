@@ -451,7 +451,8 @@ class Contract:
         mean = sum(len(part) / 10 * (0.1 * part.mean(0)) for part in parts)
         var = sum(len(part) / 10 * (0.9 + 0.1 * part.var(0)) for part in parts)
         opt = make(module, nn.MSELoss(), chunk_size=4, optimizer=None)
-        opt.load(x, y)
+        with pytest.warns(UserWarning, match=r"'1' \(BatchNorm1d\) is in training mode"):
+            opt.load(x, y)
         first = opt.evaluate()
         assert torch.equal(opt.evaluate(), first)
         assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
@@ -547,6 +548,55 @@ class Contract:
             with pytest.raises(batchopt.BatchoptError, match="was closed"):
                 use()
         assert not any(worker.alive for worker in opt.workers)
+
+    @pytest.mark.parametrize("chunk_size", [None, 4])
+    def test_a_loss_or_gradient_that_is_not_finite_names_its_sample(self, make: Make, chunk_size: int | None) -> None:
+        case = mlp(samples=20)
+        opt = make(case.module, case.criterion, chunk_size=chunk_size, posthook=lambda worker, sample: 1)
+        opt.step(case.inputs, case.targets)
+        before, fingerprint = opt.parameters.clone(), opt.fingerprint()
+        case.inputs[13, 2] = torch.nan
+        chunk = r"\d" if chunk_size is None else 3
+        with pytest.raises(
+            batchopt.NonFiniteError,
+            match=rf"loss is nan in chunk {chunk} \(sample 13\), at step 2, evaluation \d+; param",
+        ) as caught:
+            opt.step(case.inputs, case.targets)
+        assert caught.value.samples == range(13, 14)
+        assert torch.equal(opt.parameters, before) and opt.fingerprint() == fingerprint
+        case.inputs[13, 2] = 0.0
+        opt.step(case.inputs, case.targets)
+        assert len(opt.hook_results) == (5 if chunk_size else self.parallelize)
+
+    def test_a_gradient_alone_that_is_not_finite(self, make: Make) -> None:
+        module = nn.Linear(3, 1, bias=False).double()
+
+        def root(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
+            loss: torch.Tensor = (module(x).abs() + (x[:, :1] - 1)).clamp(min=0).sqrt().mean()
+            return loss  # its slope is infinite at 0
+
+        x = torch.rand(6, 3).double() + 2
+        nn.init.zeros_(module.weight)
+        x[4] = 1.0
+        opt = make(module, loss_fn=root, optimizer="sgd")
+        with pytest.raises(batchopt.NonFiniteError, match=r"gradient is not finite in chunk \d \(sample 4\)"):
+            opt.step(x)
+
+    def test_a_hook_that_makes_it_infinite_is_suspected(self, make: Make) -> None:
+        def spoil(worker: Worker, sample: Sample) -> None:
+            assert worker.module is not None
+            next(worker.module.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer="sgd", posthook=spoil)
+        with pytest.raises(batchopt.NonFiniteError, match="a hook made it so"):
+            opt.step(case.inputs, case.targets)
+
+    def test_an_infinite_loss_is_returned_on_request(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer=None, on_nonfinite="return")
+        case.inputs[0] = torch.nan
+        assert opt.step(case.inputs, case.targets) == torch.inf
 
     # ---- the rest of the contract
 

@@ -17,7 +17,7 @@ from batchopt_workers.evaluate import Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.loop import Session, describe, serve
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
+from batchopt_workers.messages import HEAD, Cut, Done, Failure, Kind, Order
 from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.weighting import Weighting
@@ -91,7 +91,7 @@ def raised(error: BaseException) -> BaseException:
 
 def call(name: str, *arguments: Any) -> bytes:
     pickled: bytes = cloudpickle.dumps((name, arguments))
-    return bytes([Kind.CALL]) + pickled
+    return HEAD.pack(5, Kind.CALL) + pickled
 
 
 def replies(session: Session, *messages: bytes) -> list[bytes]:
@@ -264,10 +264,10 @@ def test_the_samples_at_hand_are_told_of_a_failed_evaluation_and_of_no_other_fai
         raise ArithmeticError("too large")
 
     parent.session.set_hooks(refuse, None)
-    evaluate = bytes([Kind.EVALUATE]) + Order(0, 0, 0, 1).encode()
+    evaluate = HEAD.pack(7, Kind.EVALUATE) + Order(0, 0, 0, 1).encode()
     frames = replies(parent.session, evaluate, call("run", lambda worker: worker.absent), evaluate)
-    assert [frame[0] for frame in frames] == [Kind.FAILED] * 3
-    failures = [Failure.decode(frame[1:]) for frame in frames]
+    assert [HEAD.unpack_from(frame) for frame in frames] == [(7, Kind.FAILED), (5, Kind.FAILED), (7, Kind.FAILED)]
+    failures = [Failure.decode(frame[HEAD.size :]) for frame in frames]
     assert [failure.type_name for failure in failures] == ["ArithmeticError", "AttributeError", "ArithmeticError"]
     assert [failure.samples for failure in failures] == [range(6), range(0), range(6)]
 
@@ -276,9 +276,9 @@ def test_a_failure_is_survived_and_the_next_evaluation_is_answered() -> None:
     parent = Parent()
     parent.load()
     loss, _ = parent.plain()
-    evaluate = bytes([Kind.EVALUATE]) + Order(3, 0, 0, 1).encode()
+    evaluate = HEAD.pack(9, Kind.EVALUATE) + Order(3, 0, 0, 1).encode()
     failed, done = replies(parent.session, call("no such method"), evaluate)
-    assert failed[0] == Kind.FAILED
-    assert done[0] == Kind.DONE
-    assert Done.decode(done[1:]).evaluation == 3
-    assert Done.decode(done[1:]).summaries[0].loss == pytest.approx(loss, rel=1e-6)
+    assert HEAD.unpack_from(failed) == (5, Kind.FAILED)
+    assert HEAD.unpack_from(done) == (9, Kind.DONE)
+    assert Done.decode(done[HEAD.size :]).evaluation == 3
+    assert Done.decode(done[HEAD.size :]).summaries[0].loss == pytest.approx(loss, rel=1e-6)

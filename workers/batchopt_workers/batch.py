@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.weighting import Weighting
 
 Collate = Callable[[list[Any]], Any]
@@ -73,6 +74,21 @@ class Samples:
         return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), self.data[index])
 
 
+def realigned(data: Columns | Samples) -> Columns | Samples:
+    """The same with each tensor laid out as in shared memory, copied where it is not: dense, and starting at a multiple of 64 bytes.
+
+    Matrix products of the same numbers have other bits when the numbers start elsewhere, modulo 16 bytes or more.
+    """
+
+    def lay_out(tensor: torch.Tensor) -> torch.Tensor:
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        if dense and tensor.data_ptr() % ALIGNMENT == 0:
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return type(data)(map_tensors(lay_out, data.data))
+
+
 @dataclass
 class Piece:
     """What goes through one forward: consecutive samples, or one sample of a list."""
@@ -81,6 +97,7 @@ class Piece:
     targets: Any
     options: Sequence[Any] | None
     indices: range
+    criterion_weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,7 @@ class Batch:
     options: Sequence[Any] | None
     weighting: Weighting
     collate: Collate | None = None
+    criterion_weight: torch.Tensor | None = None  # of a criterion that weighs each sample: shape (size, ...)
 
     @property
     def size(self) -> int:
@@ -125,4 +143,5 @@ class Batch:
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
         options = None if self.options is None else self.options[start:stop]
-        return Piece(inputs, targets, options, range(start, stop))
+        weight = None if self.criterion_weight is None else self.criterion_weight[start:stop]
+        return Piece(inputs, targets, options, range(start, stop), weight)

@@ -105,7 +105,7 @@ class Evaluator:
         if self.prehook is not None:
             self.prehook(self.worker, sample)
         with torch.enable_grad():
-            sample.output, loss = self._objective(sample.inputs, sample.targets)
+            sample.output, loss = self._objective(sample.inputs, sample.targets, piece.criterion_weight)
             if weight != 0.0:  # nothing of it counts, and the mean of nothing is NaN
                 loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()

@@ -23,7 +23,7 @@ from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
+from batchopt_workers.messages import HEAD, Cut, Done, Failure, Kind, Order
 from batchopt_workers.packing import Placement, unpack
 from batchopt_workers.rows import Rows
 from batchopt_workers.torch_settings import TorchSettings
@@ -60,6 +60,9 @@ class Session:
         block = SharedBlock(fd)
         block.release()
         self._blocks[name] = block
+
+    def settle(self) -> None:
+        """Nothing: once this is answered, whatever was asked before is over."""
 
     def set_torch(self, settings: TorchSettings) -> None:
         """Compute as the parent does."""
@@ -116,29 +119,25 @@ def serve(connection: Connection, session: Session) -> None:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             return
+        number, kind = HEAD.unpack_from(message)
         try:
-            replies = _obey(connection, session, message)
+            replies = _obey(connection, session, kind, message[HEAD.size :])
         except BaseException as error:
-            samples = session.at_hand if message[0] == Kind.EVALUATE else range(0)
-            replies = [bytes([Kind.FAILED]) + describe(error, samples).encode()]
-        for reply in replies:
-            connection.send_bytes(reply)
+            samples = session.at_hand if kind == Kind.EVALUATE else range(0)
+            replies = [(Kind.FAILED, describe(error, samples).encode())]
+        for answer, body in replies:
+            connection.send_bytes(HEAD.pack(number, answer) + body)
 
 
-def _obey(connection: Connection, session: Session, message: bytes) -> list[bytes]:
-    if message[0] == Kind.EVALUATE:
-        done, results = session.evaluate(Order.decode(message[1:]))
-        frame = bytes([Kind.DONE]) + done.encode()
-        return [_pickled(Kind.HOOKED, results), frame] if results else [frame]
-    name, arguments = pickle.loads(message[1:])
+def _obey(connection: Connection, session: Session, kind: int, body: bytes) -> list[tuple[Kind, bytes]]:
+    if kind == Kind.EVALUATE:
+        done, results = session.evaluate(Order.decode(body))
+        hooked = [(Kind.HOOKED, cloudpickle.dumps(results))] if results else []
+        return [*hooked, (Kind.DONE, done.encode())]
+    name, arguments = pickle.loads(body)
     if name == "attach":
         arguments = (*arguments, recv_handle(connection))
-    return [_pickled(Kind.RESULT, getattr(session, name)(*arguments))]
-
-
-def _pickled(kind: Kind, value: Any) -> bytes:
-    pickled: bytes = cloudpickle.dumps(value)
-    return bytes([kind]) + pickled
+    return [(Kind.RESULT, cloudpickle.dumps(getattr(session, name)(*arguments)))]
 
 
 def describe(error: BaseException, samples: range) -> Failure:
@@ -175,7 +174,7 @@ def main(connection: Connection, rank: int, world_size: int, threads: int) -> No
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, name="batchopt-parent-watch", daemon=True).start()
     torch.set_num_threads(threads)
-    connection.send_bytes(bytes([Kind.READY]))
+    connection.send_bytes(HEAD.pack(0, Kind.READY))
     serve(connection, Session(rank, world_size))
     atexit._run_exitfuncs()  # the user's code may have registered some
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """What crosses the process boundary: the vocabulary of parent and worker.
 
 Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of
-shared memory follow it); `EVALUATE` carries an `Order`, 25 bytes in all. Worker to parent: fixed binary frames and UTF-8 text (`READY`, `DONE`,
+shared memory follow it); `EVALUATE` carries an `Order`, 37 bytes in all. Worker to parent: fixed binary frames and UTF-8 text (`READY`, `DONE`,
 `FAILED`), of which nothing is unpickled; `RESULT` and `HOOKED` carry what functions of the user returned there, pickled. Each
 message is answered by one reply; `HOOKED`, which comes before the `DONE` of an evaluation with a posthook, is not counted.
 """
@@ -15,9 +15,12 @@ from enum import IntEnum
 
 from batchopt_workers.tree import Node
 
+# Every message begins with its number (a reply with that of what it answers) and its kind.
+HEAD = struct.Struct("!QB")
+
 
 class Kind(IntEnum):
-    """The first byte of every message."""
+    """What a message is."""
 
     CALL = 1
     EVALUATE = 2

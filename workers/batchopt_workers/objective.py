@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,12 @@ class Objective:
     criterion: Callable[..., Any] | None
     loss_fn: LossFunction | None
 
-    def __call__(self, inputs: Any, targets: Any) -> tuple[Any, torch.Tensor]:
+    def __call__(
+        self, inputs: Any, targets: Any, criterion_weight: torch.Tensor | None = None
+    ) -> tuple[Any, torch.Tensor]:
         """The module's output (None where only `loss_fn` sees it) and the loss, a scalar that depends on parameters.
+
+        `criterion_weight`: the rows for these samples of a criterion's weight of each sample.
 
         Raises `TypeError` or `ValueError`, with what to do, for anything else.
         """
@@ -33,11 +38,26 @@ class Objective:
             source, loss = "loss_fn", self.loss_fn(self.module, inputs, targets)
         elif self.criterion is not None:
             output = self.module(inputs)
-            source, loss = "criterion", self.criterion(output, *arguments[1:])
+            with _weighted(self.criterion, criterion_weight):
+                source, loss = "criterion", self.criterion(output, *arguments[1:])
         else:
             source, loss = "module", self.module(*arguments)
         _check(source, loss)
         return output, loss
+
+
+@contextmanager
+def _weighted(criterion: Any, weight: torch.Tensor | None) -> Iterator[None]:
+    """With `weight` in place of the criterion's own."""
+    if weight is None:
+        yield
+        return
+    whole = criterion.weight
+    criterion.weight = weight
+    try:
+        yield
+    finally:
+        criterion.weight = whole
 
 
 def _check(source: str, loss: Any) -> None:

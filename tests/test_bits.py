@@ -1,0 +1,139 @@
+"""With fixed chunks the result has the same bits whoever evaluates what: parameters, losses, and the optimizer's state."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, Sample, Worker
+from tests.workloads import WORKLOADS, Workload, cnn, mlp
+
+ITERATIONS = 30
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    """Thirty iterations a step."""
+    return torch.optim.LBFGS(
+        parameters, max_iter=ITERATIONS, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
+    )
+
+
+def digest(data: Any) -> str:
+    """The sha256 of all tensors and numbers in nested dicts and lists."""
+    found = hashlib.sha256()
+
+    def add(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            found.update(item.detach().contiguous().view(-1).numpy().tobytes())
+        elif isinstance(item, dict):
+            for key in sorted(item, key=str):
+                found.update(str(key).encode())
+                add(item[key])
+        elif isinstance(item, (list, tuple)):
+            for part in item:
+                add(part)
+        else:
+            found.update(repr(item).encode())
+
+    add(data)
+    return found.hexdigest()
+
+
+def run(case: Workload, **options: Any) -> tuple[str, str]:
+    """The fingerprint, and the digest of the optimizer's state, after one step of thirty iterations."""
+    with BatchOptimizer(case.module, case.criterion, optimizer=lbfgs, **options) as opt:
+        opt.step(case.inputs, case.targets)
+        assert opt.optimizer is not None and opt.eval_counter > ITERATIONS / 2
+        return opt.fingerprint(), digest(opt.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    "parallelize", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int) -> None:
+    make = WORKLOADS[workload]
+    expected = run(make(torch.float32), chunk_size=5)
+    assert run(make(torch.float32), chunk_size=5, parallelize=parallelize) == expected
+
+
+@pytest.mark.parametrize("speeds", [[1, 1, 1], [5, 0, 1], [1, 2, 10]])
+def test_any_speeds_give_the_same_bits(speeds: list[float]) -> None:
+    expected = run(cnn(torch.float32), chunk_size=3)
+    assert run(cnn(torch.float32), chunk_size=3, parallelize=3, speeds=speeds) == expected
+
+
+def test_answers_in_any_order_give_the_same_bits() -> None:
+    """Each worker waits until the later ones have written that they are done, so that they answer last to first."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def last_first(worker: Worker, sample: Sample) -> None:
+            turn = Path(folder) / str(worker.rank)
+            turn.write_text("")
+            while worker.rank + 1 < worker.world_size and not (Path(folder) / str(worker.rank + 1)).exists():
+                pass
+
+        expected = run(mlp(torch.float32), chunk_size=8)
+        assert run(mlp(torch.float32), chunk_size=8, parallelize=2, prehook=last_first) == expected
+
+
+def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
+    """Matrix kernels differ with the alignment of their data."""
+
+    def shifted(offset: int) -> Workload:
+        case = mlp(torch.float32, samples=64)
+        memory = np.empty(case.inputs.nbytes + 64, dtype=np.uint8)
+        start = -memory.ctypes.data % 64 + offset
+        view = torch.from_numpy(memory[start : start + case.inputs.nbytes]).view(torch.float32)
+        case.inputs = view.view(case.inputs.shape).copy_(case.inputs)
+        return case
+
+    expected = run(shifted(0), chunk_size=16)
+    for parallelize in (1, 2):
+        for offset in (4, 8, 32):
+            assert run(shifted(offset), chunk_size=16, parallelize=parallelize) == expected
+
+
+def test_dropout_and_batch_norm_give_the_same_bits() -> None:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4))
+        return Workload(module, nn.MSELoss(), torch.randn(50, 6), torch.randn(50, 4))
+
+    found = []
+    for parallelize in (1, 2, 3):
+        case = build()
+        with pytest.warns(UserWarning, match="in training mode"):
+            found.append((run(case, chunk_size=9, parallelize=parallelize), digest(case.module.state_dict())))
+    assert found[0] == found[1] == found[2]
+
+
+def test_deterministic_algorithms_fix_the_chunks() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [run(mlp(torch.float32, samples=200), parallelize=parallelize) for parallelize in (1, 2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == found[1]
+
+
+def test_the_fingerprint_tells_runs_apart() -> None:
+    def fingerprint(scale: float = 1.0, steps: int = 1) -> str:
+        case = mlp()
+        with torch.no_grad():
+            next(case.module.parameters()).mul_(scale)
+        opt = BatchOptimizer(case.module, case.criterion, optimizer="sgd")
+        for _ in range(steps):
+            opt.step(case.inputs, case.targets)
+        return opt.fingerprint()
+
+    assert fingerprint() == fingerprint() != fingerprint(scale=1 + 1e-15)
+    assert len({fingerprint(), fingerprint(steps=2), fingerprint(steps=0)}) == 3

@@ -1,0 +1,131 @@
+"""The doctor finds what is planted, names it, and is silent on the healthy."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, Sample, Worker
+from batchopt.doctor import Culprit
+from tests.workloads import WORKLOADS, Mlp, mlp
+
+
+class Noisy(Mlp):
+    """Noise that no seed reaches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + int.from_bytes(os.urandom(2), "little") * 1e-9)
+
+
+class Counting(Mlp):
+    """Keeps a number from one evaluation to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class Detached(Mlp):
+    """A part of the gradient is lost."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x) + self.first(x)[:, :4].detach()
+        return y
+
+
+class Normed(nn.Sequential):
+    """Normalises by the statistics of a chunk."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+
+def clip(worker: Worker, sample: Sample) -> None:
+    """Clip the gradient in the worker."""
+    assert worker.module is not None
+    nn.utils.clip_grad_norm_(worker.module.parameters(), 1e-3)
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A sum that says it nowhere."""
+    loss: torch.Tensor = (output - target).square().sum()
+    return loss
+
+
+def of_the_root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Neither mean nor sum of the samples' losses."""
+    loss: torch.Tensor = (output - target).square().mean().sqrt()
+    return loss
+
+
+PLANTED: dict[str, tuple[Any, Any, dict[str, Any], Culprit, str]] = {
+    "randomness": (Noisy, nn.MSELoss(), {}, Culprit.RANDOMNESS, ""),
+    "state": (Counting, nn.MSELoss(), {}, Culprit.STATE, "calls"),
+    "batch norm": (Normed, nn.MSELoss(), {}, Culprit.BATCH_NORM, "1"),
+    "clipping": (Mlp, nn.MSELoss(), {"posthook": clip}, Culprit.HOOK, ""),
+    "sum": (Mlp, summed, {}, Culprit.REDUCTION, ""),
+    "root": (Mlp, of_the_root, {}, Culprit.CUT, ""),
+    "gradient": (Detached, nn.MSELoss(), {}, Culprit.GRADIENT, ""),
+}
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> None:
+    kind, criterion, options, culprit, detail = PLANTED[fault]
+    case = mlp(torch.float32 if parallelize == 2 else torch.float64)
+    module = kind().to(case.inputs.dtype)
+    with BatchOptimizer(module, criterion, parallelize=parallelize, **options) as opt:
+        found = opt.check(case.inputs, case.targets)
+        assert (found.culprit, found.detail) == (culprit, detail), str(found)
+        assert not found.healthy and "FAIL" in str(found) and culprit.value in str(found)
+
+
+def test_workers_that_lack_something_are_found() -> None:
+    class Environment(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float(os.environ.get("BATCHOPT_TEST_SCALE", "1"))
+
+    def precode(worker: Worker) -> None:
+        os.environ["BATCHOPT_TEST_SCALE"] = "2"
+
+    case = mlp()
+    with BatchOptimizer(Environment().double(), case.criterion, parallelize=2, precode=precode) as opt:
+        assert opt.check(case.inputs, case.targets).culprit is Culprit.PARALLEL
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_doctor_is_silent_on_the_healthy(workload: str, dtype: torch.dtype) -> None:
+    case = WORKLOADS[workload](dtype)
+    opt = BatchOptimizer(case.module, case.criterion, parallelize=1)
+    found = opt.check(case.inputs, case.targets)
+    assert found.healthy, str(found)
+    assert str(found).count("ok") == 4 and "none found" in str(found)
+
+
+def test_the_patient_is_as_before() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 4)).double()
+    case = mlp()
+    with BatchOptimizer(module, case.criterion, parallelize=2, optimizer="sgd", chunk_size=8) as opt:
+        opt.step(case.inputs, case.targets)
+        before, step = opt.fingerprint(), opt.state_dict()["step"]
+        assert opt.check(case.inputs, case.targets).healthy
+        assert opt.fingerprint() == before and opt.state_dict()["step"] == step
+        opt.step(case.inputs, case.targets)
+        after = opt.fingerprint()
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 4)).double()
+    with BatchOptimizer(twin, case.criterion, parallelize=1, optimizer="sgd", chunk_size=8) as other:
+        other.step(case.inputs, case.targets)
+        other.step(case.inputs, case.targets)
+        assert other.fingerprint() == after

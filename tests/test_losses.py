@@ -1,0 +1,302 @@
+"""Every loss of `torch.nn`, for any cut: f and df/dX are those of the whole batch.
+
+The table names every class; one that torch adds later fails the last test until it is decided.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from batchopt import BatchOptimizer
+
+# what a mean of KLDivLoss divides by is announced to change: from elements to samples, which are as many in each sample
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+
+N = 23  # samples: no multiple of anything
+CLASSES = 5
+Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and targets that suit it. `loss_fn` calls a criterion that takes more than an output and a target."""
+
+    criterion: nn.Module
+    targets: Any
+    loss_fn: Loss | None = None
+    denominators: Callable[[Any, Any], torch.Tensor] | None = None
+
+
+class Scores(nn.Module):
+    """Scores of classes for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, CLASSES)
+        self.activation: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.activation(self.linear(x))
+        return y
+
+
+def _scores(activation: nn.Module | None = None) -> Scores:
+    module = Scores().double()
+    if activation is not None:
+        module.activation = activation
+    return module
+
+
+def _targets(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _classes(ignored: bool = False, shape: tuple[int, ...] = (N,)) -> torch.Tensor:
+    classes = torch.randint(0, CLASSES, shape)
+    if ignored:
+        classes[:9] = -100  # whole chunks, and a part of one
+        classes[-1:] = -100
+    return classes
+
+
+def _signs(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 2, shape).double() * 2 - 1
+
+
+def _ctc(criterion: nn.Module) -> Case:
+    lengths = torch.randint(1, 4, (N,))
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, targets: Any) -> torch.Tensor:
+        labels, label_lengths = targets
+        steps = torch.stack([module(x + t) for t in range(8)]).log_softmax(-1)  # shape (time, samples, classes)
+        full = torch.full((len(x),), 8)
+        loss: torch.Tensor = criterion(steps, labels, full, label_lengths)
+        return loss
+
+    return Case(criterion, (torch.randint(1, CLASSES, (N, 3)), lengths), loss_fn)
+
+
+def _gaussian(criterion: nn.Module) -> Case:
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = module(x)
+        loss: torch.Tensor = criterion(scores[:, :2], y, scores[:, 2:4].exp())
+        return loss
+
+    return Case(criterion, _targets(N, 2), loss_fn)
+
+
+def _pairs(criterion: nn.Module) -> Case:
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = criterion(module(x), module(x.flip(1)), y)
+        return loss
+
+    return Case(criterion, _signs(N), loss_fn)
+
+
+def _ranks(criterion: nn.Module) -> Case:
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = module(x)
+        loss: torch.Tensor = criterion(scores[:, 0], scores[:, 1], y)
+        return loss
+
+    return Case(criterion, _signs(N), loss_fn)
+
+
+def _triplets(criterion: nn.Module) -> Case:
+    def loss_fn(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
+        loss: torch.Tensor = criterion(module(x), module(x.flip(1)), module(x * 2))
+        return loss
+
+    return Case(criterion, None, loss_fn)
+
+
+def _weights() -> torch.Tensor:
+    return torch.rand(CLASSES, dtype=torch.float64) + 0.1
+
+
+def _probabilities() -> torch.Tensor:
+    return _targets(N, CLASSES).softmax(1)
+
+
+# For each class of loss: what to try, given the reduction. None: it has no reduction to try (said why).
+TABLE: dict[str, list[Callable[[str], Case]] | None] = {
+    "L1Loss": [lambda r: Case(nn.L1Loss(reduction=r), _targets(N, CLASSES))],
+    "MSELoss": [lambda r: Case(nn.MSELoss(reduction=r), _targets(N, CLASSES))],
+    "SmoothL1Loss": [lambda r: Case(nn.SmoothL1Loss(reduction=r, beta=0.3), _targets(N, CLASSES))],
+    "HuberLoss": [lambda r: Case(nn.HuberLoss(reduction=r, delta=0.5), _targets(N, CLASSES))],
+    "PoissonNLLLoss": [lambda r: Case(nn.PoissonNLLLoss(reduction=r, full=True), _targets(N, CLASSES).abs())],
+    "SoftMarginLoss": [lambda r: Case(nn.SoftMarginLoss(reduction=r), _signs(N, CLASSES))],
+    "HingeEmbeddingLoss": [lambda r: Case(nn.HingeEmbeddingLoss(reduction=r), _signs(N, CLASSES))],
+    "GaussianNLLLoss": [lambda r: _gaussian(nn.GaussianNLLLoss(reduction=r))],
+    "KLDivLoss": [
+        lambda r: Case(nn.KLDivLoss(reduction=r), _probabilities()),
+        lambda r: Case(nn.KLDivLoss(reduction="batchmean"), _probabilities()),
+    ],
+    "BCELoss": [
+        lambda r: Case(nn.BCELoss(reduction=r), torch.rand(N, CLASSES).double()),
+        lambda r: Case(nn.BCELoss(_weights(), reduction=r), torch.rand(N, CLASSES).double()),
+        lambda r: Case(nn.BCELoss(torch.rand(N, CLASSES).double(), reduction=r), torch.rand(N, CLASSES).double()),
+        lambda r: Case(nn.BCELoss(torch.rand(N, 1).double(), reduction=r), torch.rand(N, CLASSES).double()),
+    ],
+    "BCEWithLogitsLoss": [
+        lambda r: Case(nn.BCEWithLogitsLoss(reduction=r, pos_weight=_weights()), torch.rand(N, CLASSES).double()),
+        lambda r: Case(nn.BCEWithLogitsLoss(torch.rand(N, 1).double(), reduction=r), torch.rand(N, CLASSES).double()),
+    ],
+    "NLLLoss": [
+        lambda r: Case(nn.NLLLoss(reduction=r), _classes()),
+        lambda r: Case(nn.NLLLoss(_weights(), reduction=r), _classes(ignored=True)),
+        lambda r: Case(nn.NLLLoss(_weights(), reduction=r, ignore_index=2), _classes()),
+    ],
+    "NLLLoss2d": None,  # deprecated: NLLLoss under another name
+    "CrossEntropyLoss": [
+        lambda r: Case(nn.CrossEntropyLoss(reduction=r), _classes(ignored=True)),
+        lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r), _classes(ignored=True)),
+        lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r, label_smoothing=0.2), _classes(ignored=True)),
+        lambda r: Case(nn.CrossEntropyLoss(reduction=r, label_smoothing=0.2, ignore_index=0), _classes()),
+        lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r), _probabilities()),
+        lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r, label_smoothing=0.1), _probabilities()),
+    ],
+    "LinearCrossEntropyLoss": [
+        lambda r: Case(
+            nn.LinearCrossEntropyLoss(CLASSES, CLASSES, weight=_weights(), reduction=r).double().requires_grad_(False),
+            _classes(ignored=True),
+        )
+    ],
+    "MultiLabelMarginLoss": [lambda r: Case(nn.MultiLabelMarginLoss(reduction=r), _classes(shape=(N, CLASSES)))],
+    "MultiLabelSoftMarginLoss": [
+        lambda r: Case(nn.MultiLabelSoftMarginLoss(_weights(), reduction=r), torch.rand(N, CLASSES).double())
+    ],
+    "MultiMarginLoss": [lambda r: Case(nn.MultiMarginLoss(weight=_weights(), reduction=r), _classes())],
+    "CosineEmbeddingLoss": [lambda r: _pairs(nn.CosineEmbeddingLoss(reduction=r, margin=0.2))],
+    "MarginRankingLoss": [lambda r: _ranks(nn.MarginRankingLoss(reduction=r, margin=0.1))],
+    "TripletMarginLoss": [lambda r: _triplets(nn.TripletMarginLoss(reduction=r))],
+    "TripletMarginWithDistanceLoss": [lambda r: _triplets(nn.TripletMarginWithDistanceLoss(reduction=r))],
+    "CTCLoss": [lambda r: _ctc(nn.CTCLoss(reduction=r))],
+    "AdaptiveLogSoftmaxWithLoss": None,  # a module with parameters and no reduction: a part of the user's module
+}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "BCELoss": nn.Sigmoid,
+    "NLLLoss": lambda: nn.LogSoftmax(1),
+    "KLDivLoss": lambda: nn.LogSoftmax(1),
+}
+CASES = [
+    pytest.param(name, i, id=f"{name}-{i}")
+    for name, makers in TABLE.items()
+    for i in range(len(makers or []))
+    if hasattr(nn, name)
+]
+
+
+def whole(module: nn.Module, case: Case, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """f and df/dX by torch alone."""
+    loss: torch.Tensor = (
+        case.loss_fn(module, x, case.targets) if case.loss_fn else case.criterion(module(x), case.targets)
+    )
+    gradients = torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)
+    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(module.parameters(), gradients, strict=True)]
+    return loss.detach(), torch.cat([part.flatten() for part in parts])
+
+
+def evaluate(
+    module: nn.Module, case: Case, x: torch.Tensor, reduction: str | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """f and df/dX by ours."""
+    criterion = None if case.loss_fn else case.criterion
+    options = {"loss_fn": case.loss_fn, "reduction": reduction, "optimizer": None, **options}
+    with BatchOptimizer(module, criterion, denominators=case.denominators, **options) as opt:
+        opt.load(x, case.targets)
+        return opt.evaluate(), opt.grad_parameters.clone()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name, which", CASES)
+def test_every_loss_for_every_cut(name: str, which: int, reduction: str) -> None:
+    makers = TABLE[name]
+    assert makers is not None
+    torch.manual_seed(which)
+    case, x = makers[which](reduction), torch.randn(N, 4, dtype=torch.float64)
+    module = _scores(ACTIVATIONS[name]() if name in ACTIVATIONS else None)
+    loss, gradient = whole(module, case, x)
+    assert loss.isfinite()
+    for chunk_size in (None, 1, 4, 10, N):
+        found, found_gradient = evaluate(module, case, x, reduction if case.loss_fn else None, chunk_size=chunk_size)
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCELoss", "CTCLoss"])
+def test_losses_in_worker_processes(name: str) -> None:
+    makers = TABLE[name]
+    assert makers is not None
+    torch.manual_seed(0)
+    case, x = makers[-1 if name == "BCELoss" else 0]("mean"), torch.randn(N, 4, dtype=torch.float64)
+    module = _scores(ACTIVATIONS[name]() if name in ACTIVATIONS else None)
+    loss, gradient = whole(module, case, x)
+    found, found_gradient = evaluate(module, case, x, None, parallelize=3, speeds=[3, 1, 2])
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_module_loss_batch_and_cut(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([name for name, makers in TABLE.items() if makers and hasattr(nn, name)]))
+    makers = TABLE[name]
+    assert makers is not None
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    case = data.draw(st.sampled_from(makers))(data.draw(st.sampled_from(["mean", "sum"])))
+    reduction = getattr(case.criterion, "reduction", None) if case.loss_fn else None
+    x = torch.randn(N, 4, dtype=torch.float64)
+    module = _scores(ACTIVATIONS[name]() if name in ACTIVATIONS else None)
+    loss, gradient = whole(module, case, x)
+    chunk_size = data.draw(st.integers(1, N + 3))
+    found, found_gradient = evaluate(module, case, x, reduction, chunk_size=chunk_size)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_mean_of_the_users_own_with_denominators(chunk_size: int | None) -> None:
+    """The mean over the present entries of targets with gaps."""
+
+    def present(_: Any, targets: torch.Tensor) -> torch.Tensor:
+        return (~targets.isnan()).sum(1)
+
+    def masked(module: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        there = ~targets.isnan()
+        loss: torch.Tensor = (module(x)[there] - targets[there]).square().mean()
+        return loss
+
+    torch.manual_seed(0)
+    targets = _targets(N, CLASSES)
+    targets[torch.rand(N, CLASSES) < 0.5] = torch.nan
+    targets[3:6] = torch.nan
+    case, x, module = Case(nn.MSELoss(), targets, masked, present), torch.randn(N, 4).double(), _scores()
+    loss, gradient = whole(module, case, x)
+    found, found_gradient = evaluate(module, case, x, None, chunk_size=chunk_size)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
+def test_no_reduction_is_refused() -> None:
+    for name, makers in TABLE.items():
+        if makers and hasattr(nn, name) and name != "KLDivLoss":
+            criterion = makers[0]("none").criterion
+            with pytest.raises(ValueError, match="`criterion` has reduction='none'"):
+                BatchOptimizer(_scores(), criterion)
+
+
+def test_the_table_names_every_loss_of_torch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = {name for name in dir(nn) if "Loss" in name and isinstance(getattr(nn, name), type)}
+    assert losses <= TABLE.keys(), f"decide what a mean divides by: {losses - TABLE.keys()}"
