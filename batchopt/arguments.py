@@ -55,6 +55,13 @@ def read_on_nonfinite(value: Any) -> str:
     return str(value)
 
 
+def read_verbose(value: Any) -> int:
+    """How much to say."""
+    if type(value) is not int or value not in (0, 1, 2, 3):
+        raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {value!r}")
+    return value
+
+
 def read_speeds(speeds: Any, workers: int) -> Speeds:
     """The speeds given, one a worker, which stay fixed; None: not measured yet."""
     if speeds is None:

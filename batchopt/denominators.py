@@ -12,7 +12,7 @@ from batchopt_workers.batch import Columns, Samples
 Denominators = Callable[[Any, Any], Any]
 
 # The losses whose mean divides by the weights of classes; the last is not in every torch.
-_OF_CLASSES = (
+_OF_CLASSES: Any = (
     torch.nn.CrossEntropyLoss,
     torch.nn.NLLLoss,
     *([torch.nn.LinearCrossEntropyLoss] if hasattr(torch.nn, "LinearCrossEntropyLoss") else []),
@@ -63,17 +63,18 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
     """
     if not isinstance(criterion, _OF_CLASSES) or targets is None:
         return None
+    weight: torch.Tensor | None = criterion.weight
     classes = targets.data if isinstance(targets, Columns) else _stacked(targets.data)
     if not isinstance(classes, torch.Tensor) or classes.is_floating_point():
         return None
     with torch.no_grad():
         classes = classes.long().cpu()
         counted = classes != (-100 if criterion.ignore_index is None else criterion.ignore_index)
-        if criterion.weight is None and bool(counted.all()):
+        if weight is None and bool(counted.all()):
             return None
         each = counted.double()
-        if criterion.weight is not None:
-            each = criterion.weight.double().cpu()[torch.where(counted, classes, 0)] * each
+        if weight is not None:
+            each = weight.double().cpu()[torch.where(counted, classes, 0)] * each
         return each.reshape(len(each), -1).sum(1)
 
 

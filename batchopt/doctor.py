@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import warnings
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from batchopt.function import BatchFunction
 from batchopt_workers.batch import map_tensors
 from batchopt_workers.inspection import attributes
 
@@ -61,34 +61,6 @@ class Diagnosis:
         return "\n".join([*lines, culprit])
 
 
-class Loaded(NamedTuple):
-    """The batch that the subject has loaded, `chunk_size` samples a chunk."""
-
-    inputs: Any
-    targets: Any
-    options: Any
-    size: int
-    chunk_size: int
-
-
-class Evaluates(Protocol):
-    """The part of a BatchOptimizer that is examined."""
-
-    @property
-    def parameters(self) -> torch.Tensor: ...
-    @property
-    def grad_parameters(self) -> torch.Tensor: ...
-    @property
-    def module(self) -> torch.nn.Module: ...
-    def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None: ...
-    def evaluate(self) -> torch.Tensor: ...
-    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]: ...
-
-
-# build(module, criterion, **changes): a BatchOptimizer of one worker like the one examined, less its hooks if `hooks=False`
-Build = Callable[..., AbstractContextManager[Evaluates]]
-
-
 class Value(NamedTuple):
     """f and df/dX at one point."""
 
@@ -96,7 +68,7 @@ class Value(NamedTuple):
     gradient: torch.Tensor
 
 
-def _value(subject: Evaluates) -> Value:
+def _value(subject: BatchFunction) -> Value:
     loss = subject.evaluate().item()
     return Value(loss, subject.grad_parameters.detach().double().clone())
 
@@ -112,32 +84,35 @@ def _difference(one: Value, two: Value) -> float:
 class Examination:
     """The checks of one subject on one batch, each made when it is asked for."""
 
-    def __init__(self, subject: Evaluates, criterion: Any, build: Build, batch: Loaded) -> None:
-        self._subject, self._criterion, self._build = subject, criterion, build
-        self._batch, self._size = batch, batch.size
+    def __init__(self, subject: BatchFunction, inputs: Any, targets: Any, options: Any) -> None:
+        """Loads the batch in `subject`, cut into fixed chunks."""
+        self._subject, self._batch = subject, (inputs, targets, options)
+        self.size, self._chunk_size = subject.load_in_chunks(CHUNKS, inputs, targets, options)
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else subject.parameters.dtype
         self._tolerance = 1e-9 if self._dtype is torch.float64 else 1e-3
 
-    def _twin(self, **changes: Any) -> AbstractContextManager[Evaluates]:
+    def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
         """A serial one over a copy of the module, in float64 where the module can be evaluated there."""
-        module, criterion = copy.deepcopy((self._subject.module, self._criterion))
+        module, criterion = copy.deepcopy((self._subject.module, self._subject.criterion))
         if self._doubles:
             module.double()
             if isinstance(criterion, torch.nn.Module):
                 criterion.double()
-        return self._build(module, criterion, **changes)
+        if not hooks:
+            changes |= {"prehook": None, "posthook": None}
+        return self._subject.twin(module, criterion=criterion, **changes)
 
-    def _load(self, twin: Evaluates) -> None:
-        inputs, targets = self._batch.inputs, self._batch.targets
+    def _load(self, twin: BatchFunction) -> None:
+        inputs, targets, options = self._batch
         if self._doubles:
             inputs, targets = _doubled(inputs), _doubled(targets)
-        twin.load(inputs, targets, self._batch.options)
+        twin.load(inputs, targets, options)
 
     def _can_double(self) -> bool:
         self._doubles = True
         try:
-            with self._twin(chunk_size=self._size, on_nonfinite="return") as twin:
+            with self._twin(chunk_size=self.size, on_nonfinite="return") as twin:
                 self._load(twin)
                 twin.evaluate()
         except Exception:  # whatever a module does that was written for one dtype
@@ -165,7 +140,7 @@ class Examination:
 
     def slope(self, hooks: bool = True) -> Check:
         """A central difference along the gradient, against the gradient's own length."""
-        with self._twin(chunk_size=self._size, hooks=hooks) as twin:
+        with self._twin(chunk_size=self.size, hooks=hooks) as twin:
             self._load(twin)
             here = _value(twin)
             start = twin.parameters.clone()
@@ -189,27 +164,32 @@ class Examination:
         """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each chunk."""
         question = "the batch in chunks is the batch"
         options = {key: value for key, value in changes.items() if key != "reduction"}
-        whole = self.value(dropout=False, chunk_size=self._size, **options)
-        other_draws = self.value(dropout=False, chunk_size=self._size, seed=2**40, **options)
+        whole = self.value(dropout=False, chunk_size=self.size, **options)
+        other_draws = self.value(dropout=False, chunk_size=self.size, seed=2**40, **options)
         if whole.loss != other_draws.loss:
             return Check(question, True, "not checked: the module draws random numbers beside dropout")
-        parts = self.value(dropout=False, chunk_size=math.ceil(self._size / CHUNKS), **changes)
+        parts = self.value(dropout=False, chunk_size=math.ceil(self.size / CHUNKS), **changes)
         difference = _difference(whole, parts)
         return Check(question, difference <= self._tolerance, f"difference {difference:.1e}")
 
     def parallel(self) -> Check:
         """The subject against a serial twin, both in their own precision."""
         doubles, self._doubles = self._doubles, False
-        serial = self.value(chunk_size=self._batch.chunk_size)
+        serial = self.value(chunk_size=self._chunk_size)
         self._doubles = doubles
         difference = _difference(serial, _value(self._subject))
         tolerance = 1e-9 if self._subject.parameters.dtype is torch.float64 else 1e-3
         return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
 
 
-def examine(subject: Evaluates, criterion: Any, build: Build, batch: Loaded) -> Diagnosis:
-    """Check `subject`, a BatchOptimizer that has `batch` loaded; stop at the first check that fails."""
-    examination = Examination(subject, criterion, build, batch)
+def examine(subject: BatchFunction, inputs: Any, targets: Any, options: Any) -> Diagnosis:
+    """Check `subject` on a batch; stop at the first check that fails."""
+    with subject.unobserved(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _examine(subject, Examination(subject, inputs, targets, options))
+
+
+def _examine(subject: BatchFunction, examination: Examination) -> Diagnosis:
     checks: list[Check] = []
 
     def failed(check: Check) -> bool:
@@ -224,11 +204,11 @@ def examine(subject: Evaluates, criterion: Any, build: Build, batch: Loaded) -> 
         return found(Culprit.STATE, ", ".join(changed)) if changed else found(Culprit.RANDOMNESS)
     if failed(examination.slope()):
         return found(Culprit.HOOK if examination.slope(hooks=False).passed else Culprit.GRADIENT)
-    if batch.size > 1 and failed(examination.cut()):
+    if examination.size > 1 and failed(examination.cut()):
         norms = [name for name, part in subject.module.named_modules() if _normalises_by_chunk(part)]
         if norms:
             return found(Culprit.BATCH_NORM, ", ".join(norms))
-        if getattr(criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
+        if getattr(subject.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
             return found(Culprit.REDUCTION)
         return found(Culprit.HOOK if examination.cut(hooks=False).passed else Culprit.CUT)
     if failed(examination.parallel()):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from batchopt.backends import Answer, Backend
-from batchopt.errors import WorkerError
+from batchopt.errors import NonFiniteError, WorkerError
+from batchopt.history import History
 from batchopt.plan import Plan
 from batchopt_workers.messages import Cut, Order
 
@@ -28,6 +29,14 @@ def is_finite(loss: float, gradient: torch.Tensor) -> bool:
     if not math.isfinite(loss):
         return False
     return math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all())
+
+
+def explain(backend: Backend, plan: Plan, order: int, history: History) -> NonFiniteError:
+    """The error for the evaluation that follows `history`: evaluates anew, without hooks (which the caller has taken off), to find the place."""
+    place = locate(backend, plan, order, history.steps)
+    what = place.what if place is not None else "loss or gradient is not finite"
+    chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
+    return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1)
 
 
 def locate(backend: Backend, plan: Plan, evaluation: int, step: int) -> Place | None:

@@ -23,8 +23,6 @@ class Report:
     3: each worker's share and time too. Records have level INFO; without any logging set up they go to stderr."""
 
     def __init__(self, verbose: int) -> None:
-        if type(verbose) is not int or verbose not in (0, 1, 2, 3):
-            raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {verbose!r}")
         self._verbose = verbose
         self._warned = False
         self._bar: _Bar | None = None

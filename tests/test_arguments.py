@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +15,12 @@ from batchopt.arguments import (
     check_callable,
     check_criterion,
     check_hooks,
+    read_on_nonfinite,
     read_optional_count,
     read_parallelize,
     read_seed,
     read_speeds,
+    read_verbose,
     read_workers,
 )
 from batchopt.cores import usable_cores
@@ -75,7 +79,32 @@ def test_a_seed_is_a_non_negative_int() -> None:
         read_seed(None)
 
 
-@pytest.mark.parametrize("speeds", [[1, 2.5, 0], (1, 2.5, 0)])
+@pytest.mark.parametrize("value", ["raise", "return"])
+def test_what_is_not_finite_is_raised_or_returned(value: str) -> None:
+    assert read_on_nonfinite(value) == value
+
+
+@pytest.mark.parametrize("value", ["ignore", "Raise", "", None, True, ["raise"], {}])
+def test_nothing_else_is_done_with_what_is_not_finite(value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_on_nonfinite(value)
+    assert str(caught.value) == f"`on_nonfinite` must be 'raise' or 'return', got {value!r}"
+
+
+@pytest.mark.parametrize("verbose", [0, 1, 2, 3])
+def test_how_much_is_said_has_four_levels(verbose: int) -> None:
+    assert read_verbose(verbose) == verbose
+
+
+@pytest.mark.parametrize("verbose", [-1, 4, 1.0, 1.5, "1", True, None])
+def test_no_other_level_is_taken(verbose: Any) -> None:
+    with pytest.raises(ValueError, match=rf"`verbose` must be 0, 1, 2 or 3, got {verbose!r}"):
+        read_verbose(verbose)
+
+
+@pytest.mark.parametrize(
+    "speeds", [[1, 2.5, 0], (1, 2.5, 0), [np.int64(1), np.float32(2.5), Fraction(0)]], ids=["list", "tuple", "numbers"]
+)
 def test_speeds_given_are_one_number_a_worker_and_fixed(speeds: Any) -> None:
     assert read_speeds(speeds, 3) == Speeds((1.0, 2.5, 0.0), fixed=True)
 
@@ -96,6 +125,10 @@ def test_speeds_may_be_left_to_measurement() -> None:
         ("12", TypeError, r"`speeds` must be a sequence of 2 numbers or None, got str"),
         (2.0, TypeError, r"`speeds` must be a sequence of 2 numbers or None, got float"),
         ({1: 1, 2: 2}, TypeError, r"`speeds` must be a sequence of 2 numbers or None, got dict"),
+        (["1", 1], TypeError, r"`speeds` must be numbers, got \['1', 1\]"),
+        ([None, 1], TypeError, r"`speeds` must be numbers, got \[None, 1\]"),
+        ([1j, 1], TypeError, r"`speeds` must be numbers, got \[1j, 1\]"),
+        ([[1], [1]], TypeError, r"`speeds` must be numbers, got \[\[1\], \[1\]\]"),
     ],
 )
 def test_no_other_speeds_are_taken(speeds: Any, error: type[Exception], message: str) -> None:
@@ -164,6 +197,12 @@ def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor
     return torch.zeros(())
 
 
+class LossClass:
+    """What makes a loss function, and could be called as one."""
+
+    def __init__(self, module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None: ...
+
+
 @pytest.mark.parametrize(
     "criterion, loss",
     [
@@ -186,10 +225,11 @@ def test_a_loss_is_a_criterion_or_a_loss_fn(criterion: Any, loss: Any) -> None:
         (torch.nn.MSELoss, None, TypeError, r"got the class MSELoss - did you mean MSELoss\(\)\?"),
         ("mse", None, TypeError, r"`criterion` must be callable as criterion\(output, targets\); got str"),
         (None, "mse", TypeError, r"`loss_fn` must be callable as loss_fn\(module, inputs, targets\); got str 'mse'"),
+        (None, LossClass, TypeError, r"`loss_fn` must be a function of .*; got the class LossClass"),
         (None, two, TypeError, r"`loss_fn` must be callable as .*got a function of \(worker"),
         (torch.nn.Linear(2, 2), None, ValueError, r"`criterion` has trainable parameters, which would not be trained"),
     ],
-    ids=["both", "class", "string", "loss_fn string", "loss_fn arity", "trainable"],
+    ids=["both", "class", "string", "loss_fn string", "loss_fn class", "loss_fn arity", "trainable"],
 )
 def test_no_other_loss_is_taken(criterion: Any, loss: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

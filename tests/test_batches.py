@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from batchopt.batches import read_batch
+from batchopt.batches import Reading, read_batch
+from batchopt.denominators import Denominators
 from batchopt_workers.batch import Batch, Collate, Columns, Samples
 
 
@@ -18,7 +19,7 @@ class Pair(NamedTuple):
 
 
 def read(inputs: Any, targets: Any = None, options: Any = None, collate: Collate | None = None) -> Batch:
-    return read_batch(inputs, targets, options, collate=collate, reduction="mean", criterion=None)
+    return read_batch(inputs, targets, options, Reading(collate, "mean", None, None))
 
 
 def concatenate(samples: list[Any]) -> Any:
@@ -109,8 +110,59 @@ WEIGHTED = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
 @pytest.mark.parametrize("reduction, weight", [("mean", 0.25), ("sum", 1.0)])
 def test_the_batch_knows_how_much_its_losses_count(reduction: str, weight: float) -> None:
     targets = torch.tensor([0, 1])
-    batch = read_batch(torch.rand(2, 2), targets, None, collate=None, reduction=reduction, criterion=WEIGHTED)
+    batch = read_batch(torch.rand(2, 2), targets, None, Reading(None, reduction, WEIGHTED, None))
     assert batch.weighting.of(0, 1) == weight
+
+
+@pytest.mark.parametrize("criterion", [None, WEIGHTED], ids=["no criterion", "a criterion with its own"])
+def test_denominators_that_are_given_are_the_ones_that_count(criterion: Any) -> None:
+    reading = Reading(None, "mean", criterion, lambda inputs, targets: inputs[:, 0] + targets)
+    batch = read_batch(torch.tensor([[1.0], [6.0]]), torch.tensor([0, 1]), None, reading)
+    assert [batch.weighting.of(0, 1), batch.weighting.of(1, 2)] == [0.125, 0.875]
+
+
+def test_denominators_are_given_the_data_as_they_were_passed() -> None:
+    seen: list[Any] = []
+
+    def ones(*data: Any) -> list[int]:
+        seen.extend(data)
+        return [1, 1, 1]
+
+    inputs, targets = [X, X, X], [0, 1, 2]
+    read_batch(inputs, targets, None, Reading(concatenate, "mean", None, ones))
+    read_batch(inputs, None, None, Reading(concatenate, "mean", None, ones))
+    assert [id(item) for item in seen] == [id(inputs), id(targets), id(inputs), id(None)]
+
+
+def test_a_sum_asks_for_no_denominators() -> None:
+    def never(inputs: Any, targets: Any) -> Any:
+        raise AssertionError
+
+    batch = read_batch(X, None, None, Reading(None, "sum", None, never))
+    assert batch.weighting.of(0, 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda inputs, targets: targets[:2], r"one number a sample, shape \(3,\); got shape \(2,\)"),
+        (lambda inputs, targets: -targets, r"must return finite numbers >= 0"),
+    ],
+    ids=["too few", "negative"],
+)
+def test_denominators_that_are_none_make_no_batch(function: Denominators, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^`denominators` .*{message}"):
+        read_batch(X, torch.ones(3), None, Reading(None, "mean", None, function))
+
+
+def test_the_batch_has_the_rows_of_a_criterion_that_weighs_each_sample() -> None:
+    rows = torch.rand(3, 2)
+    reading = Reading(None, "mean", torch.nn.BCELoss(weight=rows), None)
+    weight = read_batch(X, torch.rand(3, 2), None, reading).criterion_weight
+    assert weight is not None
+    assert torch.equal(weight, rows)
+    assert read_batch(X[:2], torch.rand(2, 2), None, reading).criterion_weight is None
+    assert read(X, torch.rand(3, 2)).criterion_weight is None
 
 
 X = torch.rand(3)

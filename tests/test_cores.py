@@ -53,6 +53,8 @@ def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, 
             None,
             id="v1-unlimited",
         ),
+        pytest.param("4:cpu:/app\n", {"cpu/app/cpu.cfs_quota_us": "150000\n"}, None, id="v1-without-a-period"),
+        pytest.param("0::/app:1\n", {"app:1/cpu.max": "150000 100000\n"}, 1.5, id="v2-a-colon-in-the-name"),
         pytest.param(
             "4:cpuset:/app\n3:memory:/app\n",
             {"cpu/app/cpu.cfs_quota_us": "150000\n", "cpu/app/cpu.cfs_period_us": "100000\n"},

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.denominators import resolve_reduction, running_denominators
+from batchopt.denominators import (
+    given_denominators,
+    own_denominators,
+    resolve_reduction,
+    running_denominators,
+    weights_of_samples,
+)
 from batchopt_workers.batch import Columns, Samples
 from batchopt_workers.weighting import Weighting
 
@@ -67,36 +75,136 @@ def test_impossible_reductions_are_refused(given_reduction: str | None, criterio
     ids=["all counted", "no classes", "function", "probabilities", "list of probabilities", "many a sample", "none"],
 )
 def test_where_all_samples_count_the_same_there_are_no_denominators(criterion: Any, targets: Any) -> None:
-    assert running_denominators(criterion, targets) is None
+    assert own_denominators(criterion, targets) is None
 
 
 @pytest.mark.parametrize("kind", [torch.nn.CrossEntropyLoss, torch.nn.NLLLoss])
 @pytest.mark.parametrize(
-    "options, targets, running",
+    "options, targets, each",
     [
-        ({}, [0, -100, 2, -100], [0, 1, 1, 2, 2]),
-        ({"ignore_index": 2}, [0, 1, 2, 1], [0, 1, 2, 2, 3]),
-        ({"weight": CLASS_WEIGHTS}, [0, 1, 2, 1], [0, 0.5, 1.5, 5.5, 6.5]),
-        ({"weight": CLASS_WEIGHTS, "ignore_index": 2}, [0, 1, 2, 1], [0, 0.5, 1.5, 1.5, 2.5]),
-        ({"weight": CLASS_WEIGHTS}, [[0, 1], [-100, 2], [2, 2], [-100, -100]], [0, 1.5, 5.5, 13.5, 13.5]),
+        ({}, [0, -100, 2, -100], [1, 0, 1, 0]),
+        ({"ignore_index": 2}, [0, 1, 2, 1], [1, 1, 0, 1]),
+        ({"weight": CLASS_WEIGHTS}, [0, 1, 2, 1], [0.5, 1, 4, 1]),
+        ({"weight": CLASS_WEIGHTS, "ignore_index": 2}, [0, 1, 2, 1], [0.5, 1, 0, 1]),
+        ({"weight": CLASS_WEIGHTS}, [[0, 1], [-100, 2], [2, 2], [-100, -100]], [1.5, 4, 8, 0]),
     ],
     ids=["ignored", "ignored class", "weighted", "weighted and ignored", "a target a pixel"],
 )
 def test_samples_count_by_the_weights_of_their_targets(
-    kind: type[torch.nn.Module], options: dict[str, Any], targets: list[Any], running: list[float]
+    kind: type[torch.nn.Module], options: dict[str, Any], targets: list[Any], each: list[float]
 ) -> None:
-    found = running_denominators(kind(**options), Columns(torch.tensor(targets)))
+    found = own_denominators(kind(**options), Columns(torch.tensor(targets)))
     assert found is not None
     assert found.dtype == torch.float64
-    assert found.tolist() == running
+    assert found.tolist() == each
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_in_a_list_of_single_classes_samples_count_alike(shape: tuple[int, ...]) -> None:
-    targets = [torch.tensor(label).reshape(shape) for label in (0, 1, 2, -100)]
-    found = running_denominators(torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), Samples(targets))
+@pytest.mark.parametrize(
+    "make", [int, torch.tensor, lambda label: torch.tensor([label])], ids=["int", "0-dim", "1-dim"]
+)
+def test_in_a_list_of_single_classes_samples_count_the_same_way(make: Callable[[int], Any]) -> None:
+    targets = [make(label) for label in (0, 1, 2, -100)]
+    found = own_denominators(torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), Samples(targets))
     assert found is not None
-    assert found.tolist() == [0, 0.5, 1.5, 5.5, 5.5]
+    assert found.tolist() == [0.5, 1, 4, 0]
+
+
+def test_running_denominators_are_the_sums_before_each_sample() -> None:
+    running = running_denominators(torch.tensor([0.5, 1, 0, 4], dtype=torch.float64))
+    assert running is not None
+    assert running.dtype == torch.float64
+    assert running.tolist() == [0, 0.5, 1.5, 1.5, 5.5]
+    assert running_denominators(None) is None
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        torch.tensor([0.0, 2.5, 4.0]),
+        torch.tensor([0.0, 2.5, 4.0], requires_grad=True) * 1,
+        np.array([0, 2.5, 4], dtype=np.float32),
+        [0, 2.5, 4],
+        [torch.tensor(0.0), torch.tensor(2.5), torch.tensor(4.0)],
+    ],
+    ids=["tensor", "with a graph", "array", "list", "list of tensors"],
+)
+def test_denominators_may_be_given_as_any_row_of_numbers(each: Any) -> None:
+    found = given_denominators(lambda inputs, targets: each, None, None, 3)
+    assert found.dtype == torch.float64
+    assert not found.requires_grad
+    assert found.tolist() == [0, 2.5, 4]
+
+
+def test_counts_and_masks_are_denominators() -> None:
+    lengths, mask = torch.tensor([3, 0]), torch.tensor([True, False])
+    assert given_denominators(lambda inputs, targets: inputs, lengths, mask, 2).tolist() == [3, 0]
+    assert given_denominators(lambda inputs, targets: targets, lengths, mask, 2).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "each, message",
+    [
+        (torch.ones(2), r"one number a sample, shape \(3,\); got shape \(2,\)"),
+        (torch.ones(3, 1), r"one number a sample, shape \(3,\); got shape \(3, 1\)"),
+        (3.0, r"one number a sample, shape \(3,\); got shape \(\)"),
+        ([1, -1, 1], r"finite numbers >= 0"),
+        ([1, math.inf, 1], r"finite numbers >= 0"),
+        ([1, math.nan, 1], r"finite numbers >= 0"),
+    ],
+    ids=["too few", "columns", "one number", "negative", "infinite", "nan"],
+)
+def test_other_denominators_are_refused(each: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^`denominators` must return {message}"):
+        given_denominators(lambda inputs, targets: each, None, None, 3)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss])
+@pytest.mark.parametrize(
+    "weight, target",
+    [((4,), (4,)), ((4, 3), (4, 3)), ((4, 1), (4, 3)), ((4, 2, 3), (4, 2, 3)), ((4, 4), (4, 4))],
+)
+def test_a_weight_with_a_row_for_each_sample_is_found(
+    kind: type[torch.nn.BCELoss | torch.nn.BCEWithLogitsLoss], weight: tuple[int, ...], target: tuple[int, ...]
+) -> None:
+    rows = torch.rand(weight)
+    found = weights_of_samples(kind(weight=rows), Columns(torch.rand(target)))
+    assert found is not None
+    assert torch.equal(found, rows)
+
+
+@pytest.mark.parametrize(
+    "criterion, targets",
+    [
+        (torch.nn.BCELoss(), Columns(torch.rand(4))),
+        (torch.nn.BCELoss(weight=torch.rand(3)), Columns(torch.rand(4, 3))),
+        (torch.nn.BCELoss(weight=torch.rand(4)), Columns(torch.rand(4, 4))),
+        (torch.nn.BCELoss(weight=torch.rand(1, 3)), Columns(torch.rand(4, 3))),
+        (torch.nn.BCELoss(weight=torch.rand(())), Columns(torch.rand(4))),
+        (torch.nn.BCELoss(weight=torch.rand(1, 3)), Columns(torch.rand(1, 3))),
+        (torch.nn.BCEWithLogitsLoss(pos_weight=torch.rand(4)), Columns(torch.rand(4, 4))),
+        (torch.nn.CrossEntropyLoss(weight=torch.rand(4)), Columns(torch.arange(4))),
+        (torch.nn.BCELoss(weight=torch.rand(4)), Samples([torch.rand(1)] * 4)),
+        (torch.nn.BCELoss(weight=torch.rand(4)), None),
+        (torch.nn.functional.binary_cross_entropy, Columns(torch.rand(4))),
+        (None, Columns(torch.rand(4))),
+    ],
+    ids=[
+        "no weight",
+        "of features",
+        "of as many features as samples",
+        "one row for all",
+        "a number",
+        "a batch of one sample",
+        "of positives",
+        "of classes",
+        "a list of samples",
+        "no targets",
+        "function",
+        "no criterion",
+    ],
+)
+def test_no_other_weight_is_one_of_samples(criterion: Any, targets: Columns | Samples | None) -> None:
+    assert weights_of_samples(criterion, targets) is None
 
 
 @given(st.lists(st.sampled_from([0, 1, 2, -100]), min_size=1, max_size=30).filter(lambda t: max(t) >= 0), st.data())
@@ -111,7 +219,7 @@ def test_weighted_losses_of_the_chunks_that_count_sum_to_the_whole_loss(
     n = len(targets)
     outputs = torch.randn(n, CLASSES, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     classes = torch.tensor(targets)
-    weighting = Weighting(reduction, n, running_denominators(criterion, Columns(classes)))
+    weighting = Weighting(reduction, n, running_denominators(own_denominators(criterion, Columns(classes))))
     assert weighting.of(0, n) == 1.0
     inner = data.draw(st.sets(st.integers(1, n - 1))) if n > 1 else set()
     loss = 0.0
@@ -126,7 +234,7 @@ def test_weighted_losses_of_the_chunks_that_count_sum_to_the_whole_loss(
 
 def test_a_mean_over_nothing_is_not_a_number_as_in_torch() -> None:
     criterion, ignored = torch.nn.CrossEntropyLoss(), torch.tensor([-100, -100])
-    weighting = Weighting("mean", 2, running_denominators(criterion, Columns(ignored)))
+    weighting = Weighting("mean", 2, running_denominators(own_denominators(criterion, Columns(ignored))))
     assert math.isnan(criterion(torch.rand(2, CLASSES), ignored).item())
     assert math.isnan(weighting.of(0, 2))
     assert math.isnan(weighting.of(0, 1))

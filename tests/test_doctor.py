@@ -118,9 +118,9 @@ def test_the_patient_is_as_before() -> None:
     case = mlp()
     with BatchOptimizer(module, case.criterion, parallelize=2, optimizer="sgd", chunk_size=8) as opt:
         opt.step(case.inputs, case.targets)
-        before, step = opt.fingerprint(), opt.state_dict()["step"]
+        before, step = opt.fingerprint(), opt.state_dict()["history"]
         assert opt.check(case.inputs, case.targets).healthy
-        assert opt.fingerprint() == before and opt.state_dict()["step"] == step
+        assert opt.fingerprint() == before and opt.state_dict()["history"] == step
         opt.step(case.inputs, case.targets)
         after = opt.fingerprint()
     torch.manual_seed(0)

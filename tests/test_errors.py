@@ -7,10 +7,17 @@ import traceback
 
 import pytest
 
-from batchopt.errors import BatchoptError, RemoteTraceback, WorkerError, WorkerLostError
+from batchopt.errors import BatchoptError, NonFiniteError, RemoteTraceback, WorkerError, WorkerLostError
 
 
-@pytest.mark.parametrize("error", [WorkerError(0, "ValueError", "no", range(0)), WorkerLostError("gone")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError(0, "ValueError", "no", range(0)),
+        WorkerLostError("gone"),
+        NonFiniteError("loss is nan", 0, range(1), 1, 1),
+    ],
+)
 def test_every_error_is_a_batchopt_error_and_a_runtime_error(error: Exception) -> None:
     assert isinstance(error, BatchoptError)
     assert isinstance(error, RuntimeError)
@@ -40,3 +47,39 @@ def test_a_worker_error_survives_pickling() -> None:
     error = WorkerError(2, "ValueError", "bad", range(3, 5))
     twin = pickle.loads(pickle.dumps(error))
     assert (str(twin), twin.rank, twin.samples) == (str(error), 2, range(3, 5))
+
+
+@pytest.mark.parametrize(
+    "what, chunk, samples, message",
+    [
+        (
+            "loss is inf",
+            2,
+            range(7, 8),
+            "loss is inf in chunk 2 (sample 7), at step 5, evaluation 9; parameters are unchanged",
+        ),
+        (
+            "gradient is not finite",
+            0,
+            range(4, 8),
+            "gradient is not finite in chunk 0 (samples 4..7), at step 5, evaluation 9; parameters are unchanged",
+        ),
+        (
+            "loss is nan",
+            None,
+            range(0),
+            "loss is nan though that of each chunk is finite without hooks: a hook made it so, or the sum overflows, "
+            "at step 5, evaluation 9; parameters are unchanged",
+        ),
+    ],
+    ids=["one sample", "many samples", "no chunk"],
+)
+def test_a_non_finite_error_says_what_where_and_when(
+    what: str, chunk: int | None, samples: range, message: str
+) -> None:
+    error = NonFiniteError(what, chunk, samples, step=5, evaluation=9)
+    assert str(error) == message
+    assert (error.chunk, error.samples) == (chunk, samples)
+    twin = pickle.loads(pickle.dumps(error))
+    assert type(twin) is NonFiniteError
+    assert (str(twin), twin.chunk, twin.samples) == (message, chunk, samples)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.plan import follow, make_plan
+from batchopt.plan import DETERMINISTIC_CHUNKS, choose_chunk_size, follow, make_plan
 from batchopt.speeds import Speeds
 
 SIZES = st.integers(1, 500)
@@ -53,6 +53,35 @@ def test_with_a_chunk_size_the_data_alone_fixes_the_cut(n: int, chunk_size: int,
     lengths = [stop - start for start, stop in pairwise(cut.bounds)]
     assert all(length == chunk_size for length in lengths[:-1])
     assert lengths[-1] <= chunk_size
+
+
+@given(SIZES, CHUNK_SIZES)
+@settings(deadline=None)
+def test_unless_the_bits_must_be_the_same_the_chunk_size_is_the_one_given(n: int, chunk_size: int | None) -> None:
+    assert choose_chunk_size(n, chunk_size, deterministic=False) == chunk_size
+
+
+@given(SIZES, st.integers(1, 600))
+@settings(deadline=None)
+def test_where_the_bits_must_be_the_same_a_chunk_size_given_stays(n: int, chunk_size: int) -> None:
+    assert choose_chunk_size(n, chunk_size, deterministic=True) == chunk_size
+
+
+@given(st.integers(1, 100_000), SPEEDS)
+@settings(deadline=None)
+def test_where_the_bits_must_be_the_same_any_workers_get_the_same_chunks(n: int, speeds: Speeds) -> None:
+    chunk_size = choose_chunk_size(n, None, deterministic=True)
+    assert chunk_size is not None
+    assert chunk_size >= 1
+    cut = make_plan(n, chunk_size, speeds).cut
+    assert cut == make_plan(n, chunk_size, Speeds.unknown(1)).cut
+    assert cut.chunks <= DETERMINISTIC_CHUNKS
+    assert cut.chunks >= min(n, DETERMINISTIC_CHUNKS // 2 + 1)
+
+
+@pytest.mark.parametrize("n, chunk_size", [(1, 1), (32, 1), (33, 2), (64, 2), (1000, 32)])
+def test_the_chunk_size_is_of_the_data_alone(n: int, chunk_size: int) -> None:
+    assert choose_chunk_size(n, None, deterministic=True) == chunk_size
 
 
 def test_without_a_chunk_size_each_worker_gets_one_chunk_by_its_speed() -> None:

@@ -23,7 +23,9 @@ def test_the_public_names_are_these() -> None:
         "split_batch",
         "Worker",
         "Sample",
+        "Diagnosis",
         "BatchoptError",
+        "NonFiniteError",
         "WorkerError",
         "WorkerLostError",
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from torch import nn
 from tqdm import tqdm
 
 from batchopt.backends import Answer
@@ -92,7 +93,46 @@ def test_with_logging_set_up_no_handler_is_added(caplog: pytest.LogCaptureFixtur
     assert logger.handlers == []
 
 
-@pytest.mark.parametrize("verbose", [-1, 4, 1.5, "1", None])
-def test_no_other_level_is_taken(verbose: Any) -> None:
-    with pytest.raises(ValueError, match=rf"`verbose` must be 0, 1, 2 or 3, got {verbose!r}"):
-        Report(verbose)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_the_cut_matters_to_batch_norm_in_training_mode(kind: type[nn.Module]) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(4)))
+    with pytest.warns(UserWarning) as caught:
+        assert Report(0).cut_matters(module, 2)
+    (warning,) = caught
+    assert str(warning.message).startswith(f"'1.0' ({kind.__name__}) is in training mode")
+
+
+def test_that_the_cut_matters_is_warned_of_once() -> None:
+    report, module = Report(0), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning) as caught:
+        found = [report.cut_matters(module, chunks) for chunks in (2, 3)]
+    assert found == [True, True]
+    assert len(caught) == 1
+
+
+def test_that_the_cut_matters_is_warned_of_only_once_there_is_a_cut() -> None:
+    report, module = Report(0), nn.BatchNorm1d(4)
+    assert not report.cut_matters(module, 1)
+    with pytest.warns(UserWarning):
+        assert report.cut_matters(module, 2)
+
+
+def test_the_cut_matters_to_batch_norm_without_running_statistics_in_any_mode() -> None:
+    module = nn.BatchNorm1d(4, track_running_stats=False).eval()
+    with pytest.warns(UserWarning):
+        assert Report(0).cut_matters(module, 2)
+
+
+UNCUT: dict[str, nn.Module] = {
+    "no normalisation": nn.Linear(4, 4),
+    "batch norm in evaluation mode": nn.Sequential(nn.BatchNorm1d(4)).eval(),
+    "batch norm alone in evaluation mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()),
+    "of each sample by itself": nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)),
+}
+
+
+@pytest.mark.parametrize("module", UNCUT.values(), ids=UNCUT)
+def test_the_cut_does_not_matter_to_what_takes_samples_one_by_one(module: nn.Module) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        assert not Report(0).cut_matters(module, 2)
+    assert caught == []

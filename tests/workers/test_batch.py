@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.batch import Batch, Columns, Samples, map_tensors
+from batchopt_workers.batch import Batch, Columns, Samples, map_tensors, realigned
+from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.weighting import Weighting
 
 
@@ -127,3 +129,115 @@ def test_pieces_are_each_sample_once_and_in_order(kind: str, one: int, other: in
     pieces = list(batch.pieces(start, stop))
     assert [index for piece in pieces for index in piece.indices] == list(range(start, stop))
     assert [option for piece in pieces for option in piece.options or ()] == list(range(start, stop))
+
+
+@pytest.mark.parametrize("form", ["columns", "collated"])
+def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -> None:
+    rows = torch.arange(12).view(6, 2)
+    inputs = Columns(DATA) if form == "columns" else Samples(list(DATA))
+    batch = Batch(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, rows)
+    (piece,) = batch.pieces(2, 4)
+    assert piece.criterion_weight is not None
+    assert piece.criterion_weight.tolist() == [[4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("inputs", [Columns(DATA), Samples(list(DATA))])
+def test_without_a_weight_of_samples_pieces_have_none(inputs: Columns | Samples) -> None:
+    assert [piece.criterion_weight for piece in Batch(inputs, None, None, MEAN).pieces(0, 2)] == [None] * (
+        1 if isinstance(inputs, Columns) else 2
+    )
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    found = realigned(Columns(tensor)).data
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def is_laid_out(tensor: torch.Tensor) -> bool:
+    """Whether the memory is without gaps or repetitions, and starts at a cache line."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
+
+IMAGES = torch.rand(16, 4, 4, 4)
+LAID_OUT: dict[str, torch.Tensor] = {
+    "contiguous": IMAGES,
+    "rows from a cache line on": IMAGES[1:],
+    "permuted": IMAGES.permute(0, 2, 3, 1),
+    "channels last": IMAGES.to(memory_format=torch.channels_last),
+    "0-dim": torch.tensor(1.0),
+    "empty": torch.rand(0, 3),
+}
+ELSEWHERE: dict[str, torch.Tensor] = {
+    "rows from within a cache line on": torch.rand(65)[1:],
+    "one class of many": IMAGES[:, 1],
+    "every second row": IMAGES[::2],
+    "permuted and cut": IMAGES.permute(0, 2, 3, 1)[..., 1:],
+    "expanded": torch.rand(5, 1).expand(5, 3),
+    "integers": torch.arange(9)[1:],
+}
+
+
+@pytest.mark.parametrize("tensor", LAID_OUT.values(), ids=LAID_OUT)
+def test_a_tensor_that_is_laid_out_as_in_shared_memory_stays_itself(tensor: torch.Tensor) -> None:
+    assert is_laid_out(tensor)
+    assert laid_out(tensor) is tensor
+
+
+@pytest.mark.parametrize("tensor", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_any_other_tensor_is_copied_to_where_it_is(tensor: torch.Tensor) -> None:
+    assert not is_laid_out(tensor)
+    found = laid_out(tensor)
+    assert is_laid_out(found)
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+    assert laid_out(found) is found
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.data(),
+)
+@settings(deadline=None)
+def test_whatever_the_cut_of_a_tensor_it_is_equal_and_laid_out(shape: list[int], data: st.DataObject) -> None:
+    whole = torch.rand(shape).permute(data.draw(st.permutations(range(len(shape)))))
+    part = whole[
+        tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 2))) for n in whole.shape)
+    ]
+    found = laid_out(part)
+    assert torch.equal(found, part)
+    assert is_laid_out(found)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("tensor", [torch.rand(8), torch.rand(65)[1:]], ids=["laid out", "copied"])
+def test_what_is_realigned_is_a_leaf_that_requires_grad_as_before(tensor: torch.Tensor, requires_grad: bool) -> None:
+    found = laid_out(tensor.detach().requires_grad_(requires_grad))
+    assert found.is_leaf
+    assert found.requires_grad is requires_grad
+
+
+def nested(stays: torch.Tensor, moves: torch.Tensor) -> Any:
+    return {"x": Pair(stays, [moves]), "more": (moves, "text", None)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda data: Columns(data), lambda data: Samples([data, data])],
+    ids=["columns", "samples"],
+)
+def test_structures_are_realigned_tensor_by_tensor(make: Callable[[Any], Columns | Samples]) -> None:
+    stays, moves = torch.rand(8), torch.rand(9)[1:]
+    before = make(nested(stays, moves))
+    after = realigned(before)
+    assert type(after) is type(before)
+    assert len(after) == len(before)
+    for found in [after.data] if isinstance(after, Columns) else after.data:
+        assert list(found) == ["x", "more"]
+        assert type(found["x"]) is Pair
+        assert found["x"].first is stays
+        assert found["more"][1:] == ("text", None)
+        for copy in (found["x"].second[0], found["more"][0]):
+            assert torch.equal(copy, moves)
+            assert is_laid_out(copy)

@@ -67,6 +67,55 @@ def test_any_shape_of_one_element_is_a_scalar(shape: tuple[int, ...]) -> None:
     assert loss.shape == shape
 
 
+@pytest.mark.parametrize("kind", [nn.BCELoss, nn.BCEWithLogitsLoss])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_rows_of_a_weight_make_the_loss_of_their_samples(
+    kind: type[nn.BCELoss | nn.BCEWithLogitsLoss], columns: int
+) -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid())
+    inputs, targets, rows = torch.rand(5, 2), torch.rand(5, 3), torch.rand(5, columns)
+    criterion = kind(weight=rows, reduction="sum")
+    objective = Objective(module, criterion, None)
+    whole = criterion(module(inputs), targets)
+    part, rest = (objective(inputs[cut], targets[cut], rows[cut])[1] for cut in (slice(0, 2), slice(2, 5)))
+    assert torch.equal(part, kind(weight=rows[:2], reduction="sum")(module(inputs[:2]), targets[:2]))
+    torch.testing.assert_close(part + rest, whole)
+    assert criterion.weight is rows
+
+
+def test_the_criterion_has_its_own_weight_back_after_it_raised() -> None:
+    whole = torch.rand(5, 1)
+    criterion = nn.BCELoss(weight=whole)
+    objective = Objective(nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()), criterion, None)
+    with pytest.raises(ValueError, match="target size"):
+        objective(INPUTS, torch.rand(3, 1), whole[:2])
+    assert criterion.weight is whole
+
+
+class SeesWeight(nn.Module):
+    """A criterion that notes its weight at each call."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, output: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        self.seen.append(self.weight)
+        return output.sum()
+
+
+@pytest.mark.parametrize("targets", [None, TARGETS])
+def test_without_rows_the_criterion_keeps_its_weight(targets: torch.Tensor | None) -> None:
+    whole, rows = torch.rand(5), torch.rand(2)
+    criterion = SeesWeight(whole)
+    objective = Objective(nn.Linear(2, 1), criterion, None)
+    objective(INPUTS, targets)
+    objective(INPUTS, targets, rows)
+    objective(INPUTS, targets)
+    assert [id(weight) for weight in criterion.seen] == [id(whole), id(rows), id(whole)]
+
+
 def as_loss_fn(value: Any) -> Objective:
     return Objective(OwnLoss(), None, lambda *_: value)
 

@@ -1,0 +1,326 @@
+"""The function of one batch: f(X) and df/dX of a module's loss, evaluated by workers, as often as one asks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from batchopt import arguments
+from batchopt.backends import Answer, Setup, WorkerInfo, start_backend
+from batchopt.batches import Reading, read_batch
+from batchopt.calibrate import measure
+from batchopt.errors import BatchoptError
+from batchopt.flatten import flatten
+from batchopt.history import History
+from batchopt.nonfinite import explain, is_finite
+from batchopt.plan import Plan, choose_chunk_size, follow, make_plan
+from batchopt.reduce import reduce_answers
+from batchopt.report import Report
+from batchopt.settings import Settings
+from batchopt.speeds import Speeds
+from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.worker import Hook
+
+Self = TypeVar("Self", bound="BatchFunction")
+
+
+class BatchFunction:
+    """f and df/dX of whole batches, on workers; `BatchOptimizer` adds an optimizer to it.
+
+    Raises, when it is made, `TypeError` or `ValueError` for a module that cannot be flattened or sent, before a process
+    starts; `WorkerError` if precode raises.
+    """
+
+    def __init__(self, module: torch.nn.Module, settings: Settings, history: History | None = None) -> None:
+        self._settings = settings
+        self._report = Report(settings.verbose)
+        self._module = module
+        self._flat, self._params = flatten(module)
+        self._grad = torch.zeros_like(self._flat.vector)
+        self._grad_views = self._flat.layout.views(self._grad)
+        self._buffers = StepBuffers(module)
+        self._reading = Reading(settings.collate_fn, settings.reduction, settings.criterion, settings.denominators)
+        self._speeds = settings.speeds
+
+        self._batch: Batch | None = None
+        self._plan: Plan
+        self._chunks: int | None
+        self._movable = True  # whether chunks may be cut anew during a step
+        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._orders = 0
+        self._history = History() if history is None else history
+        self.hook_results: list[Any] = []
+
+        program = Program(module, settings.criterion, settings.loss_fn, settings.seed)
+        self._backend = start_backend(
+            settings.backend,
+            Setup(
+                settings.workers,
+                settings.fixed_bits,
+                settings.threads,
+                settings.precode,
+                program,
+                self._flat,
+                self._params,
+                self._buffers,
+            ),
+        )
+        self._closed = False
+        try:
+            self._set_hooks(settings.prehook, settings.posthook)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both ways."""
+        return self._flat.vector
+
+    @property
+    def grad_parameters(self) -> torch.Tensor:
+        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`, both ways."""
+        return self._grad
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module."""
+        return self._module
+
+    @property
+    def criterion(self) -> Callable[..., Any] | None:
+        """The user's criterion."""
+        return self._settings.criterion
+
+    @property
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
+        return self._backend.workers
+
+    @property
+    def output(self) -> float:
+        """The last loss; 0 before the first evaluation."""
+        return self._history.loss
+
+    @property
+    def eval_counter(self) -> int:
+        """Evaluations so far."""
+        return self._history.evaluations
+
+    @property
+    def batch_counter(self) -> int:
+        """Batches stepped on so far."""
+        return self._history.batches
+
+    @property
+    def sample_counter(self) -> int:
+        """Samples of the batches stepped on so far."""
+        return self._history.samples
+
+    @property
+    def prehook(self) -> Hook | None:
+        """The hook before each forward; assigning replaces it in all workers."""
+        return self._prehook
+
+    @prehook.setter
+    def prehook(self, hook: Hook | None) -> None:
+        self._set_hooks(hook, self._posthook)
+
+    @property
+    def posthook(self) -> Hook | None:
+        """The hook after each backward; assigning replaces it in all workers."""
+        return self._posthook
+
+    @posthook.setter
+    def posthook(self, hook: Hook | None) -> None:
+        self._set_hooks(self._prehook, hook)
+
+    def _set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._check_open()
+        arguments.check_hooks(prehook=prehook, posthook=posthook)
+        self._backend.set_hooks(prehook, posthook)
+        self._prehook, self._posthook = prehook, posthook
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        self._backend.set_hooks(None, None)
+        try:
+            yield
+        finally:
+            self._backend.set_hooks(self._prehook, self._posthook)
+
+    def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
+        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the workers.
+
+        `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample; or lists with one entry a sample. `options`
+        has one object a sample, for the hooks. A new step begins: the module's buffers, modes and frozen parameters are taken
+        as they are now. Raises `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
+        """
+        self._check_open()
+        self._end_step()
+        self._flat.check(self._module, self._params)
+        batch = read_batch(inputs, targets, options, self._reading)
+        self._buffers.begin_step()
+        self._backend.load(batch)
+        self._batch = batch
+        self._history = replace(self._history, steps=self._history.steps + 1)
+        if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
+            self.calibrate()
+        self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
+        self._plan = make_plan(batch.size, self._chunks, self._speeds)
+        self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
+
+    def calibrate(self) -> list[float]:
+        """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
+
+        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the measurement. Later
+        evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as they are.
+        """
+        samples = self._loaded().size
+        if not self._speeds.fixed:
+            with self._without_hooks():
+                self._observe(*measure(self._backend, samples, self._next_order(), self._history.steps))
+            self._report.note("calibrated: %s samples/s", [round(speed) for speed in self._speeds.relative()])
+        return self._speeds.relative()
+
+    def evaluate(self) -> torch.Tensor:
+        """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
+
+        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are overwritten, not
+        accumulated; a parameter that f does not depend on gets None. Raises `WorkerError` if the user's code raised, with the
+        gradients as they were.
+        """
+        started = time.perf_counter()
+        answers = self.map()
+        loss = self.reduce(answers)
+        past = self._history
+        self._history = replace(
+            past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item())
+        )
+        sizes = [self._samples_of(answer) for answer in answers]
+        seconds = time.perf_counter() - started
+        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, seconds, answers, sizes)
+        return loss
+
+    def map(self) -> list[Answer]:
+        """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
+
+        A subclass may override it, and `reduce`.
+        """
+        self._loaded()
+        if self._movable:
+            self._plan = follow(self._plan, self._chunks, self._speeds)
+        answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_order(), self._history.steps))
+        samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
+        for answer in answers:
+            worker = self.workers[answer.rank]
+            samples[answer.rank], seconds[answer.rank] = self._samples_of(answer), answer.seconds
+            worker.samples += samples[answer.rank]
+            worker.busy_seconds += answer.seconds
+        self._observe(samples, seconds)
+        self.hook_results = [result for answer in answers for result in answer.results]
+        return answers
+
+    def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
+        whole = reduce_answers(answers, self._plan.cut.chunks)
+        with torch.no_grad():
+            self._grad.copy_(whole.gradient)
+        for parameter, view, used in zip(self._params, self._grad_views, whole.used, strict=True):
+            parameter.grad = view if used else None
+        self._changes = whole.changes.clone()
+        finite = is_finite(whole.loss, self._grad)
+        if not finite and self._settings.on_nonfinite == "raise":
+            self._changes = None
+            with self._without_hooks():
+                raise explain(self._backend, self._plan, self._next_order(), self._history)
+        return torch.tensor(whole.loss if finite else math.inf, dtype=torch.float64)
+
+    def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
+        """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all and in a chunk."""
+        self.load(inputs, targets, options)
+        size = self._loaded().size
+        self._chunks = self._chunks or math.ceil(size / max(least, len(self.workers)))
+        self._plan = make_plan(size, self._chunks, self._speeds)
+        return size, self._chunks
+
+    def twin(self, module: torch.nn.Module, **changes: Any) -> BatchFunction:
+        """The same function of another module, in this process, with the same draws in its first step."""
+        settings = replace(self._settings, prehook=self._prehook, posthook=self._posthook)
+        alone: dict[str, Any] = {"workers": 1, "speeds": Speeds.unknown(1), "precode": None, "verbose": 0}
+        return BatchFunction(module, replace(settings, **alone, **changes), History(steps=self._history.steps - 1))
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """What is evaluated inside leaves no trace, but that a batch has to be loaded anew."""
+        self._check_open()
+        self._end_step()
+        kept = self._history, self.hook_results
+        try:
+            yield
+        finally:
+            self._batch = self._changes = None
+            self._history, self.hook_results = kept
+
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker, *args)` on each worker; the values in rank order. Raises `WorkerError` if one raises."""
+        self._check_open()
+        return self._backend.run(function, args)
+
+    def close(self) -> None:
+        """End the workers. The module keeps its parameters; any number of times."""
+        if not self._closed:
+            self._closed = True
+            self._end_step()
+            self._report.close()
+            self._backend.close()
+
+    def __enter__(self: Self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")
+
+    def _end_step(self) -> None:
+        """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
+        if self._changes is not None:
+            self._buffers.take_over(self._changes)
+            self._changes = None
+
+    def _next_order(self) -> int:
+        self._orders += 1
+        return self._orders
+
+    def _samples_of(self, answer: Answer) -> int:
+        bounds = self._plan.cut.bounds
+        return bounds[answer.order.last] - bounds[answer.order.first]
+
+    def _observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
+        self._speeds = self._speeds.observed(samples, seconds)
+        for worker, speed in zip(self.workers, self._speeds.values, strict=True):
+            worker.speed = speed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BatchoptError("this BatchOptimizer was closed: build a new one")
+
+    def _loaded(self) -> Batch:
+        self._check_open()
+        if self._batch is None:
+            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
+        return self._batch

@@ -1,0 +1,37 @@
+"""What a BatchOptimizer has done so far: counters, the last loss, and a digest of all losses."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class History:
+    """`evaluations`; `batches` stepped on, and their `samples`; `steps` begun (batches loaded), which number the random draws; the last `loss`;
+    and the sha256 chain of all losses."""
+
+    evaluations: int = 0
+    batches: int = 0
+    samples: int = 0
+    steps: int = 0
+    loss: float = 0.0
+    losses: str = ""
+
+    def chained(self, loss: float) -> str:
+        """The chain with `loss` at its end."""
+        return hashlib.sha256(bytes.fromhex(self.losses) + struct.pack("<d", loss)).hexdigest()
+
+    def fingerprint(self, parameters: torch.Tensor) -> str:
+        """The sha256 of the chain, the counters, and `parameters` (1-D)."""
+        counters = struct.pack("<QQQ", self.evaluations, self.batches, self.samples)
+        vector = parameters.detach().cpu().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(bytes.fromhex(self.losses) + counters + vector).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and a string; `History(**state)` is the inverse."""
+        return asdict(self)

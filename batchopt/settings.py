@@ -1,0 +1,99 @@
+"""What a BatchOptimizer is told, checked: everything but the module and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchopt import arguments
+from batchopt.denominators import Denominators, resolve_reduction
+from batchopt.speeds import Speeds
+from batchopt_workers.batch import Collate
+from batchopt_workers.objective import LossFunction
+from batchopt_workers.worker import Hook, Precode
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `BatchOptimizer`, as documented there. `deterministic`: torch was told to use deterministic algorithms.
+
+    `threads` None: as many as the backend thinks right.
+    """
+
+    criterion: Callable[..., Any] | None
+    loss_fn: LossFunction | None
+    workers: int
+    backend: str
+    reduction: str
+    denominators: Denominators | None
+    chunk_size: int | None
+    collate_fn: Collate | None
+    precode: Precode | None
+    prehook: Hook | None
+    posthook: Hook | None
+    speeds: Speeds
+    threads: int | None
+    seed: int
+    on_nonfinite: str
+    verbose: int
+    deterministic: bool
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        criterion: Any,
+        loss_fn: Any,
+        parallelize: Any,
+        backend: Any,
+        reduction: Any,
+        denominators: Any,
+        speeds: Any,
+        threads_per_worker: Any,
+        chunk_size: Any,
+        collate_fn: Any,
+        precode: Any,
+        prehook: Any,
+        posthook: Any,
+        seed: Any,
+        on_nonfinite: Any,
+        verbose: Any,
+    ) -> Settings:
+        """Check every argument; raises `TypeError` or `ValueError` that names the first one that cannot work."""
+        workers = arguments.read_workers(parallelize, backend)
+        arguments.check_criterion(criterion, loss_fn)
+        arguments.check_hooks(precode=precode, prehook=prehook, posthook=posthook)
+        arguments.check_callable("collate_fn", collate_fn, ("samples",))
+        arguments.check_callable("denominators", denominators, ("inputs", "targets"))
+        chunk_size = arguments.read_optional_count("chunk_size", chunk_size)
+        threads = arguments.read_optional_count("threads_per_worker", threads_per_worker)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if threads is None and (chunk_size is not None or deterministic):
+            threads = 1
+        return cls(
+            criterion=criterion,
+            loss_fn=loss_fn,
+            workers=workers,
+            backend=backend,
+            reduction=resolve_reduction(reduction, criterion),
+            denominators=denominators,
+            chunk_size=chunk_size,
+            collate_fn=collate_fn,
+            precode=precode,
+            prehook=prehook,
+            posthook=posthook,
+            speeds=arguments.read_speeds(speeds, workers),
+            threads=threads,
+            seed=arguments.read_seed(seed),
+            on_nonfinite=arguments.read_on_nonfinite(on_nonfinite),
+            verbose=arguments.read_verbose(verbose),
+            deterministic=deterministic,
+        )
+
+    @property
+    def fixed_bits(self) -> bool:
+        """Whether the bits of the result must not depend on who evaluates what."""
+        return self.chunk_size is not None or self.deterministic
