@@ -70,7 +70,7 @@ def read_speeds(speeds: Any, workers: int) -> Speeds:
         raise TypeError(f"`speeds` must be a sequence of {workers} numbers or None, got {type(speeds).__name__}")
     if len(speeds) != workers:
         raise ValueError(f"`speeds` has {len(speeds)} entries for {workers} workers")
-    if not all(isinstance(speed, Real) for speed in speeds):
+    if not all(isinstance(speed, Real) and not isinstance(speed, bool) for speed in speeds):
         raise TypeError(f"`speeds` must be numbers, got {list(speeds)}")
     values = tuple(float(speed) for speed in speeds)
     if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):

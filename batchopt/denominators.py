@@ -45,7 +45,16 @@ def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:
 
 def given_denominators(function: Denominators, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
     """What the user's `denominators(inputs, targets)` returns, checked: `samples` finite numbers >= 0."""
-    each = torch.as_tensor(function(inputs, targets)).detach().double().cpu()
+    found = function(inputs, targets)
+    try:
+        each = torch.as_tensor(found).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"`denominators` must return one number a sample; got {type(found).__name__}: {error}"
+        ) from error
+    if each.is_complex():
+        raise TypeError("`denominators` must return real numbers; got complex ones")
+    each = each.double().cpu()
     if each.shape != (samples,):
         raise ValueError(
             f"`denominators` must return one number a sample, shape ({samples},); got shape {tuple(each.shape)}"
@@ -80,12 +89,12 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
 
 def weights_of_samples(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
     """The criterion's `weight`, where it has one row for each sample of the batch; None where it has none, or one of features."""
-    if not isinstance(criterion, (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)) or not isinstance(targets, Columns):
+    if not isinstance(criterion, (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)) or not targets:
         return None
-    weight, target = criterion.weight, targets.data
-    if weight is None or not isinstance(target, torch.Tensor) or weight.dim() < target.dim():
+    one, weight = targets.sample(0), criterion.weight
+    if weight is None or not isinstance(one, torch.Tensor) or weight.dim() < one.dim() + 1:
         return None
-    return weight.detach() if weight.shape[0] == len(target) > 1 else None
+    return weight.detach() if weight.shape[0] == len(targets) > 1 else None
 
 
 def _stacked(samples: Sequence[Any]) -> torch.Tensor | None:

@@ -60,9 +60,9 @@ class Report:
                 if not self._warned:
                     self._warned = True
                     warnings.warn(
-                        f"'{name}' ({type(part).__name__}) is in training mode: it normalises by the statistics of a chunk, so the loss "
-                        "depends on how the batch is cut. Call module.eval(), or use GroupNorm or LayerNorm; with chunk_size it is at "
-                        "least the same for any number of workers",
+                        f"'{name}' ({type(part).__name__}) {_why(part)}: it normalises by the statistics of a chunk, so "
+                        "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or use GroupNorm or "
+                        "LayerNorm; with chunk_size it is at least the same for any number of workers",
                         UserWarning,
                         stacklevel=4,
                     )
@@ -84,3 +84,7 @@ class Report:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _why(norm: torch.nn.Module) -> str:
+    return "is in training mode" if norm.training else "keeps no running statistics"

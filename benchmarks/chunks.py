@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from benchmarks.workloads import WORKLOADS, build
 def measure(name: str, parallelize: int, counts: list[int], repeats: int) -> dict[int, float]:
     """Median seconds for each number of chunks a worker; 0: no chunk size."""
     with ExitStack() as stack:
-        ways = {}
+        ways: dict[str, Callable[[], object]] = {}
         for count in [0, *counts]:
             case = build(name)
             opt = batchopt.BatchOptimizer(

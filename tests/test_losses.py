@@ -207,7 +207,7 @@ def whole(module: nn.Module, case: Case, x: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def evaluate(
-    module: nn.Module, case: Case, x: torch.Tensor, reduction: str | None, **options: Any
+    module: nn.Module, case: Case, x: Any, reduction: str | None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """f and df/dX by ours."""
     criterion = None if case.loss_fn else case.criterion
@@ -244,6 +244,22 @@ def test_losses_in_worker_processes(name: str) -> None:
     found, found_gradient = evaluate(module, case, x, None, parallelize=3, speeds=[3, 1, 2])
     torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [(N, CLASSES), (N, 1)])
+@pytest.mark.parametrize("collate", [False, True])
+def test_weights_of_samples_follow_the_samples_of_a_list(rows: tuple[int, ...], collate: bool) -> None:
+    def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 4).double(), torch.rand(N, CLASSES).double()
+    case, module = Case(nn.BCELoss(torch.rand(rows).double()), y), _scores(nn.Sigmoid())
+    loss, gradient = whole(module, case, x)
+    for targets in (y, list(y)):
+        listed = Case(case.criterion, targets)
+        found = evaluate(module, listed, list(x), None, chunk_size=4, collate_fn=stack if collate else None)
+        torch.testing.assert_close(found, (loss.double(), gradient), rtol=1e-11, atol=1e-13)
 
 
 @settings(deadline=None, max_examples=60)

@@ -131,7 +131,10 @@ class Batch:
         else:
             for index in range(start, stop):
                 target = self.targets.sample(index) if self.targets is not None else None
-                yield self._piece(self.inputs.sample(index), target, index, index + 1)
+                piece = self._piece(self.inputs.sample(index), target, index, index + 1)
+                if self.criterion_weight is not None:
+                    piece.criterion_weight = self.criterion_weight[index]
+                yield piece
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
         assert self.collate is not None
