@@ -53,9 +53,10 @@ def interleave(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 def measure(name: str, parallelize: int, repeats: int) -> dict[str, float]:
     """The medians for one workload, in seconds."""
     cores = torch.get_num_threads()
+    # "all cores" first: its idle threads spin for a while, and would take the cores of whoever comes next and needs both
     ways: dict[str, Callable[[], object]] = {
-        "one thread": plain(build(name), 1),
         "all cores": plain(build(name), cores),
+        "one thread": plain(build(name), 1),
     }
     with ExitStack() as stack:
         case = build(name)

@@ -262,6 +262,35 @@ def test_weights_of_samples_follow_the_samples_of_a_list(rows: tuple[int, ...], 
         torch.testing.assert_close(found, (loss.double(), gradient), rtol=1e-11, atol=1e-13)
 
 
+def _any_module(data: st.DataObject, activation: nn.Module | None) -> nn.Module:
+    """Layers of any number, width and kind before the scores."""
+    layers: list[nn.Module] = []
+    width = 4
+    for _ in range(data.draw(st.integers(0, 3))):
+        wider = data.draw(st.integers(1, 12))
+        kinds: list[nn.Module] = [nn.Tanh(), nn.GELU(), nn.Softplus(), nn.LayerNorm(wider)]
+        layers += [nn.Linear(width, wider, bias=data.draw(st.booleans())), data.draw(st.sampled_from(kinds))]
+        width = wider
+    return nn.Sequential(*layers, nn.Linear(width, 4), _scores(activation)).double()
+
+
+@settings(deadline=None, max_examples=6)
+@given(data=st.data())
+def test_any_module_and_speeds_in_worker_processes(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    samples = data.draw(st.integers(1, 60))
+    module, x = _any_module(data, None), torch.randn(samples, 4, dtype=torch.float64)
+    classes = torch.randint(0, CLASSES, (samples,))
+    classes[1::3] = -100
+    case = Case(nn.CrossEntropyLoss(_weights()), classes)
+    loss, gradient = whole(module, case, x)
+    speeds = data.draw(st.lists(st.floats(0.01, 1), min_size=2, max_size=2))
+    chunk_size = data.draw(st.one_of(st.none(), st.integers(1, 70)))
+    found, found_gradient = evaluate(module, case, x, None, parallelize=2, speeds=speeds, chunk_size=chunk_size)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_module_loss_batch_and_cut(data: st.DataObject) -> None:
@@ -272,7 +301,7 @@ def test_any_module_loss_batch_and_cut(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(makers))(data.draw(st.sampled_from(["mean", "sum"])))
     reduction = getattr(case.criterion, "reduction", None) if case.loss_fn else None
     x = torch.randn(N, 4, dtype=torch.float64)
-    module = _scores(ACTIVATIONS[name]() if name in ACTIVATIONS else None)
+    module = _any_module(data, ACTIVATIONS[name]() if name in ACTIVATIONS else None)
     loss, gradient = whole(module, case, x)
     chunk_size = data.draw(st.integers(1, N + 3))
     found, found_gradient = evaluate(module, case, x, reduction, chunk_size=chunk_size)
