@@ -90,7 +90,7 @@ def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
 
     def shifted(offset: int) -> Workload:
         case = mlp(torch.float32, samples=64)
-        memory = np.empty(case.inputs.nbytes + 64, dtype=np.uint8)
+        memory = np.empty(case.inputs.nbytes + 128, dtype=np.uint8)
         start = -memory.ctypes.data % 64 + offset
         view = torch.from_numpy(memory[start : start + case.inputs.nbytes]).view(torch.float32)
         case.inputs = view.view(case.inputs.shape).copy_(case.inputs)
