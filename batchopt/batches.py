@@ -43,9 +43,10 @@ class Reading:
 def read_batch(inputs: Any, targets: Any, options: Any, reading: Reading) -> Batch:
     """The batch that `inputs`, `targets` (or None) and `options` (or None) make up.
 
-    A tensor, or a tuple or dict of tensors, holds samples along the first dimension. A list is either one entry a sample or, when
-    its entries are tensors of one length, such columns: the number of targets and options decides. Raises `TypeError` or `ValueError` for data
-    without samples, of different lengths, that the workers cannot take, or that can be read both ways.
+    A tensor, or a tuple or dict of tensors, holds samples along the first dimension. A list is either one entry a
+    sample or, when its entries are tensors of one length, such columns: the number of targets and options decides.
+    Raises `TypeError` or `ValueError` for data without samples, of different lengths, that the workers cannot take,
+    or that can be read both ways.
     """
     options = _read_options(options)
     all_inputs = _readings("inputs", inputs, reading.collate is not None)
@@ -132,7 +133,8 @@ def _counts(readings: Sequence[Form | None]) -> str:
 
 
 def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]:
-    """The only reading that fits, or the one where inputs and targets both are lists of samples and cannot be anything else."""
+    """The only reading that fits, or the one where inputs and targets both are lists of samples and cannot be
+    anything else."""
     if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
         fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]
     if len(fitting) == 1:

@@ -15,9 +15,11 @@ FIRST = 16
 
 
 def measure(backend: Backend, samples: int, evaluation: int, step: int) -> tuple[Sequence[int], Sequence[float]]:
-    """Samples and seconds of each worker on a part of the loaded batch of `samples`, all workers on the same part at the same time.
+    """Samples and seconds of each worker on a part of the loaded batch of `samples`, all workers on the same part at
+    the same time.
 
-    The part grows until it takes long enough to be timed, up to an equal share of the batch. The first run only warms up.
+    The part grows until it takes long enough to be timed, up to an equal share of the batch. The first run only warms
+    up.
     """
     workers = len(backend.workers)
     share = math.ceil(samples / workers)

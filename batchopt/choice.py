@@ -24,8 +24,9 @@ def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
 def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
     """The optimizer over `parameters` that `choice` names, makes or is.
 
-    A name is that of a class of `torch.optim` in lower case, with torch's defaults (`"lbfgs"` with strong Wolfe line search).
-    Raises `ValueError` for an unknown name or parameters that are not the module's, `TypeError` for anything that is no optimizer.
+    A name is that of a class of `torch.optim` in lower case, with torch's defaults (`"lbfgs"` with strong Wolfe line
+    search). Raises `ValueError` for an unknown name or parameters that are not the module's, `TypeError` for anything
+    that is no optimizer.
     """
     if choice is None:
         return None

@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: its affinity mask, and its container's CPU quota rounded up; at least 1."""
+    """Cores that this process may keep busy: its affinity mask, and its container's CPU quota rounded up; at least
+    1."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

@@ -65,10 +65,11 @@ def given_denominators(function: Denominators, inputs: Any, targets: Any, sample
 
 
 def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
-    """Each sample's denominator (shape `(samples,)`, float64) in the mean of one of torch's losses; None where all count the same.
+    """Each sample's denominator (shape `(samples,)`, float64) in the mean of one of torch's losses; None where all
+    count the same.
 
-    Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a list of samples that holds for
-    one class a sample; where each has many, f is the mean of the samples' losses.
+    Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a
+    list of samples that holds for one class a sample; where each has many, f is the mean of the samples' losses.
     """
     if not isinstance(criterion, _OF_CLASSES) or targets is None:
         return None
@@ -88,7 +89,8 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
 
 
 def weights_of_samples(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
-    """The criterion's `weight`, where it has one row for each sample of the batch; None where it has none, or one of features."""
+    """The criterion's `weight`, where it has one row for each sample of the batch; None where it has none, or one of
+    features."""
     if not isinstance(criterion, (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)) or not targets:
         return None
     one, weight = targets.sample(0), criterion.weight

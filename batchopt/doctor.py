@@ -1,4 +1,5 @@
-"""Do f and its gradient describe one function, and is the parallel one the serial one? Four checks, and the first culprit found."""
+"""Do f and its gradient describe one function, and is the parallel one the serial one? Four checks, and the first
+culprit found."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ class Examination:
         return Check(f"the gradient is the slope of f ({self._dtype})", passed, f"{claimed:.9g} against {measured:.9g}")
 
     def cut(self, **changes: Any) -> Check:
-        """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each chunk."""
+        """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each
+        chunk."""
         question = "the batch in chunks is the batch"
         options = {key: value for key, value in changes.items() if key != "reduction"}
         whole = self.value(dropout=False, chunk_size=self.size, **options)

@@ -18,8 +18,8 @@ class BatchoptError(RuntimeError):
 class WorkerError(BatchoptError):
     """The module, the criterion or a hook raised in a worker.
 
-    Its `__cause__` has the remote traceback. Parameters are as they were before the evaluation, and the optimizer can be used
-    again once the cause is mended.
+    Its `__cause__` has the remote traceback. Parameters are as they were before the evaluation, and the optimizer can
+    be used again once the cause is mended.
     """
 
     def __init__(self, rank: int, type_name: str, message: str, samples: range) -> None:
@@ -43,8 +43,8 @@ class WorkerLostError(BatchoptError):
 class NonFiniteError(BatchoptError):
     """The loss or its gradient is infinite or NaN; raised before the optimizer sees it.
 
-    Parameters are as they were at the evaluation. Look at the samples named, or at the last step's length; with `on_nonfinite="return"` the
-    optimizer gets an infinite loss instead, for a line search that can back off.
+    Parameters are as they were at the evaluation. Look at the samples named, or at the last step's length; with
+    `on_nonfinite="return"` the optimizer gets an infinite loss instead, for a line search that can back off.
     """
 
     def __init__(self, what: str, chunk: int | None, samples: range, step: int, evaluation: int) -> None:

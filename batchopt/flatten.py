@@ -36,7 +36,8 @@ class Flat:
         )
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`, where they were put."""
+        """Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`, where they were
+        put."""
         ours = {id(parameter) for parameter in parameters}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in ours:
@@ -153,8 +154,8 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     """Make the trainable parameters of `module` views of one vector, keeping their values.
 
-    Tied parameters count once. A module that was flattened before, and has not changed shape since, keeps its vector: two
-    optimizers over one module share X. Raises what `trainable` raises, before the module is touched.
+    Tied parameters count once. A module that was flattened before, and has not changed shape since, keeps its vector:
+    two optimizers over one module share X. Raises what `trainable` raises, before the module is touched.
     """
     named = trainable(module)
     parameters = [parameter for _, parameter in named]

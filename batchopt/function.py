@@ -83,12 +83,14 @@ class BatchFunction:
 
     @property
     def parameters(self) -> torch.Tensor:
-        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both ways."""
+        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
+        ways."""
         return self._flat.vector
 
     @property
     def grad_parameters(self) -> torch.Tensor:
-        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`, both ways."""
+        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`,
+        both ways."""
         return self._grad
 
     @property
@@ -159,11 +161,13 @@ class BatchFunction:
             self._backend.set_hooks(self._prehook, self._posthook)
 
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
-        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the workers.
+        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
+        workers.
 
-        `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample; or lists with one entry a sample. `options`
-        has one object a sample, for the hooks. A new step begins: the module's buffers, modes and frozen parameters are taken
-        as they are now. Raises `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
+        `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample;
+        or lists with one entry a sample. `options` has one object a sample, for the hooks. A new step begins: the
+        module's buffers, modes and frozen parameters are taken as they are now. Raises `ValueError` or `TypeError`
+        for data that is no batch, and if X is no longer the module's.
         """
         self._check_open()
         self._end_step()
@@ -182,8 +186,9 @@ class BatchFunction:
     def calibrate(self) -> list[float]:
         """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
 
-        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the measurement. Later
-        evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as they are.
+        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the
+        measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
+        they are.
         """
         samples = self._loaded().size
         if not self._speeds.fixed:
@@ -195,9 +200,9 @@ class BatchFunction:
     def evaluate(self) -> torch.Tensor:
         """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
 
-        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are overwritten, not
-        accumulated; a parameter that f does not depend on gets None. Raises `WorkerError` if the user's code raised, with the
-        gradients as they were.
+        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
+        overwritten, not accumulated; a parameter that f does not depend on gets None. Raises `WorkerError` if the
+        user's code raised, with the gradients as they were.
         """
         started = time.perf_counter()
         answers = self.map()
@@ -246,7 +251,8 @@ class BatchFunction:
         return torch.tensor(whole.loss if finite else math.inf, dtype=torch.float64)
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
-        """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all and in a chunk."""
+        """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all
+        and in a chunk."""
         self.load(inputs, targets, options)
         size = self._loaded().size
         self._chunks = self._chunks or math.ceil(size / max(least, len(self.workers)))

@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class History:
-    """`evaluations`; `batches` stepped on, and their `samples`; `steps` begun (batches loaded), which number the random draws; the last `loss`;
-    and the sha256 chain of all losses."""
+    """`evaluations`; `batches` stepped on, and their `samples`; `steps` begun (batches loaded), which number the
+    random draws; the last `loss`; and the sha256 chain of all losses."""
 
     evaluations: int = 0
     batches: int = 0

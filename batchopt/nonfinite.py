@@ -32,7 +32,8 @@ def is_finite(loss: float, gradient: torch.Tensor) -> bool:
 
 
 def explain(backend: Backend, plan: Plan, order: int, history: History) -> NonFiniteError:
-    """The error for the evaluation that follows `history`: evaluates anew, without hooks (which the caller has taken off), to find the place."""
+    """The error for the evaluation that follows `history`: evaluates anew, without hooks (which the caller has taken
+    off), to find the place."""
     place = locate(backend, plan, order, history.steps)
     what = place.what if place is not None else "loss or gradient is not finite"
     chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))

@@ -27,31 +27,34 @@ class BatchOptimizer(BatchFunction):
     Args:
         module: its trainable parameters become views of one vector, `parameters`.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
-        optimizer: a name of a `torch.optim` class in lower case, a factory `f(params)`, an instance over the module's parameters, or
-            None to only evaluate. Default `"lbfgs"`: `torch.optim.LBFGS` with strong Wolfe line search.
+        optimizer: a name of a `torch.optim` class in lower case, a factory `f(params)`, an instance over the module's
+            parameters, or None to only evaluate. Default `"lbfgs"`: `torch.optim.LBFGS` with strong Wolfe line search.
         parallelize: number of workers, or `"auto"`: one a usable core. 1, the default, evaluates in this process.
         backend: where workers run: `"process"`, worker processes on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
         reduction: `"mean"` or `"sum"`: what the loss of some samples is. Default: the criterion's own, else the mean.
-        denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called once a batch, returns what
-            each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for cross entropy and negative log likelihood the
-            class weights of the targets that are not ignored.
-        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of the result for any number of
-            workers. Default: a worker's whole share; a 32nd of the batch under `torch.use_deterministic_algorithms(True)`.
-        collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of `(input, target)` pairs,
-            or its inputs of a list of inputs where there are no targets. Default: one forward a sample.
+        denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called
+            once a batch, returns what each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for
+            cross entropy and negative log likelihood the class weights of the targets that are not ignored.
+        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of
+            the result for any number of workers. Default: a worker's whole share; a 32nd of the batch under
+            `torch.use_deterministic_algorithms(True)`.
+        collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of
+            `(input, target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one
+            forward a sample.
         precode: `precode(worker)`, run once in each worker before the module arrives there.
-        prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook returns
-            is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
+        prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook
+            returns is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
-        threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this process what torch
-            has. With `chunk_size` 1, here too, since the number of threads changes the bits.
+        threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this
+            process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
-        on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`: the loss is infinity, for
-            a line search that can back off.
+        on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
+            `"return"`: the loss is infinity, for a line search that can back off.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
 
-    Raises `TypeError` or `ValueError` for arguments that cannot work, before a process starts; `WorkerError` if precode raises.
+    Raises `TypeError` or `ValueError` for arguments that cannot work, before a process starts; `WorkerError` if
+    precode raises.
     """
 
     def __init__(
@@ -108,18 +111,21 @@ class BatchOptimizer(BatchFunction):
         return self.output
 
     def optimize(self) -> None:
-        """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer, evaluate once."""
+        """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer,
+        evaluate once."""
         if self.optimizer is None:
             self.evaluate()
         else:
             self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
 
     def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:
-        """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the serial one.
+        """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the
+        serial one.
 
-        Evaluates twice for equal bits; compares the gradient with a finite difference, in float64 where the module can be
-        evaluated there; the batch in chunks with the whole; workers with this process. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when
-        printed. Parameters, counters and later draws are as before; hooks run, in this process too. The batch has to be loaded anew.
+        Evaluates twice for equal bits; compares the gradient with a finite difference, in float64 where the module
+        can be evaluated there; the batch in chunks with the whole; workers with this process. Returns a `Diagnosis`:
+        `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
+        run, in this process too. The batch has to be loaded anew.
         """
         return examine(self, inputs, targets, options)
 

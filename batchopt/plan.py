@@ -39,8 +39,8 @@ def choose_chunk_size(size: int, given: int | None, deterministic: bool) -> int 
 
 
 def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
-    """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows; else a run of the
-    chunks that the size fixes."""
+    """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows;
+    else a run of the chunks that the size fixes."""
     if chunk_size is None:
         counts = split_batch(size, speeds.relative())
         bounds = [0, *accumulate(count for count in counts if count)]

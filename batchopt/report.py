@@ -39,7 +39,8 @@ class Report:
     def evaluated(
         self, number: int, batch: int, loss: float, seconds: float, answers: Sequence[Answer], sizes: Sequence[int]
     ) -> None:
-        """An evaluation is done: the `number`-th of all, on batch `batch`; `sizes[i]` samples on the worker of `answers[i]`."""
+        """An evaluation is done: the `number`-th of all, on batch `batch`; `sizes[i]` samples on the worker of
+        `answers[i]`."""
         if self._verbose == 1:
             if self._bar is None:
                 self._bar = _Bar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)

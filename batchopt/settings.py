@@ -18,7 +18,8 @@ from batchopt_workers.worker import Hook, Precode
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `BatchOptimizer`, as documented there. `deterministic`: torch was told to use deterministic algorithms.
+    """The arguments of `BatchOptimizer`, as documented there. `deterministic`: torch was told to use deterministic
+    algorithms.
 
     `threads` None: as many as the backend thinks right.
     """

@@ -37,8 +37,8 @@ class Speeds:
         return None not in self.values
 
     def relative(self) -> list[float]:
-        """Speeds to split by: a worker not measured counts as the median of the others, and none is further from the median than
-        `LARGEST_RATIO`."""
+        """Speeds to split by: a worker not measured counts as the median of the others, and none is further from the
+        median than `LARGEST_RATIO`."""
         known = [value for value in self.values if value is not None]
         if self.fixed:
             return known

@@ -11,9 +11,9 @@ from itertools import accumulate
 def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
     """How many of `n` samples each worker gets, in proportion to `speeds` (samples per second, or any other unit).
 
-    The largest-remainder method, in exact arithmetic: the shares sum to `n`, and each is within 1 of `n * speed / sum(speeds)`; what
-    remains goes to the largest remainders, ties to the lower index. A worker of speed 0 gets nothing; if all speeds are 0
-    they count as equal. Worker `i` takes the samples after those of worker `i - 1`.
+    The largest-remainder method, in exact arithmetic: the shares sum to `n`, and each is within 1 of `n * speed /
+    sum(speeds)`; what remains goes to the largest remainders, ties to the lower index. A worker of speed 0 gets
+    nothing; if all speeds are 0 they count as equal. Worker `i` takes the samples after those of worker `i - 1`.
 
     Raises `ValueError` for a negative `n`, no speeds, or a speed that is negative, infinite or NaN.
     """

@@ -1,7 +1,8 @@
 """Are the bits the same for any number of workers? A table of sha256 after an L-BFGS run, one line a workload.
 
-Thirty iterations of torch's L-BFGS (strong Wolfe) with `chunk_size`, for several values of `parallelize` with random speeds. The digest is that of parameters,
-counters and all losses: `BatchOptimizer.fingerprint()`. Exits with 1 if a line has two digests.
+Thirty iterations of torch's L-BFGS (strong Wolfe) with `chunk_size`, for several values of `parallelize` with random
+speeds. The digest is that of parameters, counters and all losses: `BatchOptimizer.fingerprint()`. Exits with 1 if a
+line has two digests.
 
     python -m benchmarks.bits [--workloads mlp cnn ...] [--parallelize 1 2 3 5 8]
 """

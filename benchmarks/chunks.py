@@ -1,9 +1,11 @@
 """What does `chunk_size` cost, against none?
 
-For each workload, in one run and in turn: `parallelize=N` without a chunk size, and with each of several numbers of chunks, all with one thread a worker.
-Prints the time of a chunk's own work in milliseconds, and the price: the median time with chunks over that without, less 1.
+For each workload, in one run and in turn: `parallelize=N` without a chunk size, and with each of several numbers of
+chunks, all with one thread a worker. Prints the time of a chunk's own work in milliseconds, and the price: the median
+time with chunks over that without, less 1.
 
-    python -m benchmarks.chunks [--workloads mlp cnn ...] [--parallelize 2] [--chunks 2 8 32] [--repeats 15] [--json FILE]
+    python -m benchmarks.chunks [--workloads mlp cnn ...] [--parallelize 2] [--chunks 2 8 32] [--repeats 15] [--json
+    FILE]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long does one evaluation of f and df/dX take, against plain torch in one process?
 
-For each workload, in one run and in turn: plain torch on one thread, plain torch on all cores, and `parallelize=N` with and without
-`chunk_size`. Prints the median of each in milliseconds, and the speed of `parallelize=N` as ratios: `efficiency` is (one thread / N) / ours, `all cores` is
-all cores / ours; both are better when larger.
+For each workload, in one run and in turn: plain torch on one thread, plain torch on all cores, and `parallelize=N`
+with and without `chunk_size`. Prints the median of each in milliseconds, and the speed of `parallelize=N` as ratios:
+`efficiency` is (one thread / N) / ours, `all cores` is all cores / ours; both are better when larger.
 
     python -m benchmarks.evaluation [--workloads mlp cnn ...] [--parallelize 2] [--repeats 15] [--json FILE]
 """
@@ -53,7 +53,8 @@ def interleave(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 def measure(name: str, parallelize: int, repeats: int) -> dict[str, float]:
     """The medians for one workload, in seconds."""
     cores = torch.get_num_threads()
-    # "all cores" first: its idle threads spin for a while, and would take the cores of whoever comes next and needs both
+    # "all cores" first: its idle threads spin for a while, and would take the cores of whoever comes next and needs
+    # both
     ways: dict[str, Callable[[], object]] = {
         "all cores": plain(build(name), cores),
         "one thread": plain(build(name), 1),

@@ -1,7 +1,8 @@
-"""The main job on real data: a small network learns 1,797 handwritten digits by L-BFGS, in this process and on two workers.
+"""The main job on real data: a small network learns 1,797 handwritten digits by L-BFGS, in this process and on two
+workers.
 
-Prints the accuracy on digits that were held out, how long each way took, and whether both reached the same loss; saves the loss
-curves as a picture.
+Prints the accuracy on digits that were held out, how long each way took, and whether both reached the same loss;
+saves the loss curves as a picture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""With fixed chunks the result has the same bits whoever evaluates what: parameters, losses, and the optimizer's state."""
+"""With fixed chunks the result has the same bits whoever evaluates what: parameters, losses, and the optimizer's
+state."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ BACKENDS = {"serial": "batchopt.backends.serial:SerialBackend", "process": "batc
 
 @dataclass
 class WorkerInfo:
-    """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user fixed it),
-    `samples` and `busy_seconds` count all it evaluated, `restarts` how often it was replaced."""
+    """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user
+    fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often it was replaced."""
 
     rank: int
     pid: int

@@ -1,8 +1,9 @@
 """The parent's end of a worker's pipe, read and written so that Ctrl-C, whenever it comes, leaves it in order.
 
-Messages are numbered, and a reply has its message's number. A reply is looked at before it is taken from the socket, and is
-filed under its number: an interrupt between the two files it twice in the same place. An interrupt while sending may lose a message;
-its number is then never answered, so after an interrupt one sends another, and waits for that one's reply.
+Messages are numbered, and a reply has its message's number. A reply is looked at before it is taken from the socket,
+and is filed under its number: an interrupt between the two files it twice in the same place. An interrupt while
+sending may lose a message; its number is then never answered, so after an interrupt one sends another, and waits for
+that one's reply.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ _Key = tuple[torch.nn.Module, str]
 class Constants:
     """Keeps the frozen parameters and the buffers of the user's module in memory that the workers read.
 
-    They become views of the workers' block, so that whatever is written to them, however, is what the workers have at the
-    next step. A version counter would not do: `.data` and batch normalisation go past it.
+    They become views of the workers' block, so that whatever is written to them, however, is what the workers have at
+    the next step. A version counter would not do: `.data` and batch normalisation go past it.
     """
 
     def __init__(self, module: torch.nn.Module, packed: Packed, block: SharedBlock) -> None:

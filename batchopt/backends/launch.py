@@ -1,8 +1,9 @@
 """Starting a worker process: a `torch.multiprocessing` process of the spawn kind, less what makes spawning awkward.
 
-Compared with the plain one: it does not import the user's `__main__` (no main guard needed, works from a notebook and from standard input),
-gets an environment of its own without a change to the parent's, leads a process group of its own (its children can
-be ended with it; Ctrl-C in a terminal reaches the parent only), starts no resource tracker, and settles no global start method.
+Compared with the plain one: it does not import the user's `__main__` (no main guard needed, works from a notebook and
+from standard input), gets an environment of its own without a change to the parent's, leads a process group of its
+own (its children can be ended with it; Ctrl-C in a terminal reaches the parent only), starts no resource tracker, and
+settles no global start method.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _THREAD_VARIABLES = (
 )
 
 
-# glibc gives large blocks back to the kernel at every free, so that each forward faults its pages in again; workers keep them.
+# glibc gives large blocks back to the kernel at every free, so that each forward faults its pages in again; workers
+# keep them.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 

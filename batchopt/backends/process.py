@@ -8,9 +8,9 @@
     partials    block "rows", one a worker ═╬═══════════  gradients are summed there
     answers     ◄── pipe ───────────────────╫───────────  DONE order, seconds, loss sums; or FAILED, as text
 
-Each worker has one private socket pair, and nobody else holds its ends: a worker that dies is an end of file at once. Descriptors
-of later blocks travel over the same pair, so nothing ever listens. A pipe message orders memory: a row is read
-only after its DONE.
+Each worker has one private socket pair, and nobody else holds its ends: a worker that dies is an end of file at once.
+Descriptors of later blocks travel over the same pair, so nothing ever listens. A pipe message orders memory: a row is
+read only after its DONE.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class Samples:
 
 
 def realigned(data: Columns | Samples) -> Columns | Samples:
-    """The same with each tensor laid out as in shared memory, copied where it is not: dense, and starting at a multiple of 64 bytes.
+    """The same with each tensor laid out as in shared memory, copied where it is not: dense, and starting at a
+    multiple of 64 bytes.
 
     Matrix products of the same numbers have other bits when the numbers start elsewhere, modulo 16 bytes or more.
     """
@@ -119,9 +120,9 @@ class Batch:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order.
 
-        Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a `collate`
-        function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no targets, and
-        returns what the module and the criterion get.
+        Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a
+        `collate` function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no
+        targets, and returns what the module and the criterion get.
         """
         if isinstance(self.inputs, Columns):
             targets = self.targets.slice(start, stop) if self.targets is not None else None

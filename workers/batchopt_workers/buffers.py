@@ -1,8 +1,9 @@
 """The module's buffers during a step: every chunk starts from the same values, and what it changed is reported.
 
-One process would run the batch through the module once and update its running statistics once. Here each chunk
-starts from the buffers of the step's start. At the step's end an element that no chunk changed stays as it was; another becomes the mean
-of the chunks' values, weighted by samples, in floating-point buffers, and what the first chunk left in others (counters, up to 2**53).
+One process would run the batch through the module once and update its running statistics once. Here each chunk starts
+from the buffers of the step's start. At the step's end an element that no chunk changed stays as it was; another
+becomes the mean of the chunks' values, weighted by samples, in floating-point buffers, and what the first chunk left
+in others (counters, up to 2**53).
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ class StepBuffers:
                 own.copy_(start)
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
-        """Write to `out` (shape `(size,)`, float64) what a chunk made of the buffers: first each element, times `share` (its part of the
-        batch), or in buffers of integers as it is if this is the `first` chunk; then 1 where it differs from the start, else 0."""
+        """Write to `out` (shape `(size,)`, float64) what a chunk made of the buffers: first each element, times
+        `share` (its part of the batch), or in buffers of integers as it is if this is the `first` chunk; then 1 where
+        it differs from the start, else 0."""
         out.zero_()
         values, flags = out.view(2, -1) if self.size else (out, out)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)

@@ -1,4 +1,5 @@
-"""The map: evaluating a run of chunks. One function, wherever it runs: in the parent, in a child, on another machine."""
+"""The map: evaluating a run of chunks. One function, wherever it runs: in the parent, in a child, on another
+machine."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Evaluator:
         self._objective = Objective(program.module, program.criterion, program.loss_fn)
 
     def evaluate(self, order: Order, rows: Rows) -> tuple[Done, list[Any]]:
-        """Evaluate the chunks of `order` into `rows`; returns the partials and what the posthook returned, in sample order."""
+        """Evaluate the chunks of `order` into `rows`; returns the partials and what the posthook returned, in sample
+        order."""
         started = time.perf_counter()
         free = list(range(len(rows)))[::-1]
         results: list[Any] = []

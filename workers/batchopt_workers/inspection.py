@@ -13,7 +13,8 @@ _OF_TORCH = ("_parameters", "_buffers", "_modules", "training")
 
 
 def attributes(worker: Worker) -> dict[str, str]:
-    """A digest of each submodule's own attributes, by the submodule's name; those that cannot be pickled are left out."""
+    """A digest of each submodule's own attributes, by the submodule's name; those that cannot be pickled are left
+    out."""
     assert worker.module is not None
     found = {}
     for name, part in worker.module.named_modules():

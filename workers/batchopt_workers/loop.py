@@ -31,7 +31,8 @@ from batchopt_workers.worker import Hook, Worker
 
 
 class Session:
-    """What a worker process holds. The methods are what the parent's `CALL`s name; `install` comes before those below it."""
+    """What a worker process holds. The methods are what the parent's `CALL`s name; `install` comes before those below
+    it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.worker = Worker(rank, world_size, torch.device("cpu"))

@@ -1,9 +1,10 @@
 """What crosses the process boundary: the vocabulary of parent and worker.
 
-Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of
-shared memory follow it); `EVALUATE` carries an `Order`, 37 bytes in all. Worker to parent: fixed binary frames and UTF-8 text (`READY`, `DONE`,
-`FAILED`), of which nothing is unpickled; `RESULT` and `HOOKED` carry what functions of the user returned there, pickled. Each
-message is answered by one reply; `HOOKED`, which comes before the `DONE` of an evaluation with a posthook, is not counted.
+Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
+memory follow it); `EVALUATE` carries an `Order`, 37 bytes in all. Worker to parent: fixed binary frames and UTF-8
+text (`READY`, `DONE`, `FAILED`), of which nothing is unpickled; `RESULT` and `HOOKED` carry what functions of the
+user returned there, pickled. Each message is answered by one reply; `HOOKED`, which comes before the `DONE` of an
+evaluation with a posthook, is not counted.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's gradients holds
-    the sum, the loss sum, and a byte for each parameter that says whether any chunk had a gradient for it."""
+    """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's
+    gradients holds the sum, the loss sum, and a byte for each parameter that says whether any chunk had a gradient
+    for it."""
 
     node: Node
     row: int

@@ -14,9 +14,11 @@ LossFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """`loss_fn(module, inputs, targets)`, or `criterion(module(inputs), targets)`; without both, the module is its own loss.
+    """`loss_fn(module, inputs, targets)`, or `criterion(module(inputs), targets)`; without both, the module is its
+    own loss.
 
-    A batch without targets calls `criterion(output)`; a module that is its own loss is called with `(inputs)` or `(inputs, targets)`.
+    A batch without targets calls `criterion(output)`; a module that is its own loss is called with `(inputs)` or
+    `(inputs, targets)`.
     """
 
     module: torch.nn.Module

@@ -2,8 +2,8 @@
 
 `pack` pickles any object (functions, lambdas and local classes by value, through cloudpickle) and lists the tensors
 that it met instead of writing their bytes; `place` puts those into one shared block, once, and every worker's
-`unpack` builds the object around views of that block. A trainable parameter is written as its index, and becomes a view of
-the worker's X: tied parameters stay tied, and no parameter is ever sent.
+`unpack` builds the object around views of that block. A trainable parameter is written as its index, and becomes a
+view of the worker's X: tied parameters stay tied, and no parameter is ever sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How much the loss of some samples counts in f: so that the weighted losses of all pieces sum to the loss of the whole."""
+"""How much the loss of some samples counts in f: so that the weighted losses of all pieces sum to the loss of the
+whole."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch
 class Weighting:
     """What a loss is of `size` samples: their `"sum"`, or their `"mean"`.
 
-    A mean divides by the sum of the samples' denominators: 1 each, or as `running` says (shape `(size + 1,)`, float64: the sum over the
-    samples before each).
+    A mean divides by the sum of the samples' denominators: 1 each, or as `running` says (shape `(size + 1,)`,
+    float64: the sum over the samples before each).
     """
 
     reduction: str
@@ -20,7 +21,8 @@ class Weighting:
     running: torch.Tensor | None = None
 
     def of(self, start: int, stop: int) -> float:
-        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them; NaN if all denominators are 0."""
+        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them; NaN if all denominators
+        are 0."""
         if self.reduction == "sum":
             return 1.0
         if self.running is None:

@@ -30,8 +30,8 @@ class Worker:
 class Sample:
     """The samples of one forward: `indices` are their positions in the batch.
 
-    A prehook may put other `inputs` and `targets` in place. `output` (what the module returned; None with `loss_fn`) and `loss` (what the
-    criterion returned, a float) are there for the posthook.
+    A prehook may put other `inputs` and `targets` in place. `output` (what the module returned; None with `loss_fn`)
+    and `loss` (what the criterion returned, a float) are there for the posthook.
     """
 
     inputs: Any
