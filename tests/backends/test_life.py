@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -174,6 +175,15 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts() -> None:
     assert psutil.Process().children() == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_evaluation_leaves_the_workers_usable() -> None:
     case = mlp()
 
