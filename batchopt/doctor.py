@@ -14,7 +14,7 @@ import torch
 
 from batchopt.function import BatchFunction
 from batchopt_workers.batch import map_tensors
-from batchopt_workers.inspection import attributes
+from batchopt_workers.inspection import attributes, normalises_by_chunk
 
 CHUNKS = 4  # of the batch where a cut is tried
 STEP = 1e-5  # of the finite difference, relative to the size of X
@@ -207,7 +207,7 @@ def _examine(subject: BatchFunction, examination: Examination) -> Diagnosis:
     if failed(examination.slope()):
         return found(Culprit.HOOK if examination.slope(hooks=False).passed else Culprit.GRADIENT)
     if examination.size > 1 and failed(examination.cut()):
-        norms = [name for name, part in subject.module.named_modules() if _normalises_by_chunk(part)]
+        norms = [name for name, part in subject.module.named_modules() if normalises_by_chunk(part)]
         if norms:
             return found(Culprit.BATCH_NORM, ", ".join(norms))
         if getattr(subject.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
@@ -216,11 +216,6 @@ def _examine(subject: BatchFunction, examination: Examination) -> Diagnosis:
     if failed(examination.parallel()):
         return found(Culprit.PARALLEL)
     return found(Culprit.NONE)
-
-
-def _normalises_by_chunk(part: torch.nn.Module) -> bool:
-    is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
-    return is_norm and (part.training or part.running_mean is None)
 
 
 def _direction(gradient: torch.Tensor) -> torch.Tensor:

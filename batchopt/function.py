@@ -202,7 +202,8 @@ class BatchFunction:
 
         Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
         overwritten, not accumulated; a parameter that f does not depend on gets None. Raises `WorkerError` if the
-        user's code raised, with the gradients as they were.
+        user's code raised, and `NonFiniteError` for an infinite or NaN result; X is untouched then, gradients are of no
+        use.
         """
         started = time.perf_counter()
         answers = self.map()

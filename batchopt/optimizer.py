@@ -132,7 +132,7 @@ class BatchOptimizer(BatchFunction):
     def fingerprint(self) -> str:
         """The sha256, in hexadecimal, of the parameters, the counters and all losses so far.
 
-        Equal for two runs if and only if these have the same bits: with `chunk_size`, for any number of workers.
+        Equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
         return self._history.fingerprint(self._flat.vector)
 

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from batchopt.backends import Answer
+from batchopt_workers.inspection import normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
 
@@ -57,7 +58,7 @@ class Report:
         if chunks == 1:
             return False
         for name, part in module.named_modules():
-            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
+            if normalises_by_chunk(part):
                 if not self._warned:
                     self._warned = True
                     warnings.warn(

@@ -1,4 +1,4 @@
-"""Looking at what a module keeps beside its parameters and buffers."""
+"""Looking into a module: what it keeps beside its parameters and buffers, and what looks at a whole batch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def attributes(worker: Worker) -> dict[str, str]:
             if key not in _OF_TORCH:
                 found[f"{name}.{key}".lstrip(".")] = _digest(value)
     return found
+
+
+def normalises_by_chunk(part: torch.nn.Module) -> bool:
+    """Whether `part` is a batch normalisation by the statistics of the samples at hand, not by running ones."""
+    is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+    return is_norm and (part.training or part.running_mean is None)
 
 
 def _digest(value: object) -> str:
