@@ -1,10 +1,14 @@
 """Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
 
 from batchopt.doctor import Diagnosis as Diagnosis
+from batchopt.errors import AllWorkersLostError as AllWorkersLostError
 from batchopt.errors import BatchoptError as BatchoptError
+from batchopt.errors import CheckpointError as CheckpointError
 from batchopt.errors import NonFiniteError as NonFiniteError
+from batchopt.errors import PoisonChunkError as PoisonChunkError
 from batchopt.errors import WorkerError as WorkerError
 from batchopt.errors import WorkerLostError as WorkerLostError
+from batchopt.errors import WorkerStartError as WorkerStartError
 from batchopt.optimizer import BatchOptimizer as BatchOptimizer
 from batchopt.split import split_batch as split_batch
 from batchopt_workers.worker import Sample as Sample

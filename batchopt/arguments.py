@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import resource
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -13,6 +15,11 @@ import torch
 from batchopt.backends import BACKENDS
 from batchopt.cores import usable_cores
 from batchopt.speeds import Speeds
+
+# What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
+# what it had; and open files of this process, for its pipes and its gradients.
+WORKER_MEMORY = 220_000_000
+WORKER_DESCRIPTORS = 6
 
 
 def _integer(name: str, value: Any, least: int) -> int:
@@ -24,13 +31,33 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 
 def read_workers(parallelize: Any, backend: Any) -> int:
-    """The number of workers of the backend named; the serial one has one."""
+    """The number of workers of the backend named; the serial one has one.
+
+    Raises `TypeError` or `ValueError` for any other, and for more processes than this machine has room for.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
     workers = read_parallelize(parallelize)
     if backend == "serial" and workers > 1:
         raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
+    if backend == "process" and workers > 1:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
     return workers
+
+
+def check_room(workers: int, memory: int, descriptors: float) -> None:
+    """Raise `ValueError` if `workers` processes need more than `memory` bytes, or more than `descriptors` open files
+    of this process."""
+    if workers * WORKER_MEMORY <= memory and workers * WORKER_DESCRIPTORS <= descriptors:
+        return
+    most = int(min(memory // WORKER_MEMORY, descriptors // WORKER_DESCRIPTORS))
+    raise ValueError(
+        f"`parallelize` {workers} needs about {workers * WORKER_MEMORY / 1e9:.1f} GB of memory and "
+        f"{workers * WORKER_DESCRIPTORS} open files; this machine has {memory / 1e9:.1f} GB, and `ulimit -n` allows "
+        f"{descriptors} files: use at most {max(most, 1)}, or 'auto' for one worker a usable core"
+    )
 
 
 def read_parallelize(value: Any) -> int:
@@ -60,6 +87,27 @@ def read_verbose(value: Any) -> int:
     if type(value) is not int or value not in (0, 1, 2, 3):
         raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {value!r}")
     return value
+
+
+def read_timeout(value: Any) -> float | None:
+    """Seconds: any positive finite number, or None.
+
+    Raises `TypeError` for what is no number, `ValueError` for any other number.
+    """
+    if value is None:
+        return None
+    needed = f"`timeout` must be a positive number of seconds or None, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(needed)
+    seconds = float(value)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(needed)
+    return seconds
+
+
+def read_restarts(value: Any, workers: int) -> int:
+    """How many workers may be replaced: any non-negative int; None: four for each of the `workers`."""
+    return 4 * workers if value is None else _integer("max_restarts", value, 0)
 
 
 def read_speeds(speeds: Any, workers: int) -> Speeds:

@@ -23,12 +23,16 @@ Form = Columns | Samples
 
 @dataclass(frozen=True)
 class Reading:
-    """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is."""
+    """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
+
+    `device`: where all tensors must lie, since the workers compute there; None: anywhere.
+    """
 
     collate: Collate | None
     reduction: str
     criterion: Any
     denominators: Denominators | None
+    device: torch.device | None = None
 
     def weighting(self, inputs: Any, targets: Any, samples: int, columns: Form | None) -> Weighting:
         """How much the loss of some of the samples counts."""
@@ -49,8 +53,8 @@ def read_batch(inputs: Any, targets: Any, options: Any, reading: Reading) -> Bat
     or that can be read both ways.
     """
     options = _read_options(options)
-    all_inputs = _readings("inputs", inputs, reading.collate is not None)
-    all_targets = _readings("targets", targets, reading.collate is not None) if targets is not None else [None]
+    all_inputs = _readings("inputs", inputs, reading)
+    all_targets = _readings("targets", targets, reading) if targets is not None else [None]
     fitting = [
         (read_inputs, read_targets)
         for read_inputs in all_inputs
@@ -79,12 +83,12 @@ def _read_options(options: Any) -> list[Any] | None:
     return list(options)
 
 
-def _readings(name: str, data: Any, samples_only: bool) -> list[Form]:
+def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
     """What `data` can be read as: columns, samples, or, for a list of tensors of one length, both."""
-    tensors = _check_tensors(name, data)
+    tensors = _check_tensors(name, data, reading.device)
     if isinstance(data, list):
         found: list[Form] = [Samples(data)]
-        if not samples_only and data and all(isinstance(item, torch.Tensor) for item in data):
+        if reading.collate is None and data and all(isinstance(item, torch.Tensor) for item in data):
             lengths = {item.shape[0] if item.dim() else None for item in data}
             if len(lengths) == 1 and None not in lengths:
                 found.append(Columns(data))
@@ -103,20 +107,26 @@ def _readings(name: str, data: Any, samples_only: bool) -> list[Form]:
     return [Columns(data)]
 
 
-def _check_tensors(path: str, data: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in `data` with the path to each; raises `ValueError` for one that cannot be shared with workers."""
+def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in `data` with the path to each; raises `ValueError` for one that cannot be shared with workers, or
+    that does not lie on `device`."""
     if isinstance(data, torch.Tensor):
         if data.requires_grad and not data.is_leaf:
             raise ValueError(f"`{path}` requires grad and is not a leaf: call .detach() on it")
         if data.layout is not torch.strided:
             raise ValueError(f"`{path}` is sparse ({data.layout}): call .to_dense() on it")
+        if device is not None and data.device != device:
+            raise ValueError(
+                f"`{path}` is on {data.device}; workers run on {device}: call .to('{device}') on it, or use "
+                "parallelize=1"
+            )
         return [(path, data)]
     items: Any = ()
     if isinstance(data, (tuple, list)):
         items = enumerate(data)
     elif isinstance(data, dict):
         items = data.items()
-    return [found for key, item in items for found in _check_tensors(f"{path}[{key!r}]", item)]
+    return [found for key, item in items for found in _check_tensors(f"{path}[{key!r}]", item, device)]
 
 
 def _mismatch(inputs: Sequence[Form], targets: Sequence[Form | None], options: list[Any] | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from batchopt.backends import Backend
 from batchopt_workers.messages import Cut, Order
@@ -14,9 +14,9 @@ LONG_ENOUGH = 0.02
 FIRST = 16
 
 
-def measure(backend: Backend, samples: int, evaluation: int, step: int) -> tuple[Sequence[int], Sequence[float]]:
+def measure(backend: Backend, samples: int, number: Callable[[], int], step: int) -> tuple[list[int], list[float]]:
     """Samples and seconds of each worker on a part of the loaded batch of `samples`, all workers on the same part at
-    the same time.
+    the same time; 0 for one that was lost. `number` numbers the evaluations.
 
     The part grows until it takes long enough to be timed, up to an equal share of the batch. The first run only warms
     up.
@@ -25,10 +25,10 @@ def measure(backend: Backend, samples: int, evaluation: int, step: int) -> tuple
     share = math.ceil(samples / workers)
     size, warm = min(share, FIRST), False
     while True:
-        answers = backend.evaluate(Cut((0, size)), [Order(evaluation, step, 0, 1)] * workers)
-        seconds = [answer.seconds for answer in answers]
-        if warm and (max(seconds) > LONG_ENOUGH or size == share):
-            return [size] * workers, seconds
+        seconds = backend.probe(Cut((0, size)), Order(number(), step, 0, 1))
+        if warm and (max(seconds.values(), default=math.inf) > LONG_ENOUGH or size == share):
+            ranks = range(workers)
+            return [size if i in seconds else 0 for i in ranks], [seconds.get(i, 0.0) for i in ranks]
         if warm:
             size = min(2 * size, share)
         warm = True

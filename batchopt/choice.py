@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
     """The optimizer over `parameters` that `choice` names, makes or is.
 
     A name is that of a class of `torch.optim` in lower case, with torch's defaults (`"lbfgs"` with strong Wolfe line
-    search). Raises `ValueError` for an unknown name or parameters that are not the module's, `TypeError` for anything
-    that is no optimizer.
+    search). It may leave out some of `parameters`: those stay as they are. Raises `ValueError` for an unknown name,
+    for parameters that are not the module's, and for a learning rate or a number of iterations that goes nowhere;
+    `TypeError` for anything that is no optimizer.
     """
     if choice is None:
         return None
@@ -50,6 +53,7 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
                 f"the factory given as `optimizer` returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
             )
     _check_parameters(optimizer, parameters)
+    _check_options(optimizer)
     return optimizer
 
 
@@ -61,3 +65,16 @@ def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[tor
             f"{len(strange)} parameters of `optimizer` are not trainable parameters of the module (first: shape {tuple(strange[0].shape)}): "
             "nothing would compute their gradients"
         )
+
+
+def _check_options(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        lr = group.get("lr")
+        if isinstance(lr, torch.Tensor) and lr.numel() == 1:
+            lr = lr.item()
+        if isinstance(lr, Real) and not 0 <= float(lr) < math.inf:
+            raise ValueError(f"`optimizer` has lr {lr}: it must be finite and >= 0")
+        if isinstance(optimizer, torch.optim.LBFGS) and group["max_iter"] < 1:
+            raise ValueError(
+                f"`optimizer` has max_iter {group['max_iter']}: it must be >= 1 (optimizer=None only evaluates)"
+            )

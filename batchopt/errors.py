@@ -1,50 +1,103 @@
 """What can go wrong, as exceptions.
 
     BatchoptError (a RuntimeError)
-    ├── WorkerError       the user's code raised while it was evaluated
-    ├── WorkerLostError   a worker process ended, or could not start
-    └── NonFiniteError    the loss or its gradient is infinite or NaN
+    ├── WorkerError                the user's code raised in a worker
+    ├── WorkerLostError            a worker process ended where nobody can take its place
+    │   ├── WorkerStartError       workers do not start
+    │   ├── PoisonChunkError       a chunk ended three workers
+    │   └── AllWorkersLostError    no worker is left, and `max_restarts` is spent
+    ├── NonFiniteError             the loss or its gradient is infinite or NaN
+    └── CheckpointError            a checkpoint cannot be written, or is not one of this optimizer
 
 Wrong arguments raise `ValueError` or `TypeError` where they are given, before a process starts where that is possible.
+After any of these, parameters, buffers and counters are as they were before the step.
 """
 
 from __future__ import annotations
 
 
 class BatchoptError(RuntimeError):
-    """Any error of this library that is not about an argument; also raised for use after `close()`."""
+    """Any error of this library that is not about an argument.
+
+    Also raised for use after `close()`, from another process or thread than the one that uses the optimizer.
+    """
 
 
 class WorkerError(BatchoptError):
     """The module, the criterion or a hook raised in a worker.
 
-    Its `__cause__` has the remote traceback. Parameters are as they were before the evaluation, and the optimizer can
-    be used again once the cause is mended.
+    `rank`, `type_name` and `samples` (the positions in the batch that were being evaluated) say where and what; its
+    `__cause__` has the remote traceback. The optimizer can be used again once the cause is mended.
     """
 
-    def __init__(self, rank: int, type_name: str, message: str, samples: range) -> None:
-        self._arguments = (rank, type_name, message, samples)
+    def __init__(self, rank: int, type_name: str, message: str, samples: range, doing: str = "") -> None:
+        self._arguments = (rank, type_name, message, samples, doing)
         self.rank = rank
         self.type_name = type_name
         self.samples = samples
         where = f"worker {rank}"
         if samples:
             where += f", {_span(samples)}"
-        super().__init__(f"{type_name} in {where}: {message}")
+        if doing:
+            where += f", {doing}"
+        super().__init__(f"{type_name} in {where}: {message}{_ADVICE.get(type_name, '')}")
 
-    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range]]:
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range, str]]:
         return type(self), self._arguments
 
 
+_ADVICE = {
+    "ModuleNotFoundError": " (install it where the workers run, or send the module by value: "
+    "cloudpickle.register_pickle_by_value(module))",
+    "MemoryError": " (a smaller chunk_size needs less memory at a time)",
+}
+
+
 class WorkerLostError(BatchoptError):
-    """A worker process ended without being asked to. The optimizer was closed; build a new one."""
+    """A worker process ended during something that cannot be done again for it, such as `run_on_workers`.
+
+    The message has how it ended and the tail of its standard error. A new worker takes its place; call again.
+    """
+
+
+class WorkerStartError(WorkerLostError):
+    """Worker processes end before they can work: while they start, run precode, or receive the module.
+
+    Raised when the optimizer is made (or resized). The message has how they ended and the tail of their standard error.
+    """
+
+
+class PoisonChunkError(WorkerLostError):
+    """The same chunk was at hand each time when three workers died or hung; it is not tried again.
+
+    `chunk` and `samples` (positions in the batch) name it. Evaluate those samples alone in one process to see
+    why; if they need more memory than there is, use a smaller `chunk_size`.
+    """
+
+    def __init__(self, chunk: int, samples: range, ending: str) -> None:
+        self._arguments = (chunk, samples, ending)
+        self.chunk = chunk
+        self.samples = samples
+        super().__init__(
+            f"chunk {chunk} ({_span(samples)}) ended three workers and is not tried again; the last one: {ending}"
+        )
+
+    def __reduce__(self) -> tuple[type[PoisonChunkError], tuple[int, range, str]]:
+        return type(self), self._arguments
+
+
+class AllWorkersLostError(WorkerLostError):
+    """No worker is left and none may be started any more: `max_restarts` is spent, or new workers do not start.
+
+    The message has how the last one ended. Build a new optimizer, with a larger `max_restarts` if the cause is mended.
+    """
 
 
 class NonFiniteError(BatchoptError):
     """The loss or its gradient is infinite or NaN; raised before the optimizer sees it.
 
-    Parameters are as they were at the evaluation. Look at the samples named, or at the last step's length; with
-    `on_nonfinite="return"` the optimizer gets an infinite loss instead, for a line search that can back off.
+    Look at the samples named, or at the last step's length; with `on_nonfinite="return"` the optimizer gets an infinite
+    loss instead, for a line search that can back off.
     """
 
     def __init__(self, what: str, chunk: int | None, samples: range, step: int, evaluation: int) -> None:
@@ -60,6 +113,13 @@ class NonFiniteError(BatchoptError):
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int]]:
         return type(self), self._arguments
+
+
+class CheckpointError(BatchoptError):
+    """A checkpoint cannot be written, or a file is not one that can be used here.
+
+    The message has the path and the reason. Whatever was at the path when writing failed is still there.
+    """
 
 
 def _span(samples: range) -> str:

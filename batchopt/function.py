@@ -7,24 +7,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from batchopt import arguments
-from batchopt.backends import Answer, Setup, WorkerInfo, start_backend
+from batchopt.backends import Answer, Backend, Setup, WorkerInfo, start_backend
 from batchopt.batches import Reading, read_batch
 from batchopt.calibrate import measure
 from batchopt.errors import BatchoptError
 from batchopt.flatten import flatten
 from batchopt.history import History
 from batchopt.nonfinite import explain, is_finite
+from batchopt.ownership import Owner, exclusive
 from batchopt.plan import Plan, choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers
 from batchopt.report import Report
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
+from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
@@ -41,6 +44,7 @@ class BatchFunction:
     """
 
     def __init__(self, module: torch.nn.Module, settings: Settings, history: History | None = None) -> None:
+        self._owner = Owner()
         self._settings = settings
         self._report = Report(settings.verbose)
         self._module = module
@@ -48,7 +52,7 @@ class BatchFunction:
         self._grad = torch.zeros_like(self._flat.vector)
         self._grad_views = self._flat.layout.views(self._grad)
         self._buffers = StepBuffers(module)
-        self._reading = Reading(settings.collate_fn, settings.reduction, settings.criterion, settings.denominators)
+        self._reading = self._read_for(settings)
         self._speeds = settings.speeds
 
         self._batch: Batch | None = None
@@ -56,30 +60,36 @@ class BatchFunction:
         self._chunks: int | None
         self._movable = True  # whether chunks may be cut anew during a step
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
-        self._orders = 0
+        self._numbers = count(1)  # of evaluations, as the workers see them
         self._history = History() if history is None else history
         self.hook_results: list[Any] = []
 
-        program = Program(module, settings.criterion, settings.loss_fn, settings.seed)
-        self._backend = start_backend(
+        self._prehook, self._posthook = settings.prehook, settings.posthook
+        self._backend = self._start_backend(settings)
+        self._closed = False
+
+    def _read_for(self, settings: Settings) -> Reading:
+        device = self._flat.vector.device if settings.workers > 1 else None
+        return Reading(settings.collate_fn, settings.reduction, settings.criterion, settings.denominators, device)
+
+    def _start_backend(self, settings: Settings) -> Backend:
+        return start_backend(
             settings.backend,
             Setup(
                 settings.workers,
                 settings.fixed_bits,
+                settings.timeout,
+                settings.restarts,
                 settings.threads,
                 settings.precode,
-                program,
+                settings.prehook,
+                settings.posthook,
+                Program(self._module, settings.criterion, settings.loss_fn, settings.seed),
                 self._flat,
                 self._params,
                 self._buffers,
             ),
         )
-        self._closed = False
-        try:
-            self._set_hooks(settings.prehook, settings.posthook)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -146,6 +156,7 @@ class BatchFunction:
     def posthook(self, hook: Hook | None) -> None:
         self._set_hooks(self._prehook, hook)
 
+    @exclusive
     def _set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._check_open()
         arguments.check_hooks(prehook=prehook, posthook=posthook)
@@ -160,6 +171,7 @@ class BatchFunction:
         finally:
             self._backend.set_hooks(self._prehook, self._posthook)
 
+    @exclusive
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
         """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
         workers.
@@ -173,16 +185,33 @@ class BatchFunction:
         self._end_step()
         self._flat.check(self._module, self._params)
         batch = read_batch(inputs, targets, options, self._reading)
-        self._buffers.begin_step()
-        self._backend.load(batch)
-        self._batch = batch
-        self._history = replace(self._history, steps=self._history.steps + 1)
-        if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
-            self.calibrate()
-        self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
-        self._plan = make_plan(batch.size, self._chunks, self._speeds)
-        self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
+        with self._undone_if_it_fails():
+            self._batch = None
+            self._buffers.begin_step()
+            self._backend.load(batch)
+            self._batch = batch
+            self._history = replace(self._history, steps=self._history.steps + 1)
+            if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
+                self.calibrate()
+            self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
+            self._plan = make_plan(batch.size, self._chunks, self._speeds)
+            self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
+            self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
 
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """Counters, draws and buffers of the step's start, if what is inside raises; a batch has to be loaded anew."""
+        history, hook_results = self._history, self.hook_results
+        try:
+            yield
+        except BaseException:
+            self._history, self.hook_results = history, hook_results
+            if self._batch is not None:
+                self._buffers.restore()
+            self._batch = self._changes = None
+            raise
+
+    @exclusive
     def calibrate(self) -> list[float]:
         """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
 
@@ -193,10 +222,11 @@ class BatchFunction:
         samples = self._loaded().size
         if not self._speeds.fixed:
             with self._without_hooks():
-                self._observe(*measure(self._backend, samples, self._next_order(), self._history.steps))
+                self._observe(*measure(self._backend, samples, self._next_number, self._history.steps))
             self._report.note("calibrated: %s samples/s", [round(speed) for speed in self._speeds.relative()])
         return self._speeds.relative()
 
+    @exclusive
     def evaluate(self) -> torch.Tensor:
         """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
 
@@ -207,14 +237,14 @@ class BatchFunction:
         """
         started = time.perf_counter()
         answers = self.map()
+        faults.point("parent.reduce")
         loss = self.reduce(answers)
         past = self._history
         self._history = replace(
             past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item())
         )
-        sizes = [self._samples_of(answer) for answer in answers]
         seconds = time.perf_counter() - started
-        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, seconds, answers, sizes)
+        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, seconds, answers)
         return loss
 
     def map(self) -> list[Answer]:
@@ -225,15 +255,18 @@ class BatchFunction:
         self._loaded()
         if self._movable:
             self._plan = follow(self._plan, self._chunks, self._speeds)
-        answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_order(), self._history.steps))
+        answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_number(), self._history.steps))
         samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
+        results: dict[int, list[Any]] = {}
         for answer in answers:
-            worker = self.workers[answer.rank]
-            samples[answer.rank], seconds[answer.rank] = self._samples_of(answer), answer.seconds
-            worker.samples += samples[answer.rank]
-            worker.busy_seconds += answer.seconds
+            samples[answer.rank] += answer.samples
+            seconds[answer.rank] += answer.seconds
+            results.update(answer.results)
+        for worker, its_samples, its_seconds in zip(self.workers, samples, seconds, strict=True):
+            worker.samples += its_samples
+            worker.busy_seconds += its_seconds
         self._observe(samples, seconds)
-        self.hook_results = [result for answer in answers for result in answer.results]
+        self.hook_results = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
         return answers
 
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
@@ -248,7 +281,7 @@ class BatchFunction:
         if not finite and self._settings.on_nonfinite == "raise":
             self._changes = None
             with self._without_hooks():
-                raise explain(self._backend, self._plan, self._next_order(), self._history)
+                raise explain(self._backend, self._plan.cut, self._next_number, self._history)
         return torch.tensor(whole.loss if finite else math.inf, dtype=torch.float64)
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
@@ -278,11 +311,43 @@ class BatchFunction:
             self._batch = self._changes = None
             self._history, self.hook_results = kept
 
+    @exclusive
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on each worker; the values in rank order. Raises `WorkerError` if one raises."""
+        """`function(worker, *args)` on each worker; the values in rank order.
+
+        Waits for workers that are being replaced. Raises `WorkerError` if the function raises, and `WorkerLostError` if a
+        worker ends in it: what it did there cannot be known, so it is not called again.
+        """
         self._check_open()
         return self._backend.run(function, args)
 
+    @exclusive
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None = None) -> None:
+        """Have `parallelize` workers from now on (as in `BatchOptimizer`); for between steps, a batch has to be loaded
+        anew.
+
+        Workers of the lowest ranks are kept, with their `state`; new ones start, and run precode. The optimizer's state
+        and the counters are kept. Where speeds were given, `speeds` of the new workers must be.
+        """
+        self._check_open()
+        if self._speeds.fixed and speeds is None:
+            raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
+        workers = arguments.read_workers(parallelize, self._settings.backend)
+        given = arguments.read_speeds(speeds, workers)
+        settings = replace(self._settings, workers=workers, prehook=self._prehook, posthook=self._posthook)
+        self._end_step()
+        self._batch = None
+        if (workers == 1) != (len(self.workers) == 1):
+            backend = self._start_backend(settings)
+            self._backend.close()
+            self._backend = backend
+        else:
+            self._backend.resize(workers)
+        self._settings, self._reading = settings, self._read_for(settings)
+        self._speeds = given if speeds is not None else self._speeds.resized(workers)
+        self._observe([0] * workers, [0.0] * workers)
+
+    @exclusive
     def close(self) -> None:
         """End the workers. The module keeps its parameters; any number of times."""
         if not self._closed:
@@ -309,13 +374,8 @@ class BatchFunction:
             self._buffers.take_over(self._changes)
             self._changes = None
 
-    def _next_order(self) -> int:
-        self._orders += 1
-        return self._orders
-
-    def _samples_of(self, answer: Answer) -> int:
-        bounds = self._plan.cut.bounds
-        return bounds[answer.order.last] - bounds[answer.order.first]
+    def _next_number(self) -> int:
+        return next(self._numbers)
 
     def _observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
         self._speeds = self._speeds.observed(samples, seconds)

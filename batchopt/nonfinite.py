@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from batchopt.backends import Answer, Backend
 from batchopt.errors import NonFiniteError, WorkerError
 from batchopt.history import History
-from batchopt.plan import Plan
+from batchopt.split import runs, split_batch
 from batchopt_workers.messages import Cut, Order
 
 
@@ -31,56 +32,55 @@ def is_finite(loss: float, gradient: torch.Tensor) -> bool:
     return math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all())
 
 
-def explain(backend: Backend, plan: Plan, order: int, history: History) -> NonFiniteError:
+def explain(backend: Backend, cut: Cut, number: Callable[[], int], history: History) -> NonFiniteError:
     """The error for the evaluation that follows `history`: evaluates anew, without hooks (which the caller has taken
-    off), to find the place."""
-    place = locate(backend, plan, order, history.steps)
+    off), to find the place. `number` numbers the evaluations."""
+    place = locate(backend, cut, number, history.steps)
     what = place.what if place is not None else "loss or gradient is not finite"
     chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
     return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1)
 
 
-def locate(backend: Backend, plan: Plan, evaluation: int, step: int) -> Place | None:
-    """Evaluate the chunks one by one, without hooks, then halves of the first bad one.
+def locate(backend: Backend, cut: Cut, number: Callable[[], int], step: int) -> Place | None:
+    """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
 
     None if each chunk is finite: a hook did it, or their sum is too large for the dtype.
     """
-    orders = plan.orders(evaluation, step)
-    bad: list[tuple[int, str]] = []
-    for turn in range(max(plan.shares)):
-        singles = [
-            Order(evaluation, step, order.first + turn, order.first + turn + 1)
-            if order is not None and order.first + turn < order.last
-            else None
-            for order in orders
+
+    def what(cut: Cut, some: range) -> str:
+        counts = split_batch(len(some), [1.0] * len(backend.workers))
+        evaluation = number()
+        orders = [
+            Order(evaluation, step, some.start + first, some.start + last) if last > first else None
+            for first, last in runs(counts)
         ]
-        for answer in backend.evaluate(plan.cut, singles):
-            what = _what(answer)
-            if what:
-                bad.append((answer.order.first, what))
-    if not bad:
+        return next(filter(None, map(_what, backend.evaluate(cut, orders))), "")
+
+    chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
+    reason = what(cut, chunks)
+    if not reason or len(chunks) > 1:
         return None
-    chunk, what = min(bad)
-    start, stop = plan.cut.bounds[chunk], plan.cut.bounds[chunk + 1]
-    return Place(chunk, _narrow(backend, range(start, stop), evaluation, step), what)
+    samples = range(*cut.bounds[chunks.start : chunks.stop + 1])
+
+    def what_of_samples(some: range) -> str:
+        try:
+            return what(Cut((some.start, some.stop)), range(1))
+        except WorkerError:  # the module cannot evaluate so few samples
+            return ""
+
+    return Place(chunks.start, _narrow(samples, what_of_samples), reason)
 
 
-def _narrow(backend: Backend, samples: range, evaluation: int, step: int) -> range:
+def _narrow(items: range, what: Callable[[range], str]) -> range:
     """The half that is not finite by itself, as long as there is one."""
-    idle = [None] * (len(backend.workers) - 1)
-    while len(samples) > 1:
-        middle = (samples.start + samples.stop) // 2
-        for half in (range(samples.start, middle), range(middle, samples.stop)):
-            try:
-                (answer,) = backend.evaluate(Cut((half.start, half.stop)), [Order(evaluation, step, 0, 1), *idle])
-            except WorkerError:  # the module cannot evaluate so few samples
-                return samples
-            if _what(answer):
-                samples = half
-                break
-        else:
-            return samples
-    return samples
+    while len(items) > 1:
+        middle = (items.start + items.stop) // 2
+        halves = range(items.start, middle), range(middle, items.stop)
+        bad = next((half for half in halves if what(half)), None)
+        if bad is None:
+            return items
+        items = bad
+    return items
 
 
 def _what(answer: Answer) -> str:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from batchopt import checkpoint
 from batchopt.choice import OptimizerChoice, choose_optimizer
 from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
+from batchopt.errors import CheckpointError
 from batchopt.flatten import trainable
 from batchopt.function import BatchFunction
 from batchopt.history import History
+from batchopt.ownership import exclusive
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
+from batchopt.undo import Undo
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
@@ -48,6 +53,11 @@ class BatchOptimizer(BatchFunction):
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
         threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this
             process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
+        timeout: seconds that a worker may make no progress (evaluate no chunk to its end, or be in one function of
+            `run_on_workers`) before it is replaced. Default: 20 times what a chunk should take by its measured speed, but no
+            less than 30 s, and 600 s before anything was measured; functions may take any time. What a worker does
+            before it can work (precode) may take 60 s or `timeout`, whichever is longer; 600 s without a timeout.
+        max_restarts: how many workers may be replaced in all, before `AllWorkersLostError`. Default: 4 for each worker.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
             `"return"`: the loss is infinity, for a line search that can back off.
@@ -75,6 +85,8 @@ class BatchOptimizer(BatchFunction):
         posthook: Hook | None = None,
         speeds: Sequence[float] | None = None,
         threads_per_worker: int | None = None,
+        timeout: float | None = None,
+        max_restarts: int | None = None,
         seed: int = 0,
         on_nonfinite: str = "raise",
         verbose: int = 0,
@@ -93,21 +105,36 @@ class BatchOptimizer(BatchFunction):
             posthook=posthook,
             speeds=speeds,
             threads_per_worker=threads_per_worker,
+            timeout=timeout,
+            max_restarts=max_restarts,
             seed=seed,
             on_nonfinite=on_nonfinite,
             verbose=verbose,
         )
         self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])
         super().__init__(module, settings)
+        self._undo = Undo(self._flat.vector, self.optimizer)
 
+    @exclusive
     def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
-        """Load the batch and optimize on it once; returns the loss of the last evaluation, `output`."""
-        self.load(inputs, targets, options)
-        self.optimize()
+        """Load the batch and optimize on it once; returns the loss of the last evaluation, `output`.
+
+        Whatever it raises, Ctrl-C included: parameters, buffers, counters and the optimizer's state are as before.
+        """
+        self._check_open()
         self._end_step()
-        past = self._history
-        samples = past.samples + self._loaded().size
-        self._history = replace(past, batches=past.batches + 1, samples=samples)
+        self._undo.take()
+        try:
+            with self._undone_if_it_fails():
+                self.load(inputs, targets, options)
+                self.optimize()
+                self._end_step()
+                past = self._history
+                samples = past.samples + self._loaded().size
+                self._history = replace(past, batches=past.batches + 1, samples=samples)
+        except BaseException:
+            self._undo.back()
+            raise
         return self.output
 
     def optimize(self) -> None:
@@ -118,6 +145,7 @@ class BatchOptimizer(BatchFunction):
         else:
             self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
 
+    @exclusive
     def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:
         """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the
         serial one.
@@ -146,21 +174,59 @@ class BatchOptimizer(BatchFunction):
             "seed": self._settings.seed,
         }
 
+    @exclusive
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; speeds only if the number of workers is the same.
+        """Take over what `state_dict` returned; speeds only if the number of workers is the same. A batch has to be
+        loaded anew.
 
         Raises `ValueError` if the seed differs, or one of the two has no optimizer; what torch raises if shapes differ.
+        Then nothing was changed.
         """
         self._check_open()
+        self._end_step()
+        self._batch = None
         if state["seed"] != self._settings.seed:
             raise ValueError(
                 f"`seed` is {self._settings.seed} here and {state['seed']} in the state: build the BatchOptimizer with that seed"
             )
         if (state["optimizer"] is None) != (self.optimizer is None):
             raise ValueError("the state and this BatchOptimizer must both have an optimizer, or neither")
-        self._module.load_state_dict(state["module"])
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        self._history = History(**state["history"])
+        before = {key: value.clone() for key, value in self._module.state_dict().items() if torch.is_tensor(value)}
+        self._undo.take()
+        try:
+            self._module.load_state_dict(state["module"])
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(state["optimizer"])
+            self._history = History(**state["history"])
+        except BaseException:
+            self._module.load_state_dict(before, strict=False)
+            self._undo.back()
+            raise
         if len(state["speeds"]) == len(self.workers) and not self._speeds.fixed:
             self._speeds = Speeds(tuple(state["speeds"]))
+
+    @exclusive
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict` to the file `path`: whole, or not at all.
+
+        The file holds no code, and loads with `torch.load(path, weights_only=True)`. It is written beside `path`, synced,
+        and renamed: killed or out of disk at any point, what was at `path` still is, or the new file is complete.
+        Raises `CheckpointError`.
+        """
+        self._check_open()
+        self._end_step()
+        checkpoint.write(path, self.state_dict(), self._flat.layout)
+
+    @exclusive
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a file of `save`: with `chunk_size` bit for bit, with any number of workers.
+
+        Nothing in the file is executed. Raises `CheckpointError` for a file that is damaged, or of a module with other
+        parameters (by name and shape), other buffers, another seed or optimizer. Then nothing was changed.
+        """
+        self._check_open()
+        state = checkpoint.read(path, self._flat.layout)
+        try:
+            self.load_state_dict(state)
+        except (ValueError, RuntimeError, KeyError, TypeError) as error:  # what torch says of other shapes and names
+            raise CheckpointError(f"cannot go on from checkpoint '{os.fsdecode(path)}': {error}") from error

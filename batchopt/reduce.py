@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from batchopt.backends import Answer, Partial
-from batchopt_workers.tree import Fold
+from batchopt_workers.tree import Fold, maximal
 
 
 def merge(left: Partial, right: Partial) -> Partial:
@@ -21,11 +21,12 @@ def merge(left: Partial, right: Partial) -> Partial:
 def reduce_answers(answers: Sequence[Answer], chunks: int) -> Partial:
     """The partial of the whole batch of `chunks` chunks; its tensors are the workers' memory.
 
-    Its bits do not depend on who evaluated what. Raises `LookupError` if a chunk is missing.
+    Its bits do not depend on who evaluated what. A chunk that several workers evaluated counts once. Raises
+    `LookupError` if a chunk is missing.
     """
     fold: Fold[Partial] = Fold(chunks, merge)
+    found = {node: partial for answer in answers for node, partial in answer.partials}
     with torch.no_grad():
-        for answer in answers:
-            for node, partial in answer.partials:
-                fold.add(node, partial)
+        for node in sorted(maximal(found, chunks), key=lambda node: node.first_chunk):
+            fold.add(node, found[node])
     return fold.root

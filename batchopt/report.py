@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -26,6 +28,7 @@ class Report:
     def __init__(self, verbose: int) -> None:
         self._verbose = verbose
         self._warned = False
+        self._said_idle = False
         self._bar: _Bar | None = None
         self._level = logger.level
         self._handler: logging.Handler | None = None
@@ -37,11 +40,8 @@ class Report:
                 self._handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
                 logger.addHandler(self._handler)
 
-    def evaluated(
-        self, number: int, batch: int, loss: float, seconds: float, answers: Sequence[Answer], sizes: Sequence[int]
-    ) -> None:
-        """An evaluation is done: the `number`-th of all, on batch `batch`; `sizes[i]` samples on the worker of
-        `answers[i]`."""
+    def evaluated(self, number: int, batch: int, loss: float, seconds: float, answers: Sequence[Answer]) -> None:
+        """An evaluation is done: the `number`-th of all, on batch `batch`."""
         if self._verbose == 1:
             if self._bar is None:
                 self._bar = _Bar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
@@ -50,8 +50,8 @@ class Report:
         if self._verbose >= 2:
             logger.info("evaluation %d, batch %d: loss %.9g, %.3f ms", number, batch, loss, seconds * 1e3)
         if self._verbose >= 3:
-            for answer, size in zip(answers, sizes, strict=True):
-                logger.info("  worker %d: %d samples, %.3f ms", answer.rank, size, answer.seconds * 1e3)
+            for answer in answers:
+                logger.info("  worker %d: %d samples, %.3f ms", answer.rank, answer.samples, answer.seconds * 1e3)
 
     def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:
         """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""
@@ -61,15 +61,22 @@ class Report:
             if normalises_by_chunk(part):
                 if not self._warned:
                     self._warned = True
-                    warnings.warn(
+                    _warn(
                         f"'{name}' ({type(part).__name__}) {_why(part)}: it normalises by the statistics of a chunk, so "
-                        "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or use GroupNorm or "
-                        "LayerNorm; with chunk_size it is at least the same for any number of workers",
-                        UserWarning,
-                        stacklevel=4,
+                        "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or "
+                        "use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
                     )
                 return True
         return False
+
+    def idle(self, samples: int, chunks: int | None, workers: int) -> None:
+        """Warn, once, if some of `workers` have nothing to do: the batch has fewer `samples`, or fewer `chunks` (None:
+        as many as there are workers)."""
+        most = samples if chunks is None else min(samples, chunks)
+        if most < workers and not self._said_idle:
+            self._said_idle = True
+            what = "sample" if chunks is None or chunks >= samples else "chunk"
+            _warn(f"{most} {what}{'s' * (most != 1)} for {workers} workers: {workers - most} idle")
 
     def note(self, message: str, *arguments: object) -> None:
         """Something worth knowing at `verbose=2`."""
@@ -86,6 +93,15 @@ class Report:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _warn(message: str) -> None:
+    """Warn of the user's line: the one that called into this package, through however many of its functions."""
+    here = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def _why(norm: torch.nn.Module) -> str:

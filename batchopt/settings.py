@@ -37,6 +37,8 @@ class Settings:
     posthook: Hook | None
     speeds: Speeds
     threads: int | None
+    timeout: float | None
+    restarts: int
     seed: int
     on_nonfinite: str
     verbose: int
@@ -59,6 +61,8 @@ class Settings:
         precode: Any,
         prehook: Any,
         posthook: Any,
+        timeout: Any,
+        max_restarts: Any,
         seed: Any,
         on_nonfinite: Any,
         verbose: Any,
@@ -88,6 +92,8 @@ class Settings:
             posthook=posthook,
             speeds=arguments.read_speeds(speeds, workers),
             threads=threads,
+            timeout=arguments.read_timeout(timeout),
+            restarts=arguments.read_restarts(max_restarts, workers),
             seed=arguments.read_seed(seed),
             on_nonfinite=arguments.read_on_nonfinite(on_nonfinite),
             verbose=arguments.read_verbose(verbose),

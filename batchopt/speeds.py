@@ -31,6 +31,10 @@ class Speeds:
         """Nothing measured yet."""
         return cls((None,) * workers)
 
+    def resized(self, workers: int) -> Speeds:
+        """Those of so many workers, of which the first are the same."""
+        return Speeds((self.values + (None,) * workers)[:workers], self.fixed)
+
     @property
     def measured(self) -> bool:
         """Whether each worker has a speed."""

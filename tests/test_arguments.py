@@ -15,11 +15,14 @@ from batchopt.arguments import (
     check_callable,
     check_criterion,
     check_hooks,
+    check_room,
     read_on_nonfinite,
     read_optional_count,
     read_parallelize,
+    read_restarts,
     read_seed,
     read_speeds,
+    read_timeout,
     read_verbose,
     read_workers,
 )
@@ -59,6 +62,103 @@ def test_the_serial_backend_has_one_worker() -> None:
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"`backend` must be one of \[.*'process'.*'serial'.*\], got 'threads'"):
         read_workers(1, "threads")
+
+
+@pytest.mark.parametrize(
+    "workers, memory, descriptors",
+    [
+        (32, 24e9, 1024),
+        (8, 2e9, 256),
+        (2, 440_000_000, 12),
+        (100, 24e9, math.inf),
+        (1000, 1e12, 20_000),
+    ],
+)
+def test_workers_that_a_machine_has_room_for_are_taken(workers: int, memory: float, descriptors: float) -> None:
+    check_room(workers, int(memory), descriptors)
+
+
+@pytest.mark.parametrize(
+    "workers, memory, descriptors, message",
+    [
+        (
+            10_000,
+            24e9,
+            1024,
+            r"2200\.0 GB of memory and 60000 open files; this machine has 24\.0 GB, and `ulimit -n` all",
+        ),
+        (10_000, 24e9, 1024, r"allows 1024 files: use at most 109, or 'auto' for one worker a usable core"),
+        (10_000, 1e15, 1024, r"allows 1024 files: use at most 170,"),
+        (
+            200,
+            1e15,
+            1024,
+            r"`parallelize` 200 needs about 44\.0 GB of memory and 1200 open files; .*: use at most 170,",
+        ),
+        (200, 24e9, math.inf, r"has 24\.0 GB, and `ulimit -n` allows inf files: use at most 109,"),
+        (3, 4.4e8, 1024, r"`parallelize` 3 needs about 0\.7 GB of memory .* has 0\.4 GB, .*: use at most 2,"),
+        (2, 1e6, 4, r"use at most 1,"),
+    ],
+)
+def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_numbers(
+    workers: int, memory: float, descriptors: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_room(workers, int(memory), descriptors)
+
+
+def test_the_machine_at_hand_has_no_room_for_ten_thousand_processes() -> None:
+    with pytest.raises(ValueError, match=r"^`parallelize` 10000 needs about 2200\.0 GB of memory and 60000 open files"):
+        read_workers(10_000, "process")
+
+
+@pytest.mark.parametrize("value", [1, 0.5, 1e-9, 10**6, np.float32(2.5), np.int64(3), Fraction(1, 4)])
+def test_a_timeout_is_a_positive_number_of_seconds(value: Any) -> None:
+    found = read_timeout(value)
+    assert type(found) is float
+    assert found == value
+
+
+def test_a_timeout_may_be_left_to_measurement() -> None:
+    assert read_timeout(None) is None
+
+
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        ("5s", TypeError),
+        ("5", TypeError),
+        (True, TypeError),
+        ([1], TypeError),
+        (1j, TypeError),
+        (0, ValueError),
+        (-1.5, ValueError),
+        (math.nan, ValueError),
+        (math.inf, ValueError),
+    ],
+)
+def test_no_other_timeout_is_taken(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        read_timeout(value)
+    assert str(caught.value) == f"`timeout` must be a positive number of seconds or None, got {value!r}"
+
+
+def test_restarts_are_counted_from_zero_and_four_a_worker_by_default() -> None:
+    assert [read_restarts(value, 3) for value in (None, 0, 1, 100)] == [12, 0, 1, 100]
+
+
+@pytest.mark.parametrize(
+    "value, error, message",
+    [
+        (-1, ValueError, r"`max_restarts` must be >= 0, got -1"),
+        (2.5, TypeError, r"`max_restarts` must be an int, got float 2\.5"),
+        ("4", TypeError, r"`max_restarts` must be an int, got str '4'"),
+        (True, TypeError, r"`max_restarts` must be an int, got bool True"),
+    ],
+)
+def test_no_other_number_of_restarts_is_taken(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_restarts(value, 3)
 
 
 def test_an_optional_count_is_positive_or_none() -> None:

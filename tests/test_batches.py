@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt.batches import Reading, read_batch
 from batchopt.denominators import Denominators
@@ -260,3 +261,35 @@ def test_a_result_of_autograd_is_no_data(wrap: Callable[[torch.Tensor], Any]) ->
 def test_targets_that_only_can_be_samples_make_the_inputs_samples() -> None:
     batch = read([torch.rand(3)] * 3, [torch.tensor(0)] * 3)
     assert isinstance(batch.inputs, Samples) and batch.size == 3
+
+
+def on_an_accelerator() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3, 2, device="cuda:1")
+
+
+@pytest.mark.parametrize(
+    "wrap, path",
+    [
+        (lambda t: t, "inputs"),
+        (lambda t: (X, t), "inputs[1]"),
+        (lambda t: {"a": X, "b": [t]}, "inputs['b'][0]"),
+        (lambda t: [{"a": X}, {"a": t}, {}], "inputs[1]['a']"),
+    ],
+    ids=["alone", "tuple", "dict", "list"],
+)
+def test_a_batch_is_where_the_workers_are(wrap: Callable[[torch.Tensor], Any], path: str) -> None:
+    reading = Reading(None, "mean", None, None, torch.device("cpu"))
+    data = wrap(on_an_accelerator())
+    with pytest.raises(ValueError) as caught:
+        read_batch(data, None, None, reading)
+    message = "is on cuda:1; workers run on cpu: call .to('cpu') on it, or use parallelize=1"
+    assert str(caught.value) == f"`{path}` {message}"
+    assert read_batch(data, None, None, Reading(None, "mean", None, None)).size == 3
+    assert read_batch(wrap(X), None, None, reading).size == 3
+
+
+def test_targets_are_where_the_workers_are() -> None:
+    reading = Reading(None, "mean", None, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^`targets` is on cuda:1; workers run on cpu"):
+        read_batch(X, on_an_accelerator(), None, reading)

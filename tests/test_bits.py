@@ -57,6 +57,7 @@ def run(case: Workload, **options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "parallelize", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
+@pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
 def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int) -> None:
     make = WORKLOADS[workload]
     expected = run(make(torch.float32), chunk_size=5)

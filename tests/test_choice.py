@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -108,3 +109,58 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
 def test_what_makes_no_optimizer_is_refused(choice: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         choose_optimizer(choice, matrices())
+
+
+def with_options(kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    """An optimizer of two groups, of which the second has these options; set where torch does not look."""
+    first, second = matrices()
+    groups = [first] if kind is torch.optim.LBFGS else [{"params": [first]}, {"params": [second]}]
+    optimizer = kind(groups)  # type: ignore[call-arg]
+    optimizer.param_groups[-1].update(options)
+    return optimizer
+
+
+def of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("lr", [0, 0.5, 1e9, torch.tensor(0.1), "not a number, and torch's affair"])
+def test_a_learning_rate_that_goes_somewhere_or_nowhere_is_taken(lr: Any) -> None:
+    instance = with_options(torch.optim.SGD, lr=lr)
+    assert choose_optimizer(instance, of(instance)) is instance
+
+
+@pytest.mark.parametrize("lr, said", [(math.nan, "nan"), (-0.5, "-0.5"), (math.inf, "inf"), (-1, "-1")])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_no_other_learning_rate_is_taken(kind: type[torch.optim.Optimizer], lr: float, said: str) -> None:
+    for value in (lr, torch.tensor(float(lr))):
+        instance = with_options(kind, lr=value)
+        with pytest.raises(ValueError, match=rf"^`optimizer` has lr {said}(\.0)?: it must be finite and >= 0$"):
+            choose_optimizer(instance, of(instance))
+
+
+def test_the_learning_rate_of_a_factory_is_looked_at_too() -> None:
+    with pytest.raises(ValueError, match=r"`optimizer` has lr nan"):
+        choose_optimizer(lambda params: torch.optim.SGD(params, lr=math.nan), matrices())
+
+
+def test_an_optimizer_without_a_learning_rate_is_taken() -> None:
+    class Own(torch.optim.Optimizer):
+        pass
+
+    instance = Own(matrices(), {"max_iter": 0})
+    assert choose_optimizer(instance, of(instance)) is instance
+
+
+@pytest.mark.parametrize("max_iter", [0, -1])
+def test_lbfgs_without_iterations_is_refused(max_iter: int) -> None:
+    instance = with_options(torch.optim.LBFGS, max_iter=max_iter)
+    with pytest.raises(
+        ValueError, match=rf"`optimizer` has max_iter {max_iter}: it must be >= 1 \(optimizer=None only"
+    ):
+        choose_optimizer(instance, of(instance))
+
+
+def test_lbfgs_with_groups_is_refused_by_torch() -> None:
+    with pytest.raises(ValueError, match="parameter groups"):
+        choose_optimizer(lambda params: torch.optim.LBFGS([{"params": [p]} for p in params]), matrices())

@@ -25,9 +25,13 @@ def test_the_public_names_are_these() -> None:
         "Sample",
         "Diagnosis",
         "BatchoptError",
-        "NonFiniteError",
         "WorkerError",
         "WorkerLostError",
+        "WorkerStartError",
+        "PoisonChunkError",
+        "AllWorkersLostError",
+        "NonFiniteError",
+        "CheckpointError",
     }
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from batchopt.backends import Answer, Partial
 from batchopt.reduce import merge, reduce_answers
-from batchopt_workers.messages import Order
 from batchopt_workers.tree import Fold, Node
 
 SIZE = 5
@@ -31,7 +30,7 @@ def answer_of(rank: int, first: int, last: int, chunks: int) -> Answer:
     fold: Fold[Partial] = Fold(chunks, merge)
     for chunk in range(first, last):
         fold.add(Node(0, chunk), partial_of(chunk))
-    return Answer(rank, Order(1, 1, first, last), 0.0, fold.partials)
+    return Answer(rank, last - first, 0.0, fold.partials)
 
 
 def bits(partial: Partial) -> tuple[str, list[int], list[int], bytes]:

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
 from tqdm import tqdm
 
+from batchopt import BatchOptimizer
 from batchopt.backends import Answer
 from batchopt.report import Report, logger
-from batchopt_workers.messages import Order
 
-ANSWERS = [Answer(0, Order(1, 1, 0, 1), 0.25, []), Answer(2, Order(1, 1, 1, 2), 0.5, [])]
+ANSWERS = [Answer(0, 100, 0.25, []), Answer(2, 50, 0.5, [])]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def logging_as_it_was() -> Iterator[None]:
 def evaluate_twice(verbose: int) -> None:
     report = Report(verbose)
     for number in (1, 2):
-        report.evaluated(number, batch=1, loss=1 / 3, seconds=0.0123, answers=ANSWERS, sizes=[100, 50])
+        report.evaluated(number, batch=1, loss=1 / 3, seconds=0.0123, answers=ANSWERS)
     report.note("calibrated: %s", "fast")
     report.close()
     report.close()
@@ -136,3 +137,41 @@ def test_the_cut_does_not_matter_to_what_takes_samples_one_by_one(module: nn.Mod
     with warnings.catch_warnings(record=True) as caught:
         assert not Report(0).cut_matters(module, 2)
     assert caught == []
+
+
+@pytest.mark.parametrize(
+    "samples, chunks, workers, message",
+    [
+        (3, None, 8, "3 samples for 8 workers: 5 idle"),
+        (1, None, 2, "1 sample for 2 workers: 1 idle"),
+        (100, 2, 3, "2 chunks for 3 workers: 1 idle"),
+        (100, 1, 3, "1 chunk for 3 workers: 2 idle"),
+        (2, 2, 3, "2 samples for 3 workers: 1 idle"),
+    ],
+)
+def test_workers_without_work_are_warned_of_once(samples: int, chunks: int | None, workers: int, message: str) -> None:
+    report = Report(0)
+    with pytest.warns(UserWarning) as caught:
+        report.idle(samples, chunks, workers)
+        report.idle(samples, chunks, workers)
+        report.idle(1, 1, workers)
+    assert [str(warning.message) for warning in caught] == [message]
+
+
+@pytest.mark.parametrize("samples, chunks, workers", [(8, None, 8), (9, 9, 8), (1, None, 1), (1, 1, 1), (100, 8, 8)])
+def test_as_much_work_as_workers_is_no_concern(samples: int, chunks: int | None, workers: int) -> None:
+    report = Report(0)
+    report.idle(samples, chunks, workers)
+    with pytest.warns(UserWarning, match="1 idle"):  # not used up
+        report.idle(1, 1, 2)
+
+
+def test_a_warning_is_of_the_users_line() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with (
+        BatchOptimizer(module, nn.MSELoss(), chunk_size=2, optimizer="sgd") as opt,
+        pytest.warns(UserWarning) as caught,
+    ):
+        opt.step(torch.rand(8, 2), torch.rand(8, 2))
+        Report(0).idle(1, None, 2)
+    assert [warning.filename for warning in caught] == [__file__, __file__]

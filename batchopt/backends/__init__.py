@@ -24,7 +24,8 @@ BACKENDS = {"serial": "batchopt.backends.serial:SerialBackend", "process": "batc
 @dataclass
 class WorkerInfo:
     """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user
-    fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often it was replaced."""
+    fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often its process was replaced;
+    `alive` is False while there is none that can work."""
 
     rank: int
     pid: int
@@ -43,8 +44,12 @@ class Setup:
 
     workers: int
     fixed_bits: bool
+    timeout: float | None
+    restarts: int
     threads: int | None
     precode: Precode | None
+    prehook: Hook | None
+    posthook: Hook | None
     program: Program
     flat: Flat
     parameters: list[torch.nn.Parameter]
@@ -63,19 +68,23 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one worker made of its order."""
+    """What one worker contributed to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of two
+    answers may contain the same chunk), and what the posthook returned, by chunk."""
 
     rank: int
-    order: Order
+    samples: int
     seconds: float
     partials: list[tuple[Node, Partial]]
-    results: list[Any] = field(default_factory=list)
+    results: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class Backend(ABC):
     """Workers that evaluate chunks of one module at the current X. The parent is its only caller."""
 
-    workers: list[WorkerInfo]
+    @property
+    @abstractmethod
+    def workers(self) -> list[WorkerInfo]:
+        """What the user may know of each worker, in rank order."""
 
     @abstractmethod
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
@@ -87,10 +96,21 @@ class Backend(ABC):
 
     @abstractmethod
     def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
-        """Evaluate `orders[i]` on worker `i` (None: it idles), and wait for all. Answers come in rank order.
+        """Evaluate the chunks of all orders: `orders[i]` is meant for worker `i`, but what it does not get done another
+        one does. Answers come in rank order.
 
-        Raises `WorkerError` if the user's code raised; the workers can be used on.
+        Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `PoisonChunkError` and
+        `AllWorkersLostError`.
         """
+
+    @abstractmethod
+    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
+        """The seconds that each worker needs for the same order, by rank; a worker that is lost, or very late, is left
+        out. Raises `WorkerError`."""
+
+    @abstractmethod
+    def resize(self, workers: int) -> None:
+        """Have so many workers, of which those of the lowest ranks are kept. Raises what starting them raises."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

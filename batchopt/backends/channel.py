@@ -1,91 +1,188 @@
 """The parent's end of a worker's pipe, read and written so that Ctrl-C, whenever it comes, leaves it in order.
 
-Messages are numbered, and a reply has its message's number. A reply is looked at before it is taken from the socket,
-and is filed under its number: an interrupt between the two files it twice in the same place. An interrupt while
-sending may lose a message; its number is then never answered, so after an interrupt one sends another, and waits for
-that one's reply.
+Python runs signal handlers between two of its own instructions only. So whatever must not come apart (the kernel took
+some bytes, and we know how many; it gave us some, and we have them) happens within one call of C code here:
+`extend(map(send, ...))`, `writelines(map(recv, ...))`. Nothing ever blocks: what the pipe does not take now waits in a
+queue.
 """
 
 from __future__ import annotations
 
-import os
+import io
+import itertools
 import socket
 import struct
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import sendfds
+from typing import NamedTuple
 
-from batchopt_workers.messages import Kind
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import ANSWERS, HEAD, Kind
 
-_HEAD = struct.Struct("!iQB")  # length of what follows the first field, number, kind
-# Bytes of a frame that the kernel holds in one piece, to be looked at; a larger one has to be read bit by bit.
-_WHOLE = 2**15
+_LENGTH = struct.Struct("!i")  # of what follows, as multiprocessing's connections write it
+_READ = 2**18  # bytes asked for at a time
+_LARGEST = 2**31 - 1
+
+
+class ProtocolError(Exception):
+    """A worker said something that is no message."""
+
+
+class Reply(NamedTuple):
+    """What a worker says about the message of that number."""
+
+    number: int
+    kind: Kind
+    body: bytes
+
+
+@dataclass
+class _Frame:
+    """Bytes on their way, and the descriptor that follows them; how many the kernel took, call by call. `sent` is the
+    number of the last message once this frame is queued."""
+
+    sent: int
+    data: memoryview
+    block: SharedBlock | None
+    taken: list[int] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
 
 
 class Channel:
-    """Sends messages and files replies. `sent` is the number of the last message; 0 is the worker's greeting."""
+    """Queues messages, and hands out replies. Message 0 is the one that the worker's greeting answers."""
 
     def __init__(self, connection: Connection) -> None:
         """Takes over the descriptor of `connection`."""
-        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
-        connection.close()
-        self.sent = 0
-        self._answered = -1
-        self.replies: dict[tuple[int, Kind], bytes] = {}
-        self.broken = False  # an interrupt came where the stream cannot be mended
+        self._socket = socket.socket(fileno=connection.fileno())
+        connection._handle = None  # type: ignore[attr-defined]  # ours now
+        self._socket.setblocking(False)
+        self._numbers = itertools.count(1)
+        self._outgoing: deque[_Frame] = deque()
+        self._incoming = (io.BytesIO(), 0)  # what came, and how much of it was handed out
+        self._gone = 0  # `sent` of the last frame that left
+        self.answered = -1
+
+    @property
+    def sent(self) -> int:
+        """The number of the last message."""
+        return self._outgoing[-1].sent if self._outgoing else self._gone
 
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, kind: Kind, body: bytes, fd: int | None = None) -> None:
-        """Send a message, and a descriptor after it. Raises `OSError` if the worker is gone."""
-        self.sent += 1
-        frame = _HEAD.pack(_HEAD.size - 4 + len(body), self.sent, kind) + body
-        self.broken = self.broken or len(frame) > _WHOLE or fd is not None
-        self._socket.sendall(frame)
-        if fd is not None:
-            sendfds(self._socket, [fd])
-        self.broken = False
+    def number(self) -> int:
+        """A number for the next message."""
+        return next(self._numbers)
+
+    def send(self, number: int, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
+        """Queue message `number`, and the descriptor of a block after it; send what the pipe takes.
+
+        Raises `OSError` if the worker is gone.
+        """
+        self._queue(number, number, kind, body, block)
+        self.flush()
+
+    def send_about(self, number: int, kind: Kind, body: bytes) -> None:
+        """Queue a message about message `number`, which nothing answers."""
+        self._queue(self.sent, number, kind, body, None)
+        self.flush()
+
+    def _queue(self, sent: int, number: int, kind: Kind, body: bytes, block: SharedBlock | None) -> None:
+        length = HEAD.size + len(body)
+        if length > _LARGEST:
+            raise ValueError(f"a message of {length / 1e9:.1f} GB beside its tensors is too large for a worker's pipe")
+        self._outgoing.append(_Frame(sent, memoryview(_LENGTH.pack(length) + HEAD.pack(number, kind) + body), block))
+
+    def flush(self) -> bool:
+        """Send what the pipe takes; returns whether that was all. Raises `OSError` if the worker is gone."""
+        try:
+            while self._outgoing:
+                frame = self._outgoing[0]
+                while (at := sum(frame.taken)) < len(frame.data):
+                    frame.taken.extend(map(self._socket.send, (frame.data[at:],)))
+                if frame.block is not None and not frame.passed:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [frame.block.fd]))]
+                    frame.passed.extend(map(self._socket.sendmsg, ([b"\1"],), (rights,)))
+                self._gone = frame.sent
+                if self._outgoing and self._outgoing[0] is frame:
+                    self._outgoing.popleft()
+        except BlockingIOError:
+            return False
+        return True
 
     def receive(self) -> None:
-        """File the next reply, if it is there. Raises `EOFError` or `OSError` if the worker is gone."""
-        head = self._socket.recv(_HEAD.size, socket.MSG_PEEK)
-        if not head:
+        """Take in what is there. Raises `EOFError` or `OSError` if the worker is gone and all it said was taken in."""
+        stream, _ = self._incoming
+        before = stream.tell()
+        try:
+            stream.writelines(map(self._socket.recv, (_READ,)))
+        except BlockingIOError:
+            return
+        if stream.tell() == before:
             raise EOFError
-        if len(head) < _HEAD.size:
-            return
-        length, number, kind = _HEAD.unpack(head)
-        if length + 4 > _WHOLE:
-            self.broken = True
-            frame = self._exactly(length + 4)
-            self._file(number, Kind(kind), frame[_HEAD.size :])
-            self.broken = False
-            return
-        frame = self._socket.recv(length + 4, socket.MSG_PEEK)
-        if len(frame) == length + 4:
-            self._file(number, Kind(kind), frame[_HEAD.size :])
-            self._socket.recv(length + 4)
 
-    def _file(self, number: int, kind: Kind, body: bytes) -> None:
-        self.replies[number, kind] = body
-        if kind != Kind.HOOKED:  # which comes before the answer proper
-            self._answered = number
+    def drain(self) -> None:
+        """Take in all that is there, and nothing if the worker is gone."""
+        try:
+            before = -1
+            while self._incoming[0].tell() != before:
+                before = self._incoming[0].tell()
+                self.receive()
+        except (EOFError, OSError):
+            pass
 
-    def _exactly(self, count: int) -> bytes:
-        parts = []
-        while count:
-            part = self._socket.recv(min(count, 2**20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+    def replies(self) -> Iterator[Reply]:
+        """What the worker said, oldest first; one that an interrupt kept from being dealt with comes again.
+
+        Raises `ProtocolError` for what is no message.
+        """
+        while True:
+            stream, at = self._incoming
+            end = stream.tell()
+            if at == end:
+                if end:
+                    self._incoming = (io.BytesIO(), 0)
+                return
+            view = stream.getbuffer()
+            try:
+                if end - at < _LENGTH.size:
+                    return
+                (length,) = _LENGTH.unpack_from(view, at)
+                if length < HEAD.size:
+                    raise ProtocolError(f"a message of {length} bytes")
+                if end - at - _LENGTH.size < length:
+                    return
+                start, at = at + _LENGTH.size, at + _LENGTH.size + length
+                number, code = HEAD.unpack_from(view, start)
+                body = bytes(view[start + HEAD.size : at])
+            finally:
+                view.release()
+            try:
+                kind = Kind(code)
+            except ValueError:
+                raise ProtocolError(f"a message of kind {code}") from None
+            if number > self.sent:
+                raise ProtocolError(f"an answer to message {number} of {self.sent}")
+            if kind in ANSWERS:
+                self.answered = max(self.answered, number)
+            yield Reply(number, kind, body)
+            self._incoming = (stream, at)
 
     @property
-    def answered(self) -> bool:
-        """Whether the reply to the last message is filed."""
-        return self._answered == self.sent
+    def pending(self) -> bool:
+        """Whether something is left to send."""
+        return bool(self._outgoing)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last message is answered."""
+        return self.answered >= self.sent
 
     def close(self) -> None:
         """Hang up."""
+        self._outgoing.clear()
         self._socket.close()

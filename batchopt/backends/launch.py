@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import process as mp_process
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
@@ -43,7 +44,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 class _Popen(SpawnPopen):
     def __init__(self, process: WorkerProcess) -> None:
-        self._environment = process.environment
+        self._environment, self._stderr = process.environment, process.stderr
         super().__init__(process)
 
     def _launch(self, process: WorkerProcess) -> None:
@@ -64,41 +65,80 @@ class _Popen(SpawnPopen):
                 pass_fds=[child_end, child_alive, *self._fds],  # type: ignore[attr-defined]
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
+                stderr=self._stderr,
                 start_new_session=True,
             )
         finally:
             _close_all(child_end, child_alive)
+        # Before multiprocessing waits at exit for its children: a stopped one would never end.
+        self._killer = util.Finalize(self, _end_group, (self._child,), exitpriority=10)
         self.pid = self._child.pid
-        self.sentinel = parent_end
+        self.sentinel = _exit_descriptor(self._child.pid, parent_end)
+        if self.sentinel != parent_end:
+            self._closer = util.Finalize(self, os.close, (self.sentinel,))
         with open(parent_alive, "wb", closefd=False) as pipe:
             pipe.write(payload.getbuffer())
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        self.returncode = self._child.poll() if flag == os.WNOHANG else self._child.wait()
+        """The exit code, once the process has ended; whatever it started is killed before it is reaped."""
+        if self.returncode is None and _has_ended(self._child, flag):
+            _kill_group(self._child)
+            self.returncode = self._child.wait()
         return self.returncode
 
 
-class WorkerProcess(SpawnProcess):
-    """A spawned process with its own environment; everything else as in `torch.multiprocessing`."""
+def _exit_descriptor(pid: int, otherwise: int) -> int:
+    """What becomes readable when the process ends, even if others hold the files that it had."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not on Linux, or not allowed in this container
+        return otherwise
 
-    def __init__(self, environment: Mapping[str, str], **arguments: Any) -> None:
+
+def _has_ended(child: subprocess.Popen[bytes], flag: int) -> bool:
+    """Whether the process is over, without reaping it; waits for that unless `flag` is WNOHANG."""
+    if not hasattr(os, "waitid"):
+        return child.poll() is not None if flag == os.WNOHANG else child.wait() is not None
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | flag) is not None
+    except ChildProcessError:  # reaped by somebody else
+        return True
+
+
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    """SIGKILL the process and whatever it started, unless it was reaped: then the number may be another's."""
+    if child.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """Kill it, and reap it unless the kernel cannot let it go."""
+    _kill_group(child)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(1.0)
+
+
+class WorkerProcess(SpawnProcess):
+    """A spawned process with its own environment and standard error (a descriptor); everything else as in
+    `torch.multiprocessing`. Its sentinel is readable once it has ended, whatever it started."""
+
+    def __init__(self, environment: Mapping[str, str], stderr: int | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.environment = environment
+        self.environment, self.stderr = environment, stderr
 
     _Popen = staticmethod(_Popen)  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         """Arrive as the plain kind, so that the worker does not import this package; its environment it has already."""
-        state = {key: value for key, value in vars(self).items() if key != "environment"}
+        state = {key: value for key, value in vars(self).items() if key not in ("environment", "stderr")}
         return copyreg._reconstructor, (SpawnProcess, object, None), state  # type: ignore[attr-defined]
 
     def kill_group(self) -> None:
         """SIGKILL the process and whatever it started, unless it was reaped."""
-        if self.pid is not None and self.exitcode is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        popen = self._popen  # type: ignore[attr-defined]
+        if popen is not None:
+            _kill_group(popen._child)
 
 
 def _preparation(name: str) -> dict[str, Any]:

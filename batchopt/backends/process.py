@@ -6,78 +6,57 @@
     EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
     X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
     partials    block "rows", one a worker ═╬═══════════  gradients are summed there
-    answers     ◄── pipe ───────────────────╫───────────  DONE order, seconds, loss sums; or FAILED, as text
+    answers     ◄── pipe ───────────────────╫───────────  REPORT after a chunk, DONE; or FAILED, as text
 
-Each worker has one private socket pair, and nobody else holds its ends: a worker that dies is an end of file at once.
-Descriptors of later blocks travel over the same pair, so nothing ever listens. A pipe message orders memory: a row is
-read only after its DONE.
+Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
+A pipe message orders memory: a row is read only after it was reported, and is not written again before the next report.
+Who evaluates what is decided in `dispatch`; processes are kept alive by `pool`.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
-import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import util
 from typing import Any
 
-import cloudpickle
-import torch.multiprocessing as mp
-
-from batchopt.backends import Answer, Backend, Partial, Setup, WorkerInfo
-from batchopt.backends.channel import Channel
+from batchopt.backends import Answer, Backend, Setup, WorkerInfo
+from batchopt.backends.channel import Reply
+from batchopt.backends.child import FUNCTION, STARTING, Asked, Child, call
 from batchopt.backends.constants import Constants
-from batchopt.backends.launch import WorkerProcess, worker_environment
+from batchopt.backends.pool import OTHERS, Pool, error_of
+from batchopt.backends.round import Probe, Round
+from batchopt.captures import blame
 from batchopt.cores import usable_cores
-from batchopt.errors import RemoteTraceback, WorkerError, WorkerLostError
-from batchopt_workers import loop
+from batchopt.dispatch import Assign, Limit
+from batchopt.errors import PoisonChunkError, WorkerLostError
+from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Done, Failure, Kind, Order
-from batchopt_workers.packing import pack
+from batchopt_workers.messages import Cut, Failure, Kind, Order
+from batchopt_workers.packing import dumps, pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
 
-# Seconds that a worker has to end by itself once the parent has hung up.
-GRACE = 1.0
-
-
-class _Child:
-    """One worker process, the parent's end of its pipe, and its gradient rows."""
-
-    def __init__(self, rank: int, setup: Setup, threads: int) -> None:
-        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
-        self.channel = Channel(ours)
-        self.rows: Rows | None = None
-        self.process = WorkerProcess(
-            worker_environment(threads),
-            target=loop.main,
-            args=(theirs, rank, setup.workers, threads),
-            name=f"batchopt-worker-{rank}",
-        )
-        with theirs:
-            self.process.start()
-
-
-def _call(method: str, *arguments: Any) -> bytes:
-    """The body of a `CALL` of the worker's `Session.method`. Raises what pickling the arguments raises."""
-    pickled: bytes = cloudpickle.dumps((method, arguments))
-    return pickled
+# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; while nobody
+# knows how long something should take; and, once that is known, so many times as long but no less than the floor.
+STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
 
 
 @contextmanager
-def _sending(what: str) -> Iterator[None]:
-    """Name `what` if it cannot be pickled."""
+def _sending(what: str, *objects: Any) -> Iterator[None]:
+    """Name `what` if it cannot be pickled, and what it captures."""
     try:
         yield
     except Exception as error:
-        raise TypeError(f"{what} cannot be sent to worker processes: {error}") from error
+        blamed = next((found for found in map(blame, objects) if found), None)
+        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
 
 
 class ProcessBackend(Backend):
@@ -89,204 +68,237 @@ class ProcessBackend(Backend):
             raise ValueError(
                 f"parameters are on {self._device}; workers run on cpu: call module.cpu(), or use parallelize=1"
             )
-        with _sending("`precode`"):
-            precode = _call("run", setup.precode)
-        with _sending("the module, the criterion or `loss_fn`"):
-            packed = pack(setup.program, setup.parameters)
-        program = SharedBlock.create(packed.nbytes)
-        self._constants = Constants(setup.program.module, packed, program)
         self._setup = setup
-        self._flags = self._constants.flags(setup.parameters)
+        self._timeout = setup.timeout
+        self._pace: dict[int, float] = {}  # seconds a sample, by rank
         self._batch_block: SharedBlock | None = None
-        self._cut: Cut | None = None
-        self._interrupted = False
-        self._selector = selectors.DefaultSelector()
-        self._children: list[_Child] = []
-        self._shut_down = util.Finalize(self, _shut_down, (self._children, self._selector), exitpriority=100)
-        self.workers = []
+        self._size = 0
+        self._pool = Pool(self._start, setup.restarts, self._allowance)
+        self._tell_program(setup, setup.flat.block)
+        self.set_hooks(setup.prehook, setup.posthook)
         try:
-            self._start(usable_cores())
-            self._send_all(_call("set_torch", TorchSettings.current()))
-            if setup.precode is not None:
-                self._send_all(precode)
-            for child in self._children:
-                self._send(child, Kind.CALL, _call("attach", "parameters"), setup.flat.block.fd)
-                self._send(child, Kind.CALL, _call("attach", "program"), program.fd)
-            self._send_all(_call("install", setup.flat.layout, packed.data, packed.placements))
-            self._send_all(_call("set_flags", *self._flags))
-            self._gather()
+            self.resize(setup.workers)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, cores: int) -> None:
-        threads = self._setup.threads or max(1, cores // self._setup.workers)
-        for rank in range(self._setup.workers):
-            child = _Child(rank, self._setup, threads)
-            self._children.append(child)
-            self._selector.register(child.channel, selectors.EVENT_READ, rank)
-            self.workers.append(WorkerInfo(rank, child.process.pid or 0, socket.gethostname(), self._device))
+    def _tell_program(self, setup: Setup, parameters: SharedBlock) -> None:
+        """What a worker must know before it can work."""
+        program = setup.program
+        with _sending("`precode`", setup.precode):
+            precode = call("running precode", "run", setup.precode)
+        with _sending("the module, the criterion or `loss_fn`", program):
+            packed = pack(program, setup.parameters)
+        block = SharedBlock.create(packed.nbytes)
+        self._constants = Constants(program.module, packed, block)
+        self._flags = self._constants.flags(setup.parameters)
+        what = "receiving the module"
+        self._pool.tell("torch", call(STARTING, "set_torch", TorchSettings.current()))
+        if setup.precode is not None:
+            self._pool.tell("precode", precode)
+        self._pool.tell(
+            "module",
+            call(what, "attach", "parameters", block=parameters),
+            call(what, "attach", "program", block=block),
+            call(what, "install", setup.flat.layout, packed.data, packed.placements),
+        )
+        self._pool.tell("flags", call(what, "set_flags", *self._flags))
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return self._pool.infos
+
+    def _threads(self) -> int:
+        return self._setup.threads or max(1, usable_cores() // self._size)
+
+    def _start(self, rank: int) -> Child:
+        return Child(rank, self._size, self._threads())
+
+    def _allowance(self, child: Child, asked: Asked) -> float:
+        if asked.what == STARTING:
+            return STARTUP
+        if asked.what == FUNCTION:
+            return self._timeout or math.inf
+        if asked.order is None or child.cut is None:
+            return max(self._timeout or UNKNOWN, STARTUP)
+        if self._timeout is not None:
+            return self._timeout
+        bounds = child.cut.bounds
+        largest = max(bounds[i + 1] - bounds[i] for i in range(asked.order.first, asked.order.last))
+        pace = self._pace.get(child.rank, max(self._pace.values(), default=None))
+        return UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest)
+
+    def resize(self, workers: int) -> None:
+        self._size = workers
+        host = socket.gethostname()
+        kept = self._pool.infos[:workers]
+        infos = [*kept, *(WorkerInfo(rank, 0, host, self._device, alive=False) for rank in range(len(kept), workers))]
+        self._pool.tell("world", call(STARTING, "set_world", workers, self._threads()))
+        self._pool.resize(infos)
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        with _sending("`prehook` or `posthook`"):
-            message = _call("set_hooks", prehook, posthook)
-        self._settle()
-        self._send_all(message)
+        for name, hook in (("`prehook`", prehook), ("`posthook`", posthook)):
+            with _sending(name, hook):
+                dumps(hook)
+        self._pool.tell("hooks", call("receiving the hooks", "set_hooks", prehook, posthook))
 
     def load(self, batch: Batch) -> None:
-        with _sending("the batch"):
+        with _sending("the batch", batch):
             packed = pack(batch)
-        self._settle()
+        self._pool.enter()
         self._constants.refresh()
         flags = self._constants.flags(self._setup.parameters)
+        what = "receiving the batch"
         if flags != self._flags:
-            self._send_all(_call("set_flags", *flags))
+            self._pool.tell("flags", call(what, "set_flags", *flags))
             self._flags = flags
-        if self._batch_block is None or packed.nbytes > self._batch_block.nbytes:
+        old = self._batch_block
+        all_idle = all(child.idle for child in self._pool.children.values())
+        if old is None or packed.nbytes > old.nbytes or not all_idle:  # a late worker may be reading the old one
             self._batch_block = SharedBlock.create(packed.nbytes)
-            self._send_all(_call("attach", "batch"), self._batch_block.fd)
+            self._pool.tell("memory", call(what, "attach", "batch", block=self._batch_block))
+        assert self._batch_block is not None
         packed.place(self._batch_block)
-        self._send_all(_call("load", packed.data, packed.placements))
+        self._pool.tell("batch", call(what, "load", packed.data, packed.placements))
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
-        self._settle()
-        if cut is not self._cut:
-            self._send_all(_call("set_cut", cut))
-            self._cut = cut
-        for child, order in zip(self._children, orders, strict=True):
-            if order is not None:
-                self._make_room(child, most_held(order.first, order.last, cut.chunks))
-        for child, order in zip(self._children, orders, strict=True):
-            if order is not None:
-                self._send(child, Kind.EVALUATE, order.encode())
-        self._gather()
-        return [self._answer(rank, order) for rank, order in enumerate(orders) if order is not None]
+        self._pool.enter()
+        round = Round(cut, orders, self._pace)
+        try:
+            while round.dispatch.missing and not round.failures:
+                self._direct(round)
+                idle = len(self._pool.available) > 0
+                self._pool.pump(round, round.dispatch.next_late(round.estimate) if idle else math.inf)
+                if round.poison is not None:
+                    raise PoisonChunkError(*round.poison, self._pool.ending)
+        finally:
+            self._pool.call_off()
+        if round.failures:
+            raise self._first_failure(round)
+        self._hear_the_late(round)
+        for child in self._pool.children.values():
+            child.stderr.pass_on()
+        return round.answers()
 
-    def _make_room(self, child: _Child, rows: int) -> None:
-        if child.rows is None or len(child.rows) < rows:
-            layout, changes = self._setup.flat.layout, self._setup.buffers.size
-            block = SharedBlock.create(rows_nbytes(layout, changes, rows))
-            self._send(child, Kind.CALL, _call("attach", "rows"), block.fd)
-            self._send(child, Kind.CALL, _call("set_rows", rows))
-            child.rows = Rows(layout, changes, rows, block, self._device)
+    def _direct(self, round: Round) -> None:
+        """Give those that have nothing to do something to do."""
+        idle = {child.rank: child for child in self._pool.available}
+        if not idle:
+            return
+        for command in round.dispatch.decide(list(idle), round.estimate, time.monotonic()):
+            child = self._pool.children[command.worker]
+            try:
+                if isinstance(command, Limit):
+                    child.limit(command.last)
+                else:
+                    self._order(child, round, command)
+            except OSError:  # gone; the pool will find out
+                pass
+        faults.point("parent.dispatched")
 
-    def _answer(self, rank: int, order: Order) -> Answer:
-        """What the worker's reply to its last message, an order, says."""
-        child = self._children[rank]
-        assert child.rows is not None
-        number, replies = child.channel.sent, child.channel.replies
-        done = Done.decode(replies[number, Kind.DONE])
-        partials = []
-        for summary in done.summaries:
-            row = child.rows[summary.row]
-            partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
-        hooked = replies.get((number, Kind.HOOKED))
-        return Answer(rank, order, done.seconds, partials, [] if hooked is None else pickle.loads(hooked))
+    def _order(self, child: Child, round: Round, run: Assign) -> None:
+        if child.cut is not round.cut:
+            child.ask(call("being told the cut", "set_cut", round.cut))
+            child.cut = round.cut
+        self._make_room(child, most_held(run.first, run.last, round.cut.chunks, round.held(child)))
+        child.order(round.order(run))
+
+    def _make_room(self, child: Child, needed: int) -> None:
+        rows = 0 if child.rows is None else len(child.rows)
+        if rows >= needed:
+            return
+        layout, changes, more = self._setup.flat.layout, self._setup.buffers.size, needed - rows
+        block = SharedBlock.create(rows_nbytes(layout, changes, more))
+        child.ask(call("being given memory", "attach", "rows", block=block))
+        child.ask(call("being given memory", "add_rows", more))
+        if child.rows is None:
+            child.rows = Rows(layout, changes, more, block, self._device)
+        else:
+            child.rows.grow(more, block)
+
+    def _hear_the_late(self, round: Round) -> None:
+        """Take in what workers reported that are still at it.
+
+        They were told to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
+        before: with that taken in, no row that counts is written any more.
+        """
+        for child in list(self._pool.children.values()):
+            if not child.idle:
+                child.channel.drain()
+                self._pool.hear(child, round)
+
+    def _first_failure(self, round: Round) -> BaseException:
+        deadline = time.monotonic() + OTHERS
+        while time.monotonic() < deadline and round.dispatch.workers:
+            self._pool.pump(round, deadline)
+        rank, failure = min(round.failures, key=lambda found: (found[1].samples.start, found[0]))
+        return error_of(rank, failure, "")
+
+    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
+        self._pool.enter()
+        probe = Probe(order.evaluation)
+        try:
+            for child in self._pool.available:
+                try:
+                    child.ask(call("being told the cut", "set_cut", cut))
+                    child.cut = cut
+                    self._make_room(child, most_held(order.first, order.last, cut.chunks))
+                    child.order(order)
+                except OSError:
+                    continue
+                probe.asked(child)
+            while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
+                self._pool.pump(probe, probe.patience)
+        finally:
+            self._pool.call_off()
+        if probe.failures:
+            raise error_of(*min(probe.failures, key=lambda found: found[0]), "")
+        return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        with _sending("the function or an argument"):
-            message = _call("run", function, *arguments)
-        self._settle()
-        self._send_all(message)
-        self._gather()
-        return [pickle.loads(child.channel.replies[child.channel.sent, Kind.RESULT]) for child in self._children]
-
-    def _send(self, child: _Child, kind: Kind, body: bytes, fd: int | None = None) -> None:
-        try:
-            child.channel.send(kind, body, fd)
-        except OSError:
-            raise self._lost(child) from None
-        except BaseException:
-            self._interrupted = True
-            raise
-
-    def _send_all(self, body: bytes, fd: int | None = None) -> None:
-        for child in self._children:
-            self._send(child, Kind.CALL, body, fd)
-
-    def _wait(self) -> None:
-        """Until each worker has answered the last message."""
-        try:
-            while not all(child.channel.answered for child in self._children):
-                for key, _ in self._selector.select():
-                    child = self._children[key.data]
-                    try:
-                        child.channel.receive()
-                    except (EOFError, OSError):
-                        raise self._lost(child) from None
-        except BaseException:
-            self._interrupted = True
-            raise
-
-    def _settle(self) -> None:
-        """Wait until the workers are idle, and raise what failed of that which nobody waited for.
-
-        What was interrupted is of no interest: then only the reply to one more message counts.
-        """
-        if not self._children:
-            raise WorkerLostError("the workers of this optimizer are gone: build a new BatchOptimizer")
-        if self._interrupted:
-            for child in self._children:
-                if child.channel.broken:
-                    raise self._lost(child)
-            self._send_all(_call("settle"))
-            self._wait()
-            self._interrupted = False
-            self._forget()
-        self._gather()
-        self._forget()
-
-    def _forget(self) -> None:
-        for child in self._children:
-            child.channel.replies.clear()
-
-    def _gather(self) -> None:
-        """Wait for the replies to all that was sent. Raises the first worker's failure if any failed."""
-        self._wait()
-        for rank, child in enumerate(self._children):
-            for (_, kind), body in sorted(child.channel.replies.items()):
-                if kind == Kind.FAILED:
-                    self._forget()
-                    raise _error(rank, Failure.decode(body))
-
-    def _lost(self, child: _Child) -> WorkerLostError:
-        """Close everything; says how the worker ended."""
-        process = child.process
-        if child.channel.broken:
-            ended = "was interrupted in the middle of a large message"
-        else:
-            process.join(GRACE)
-            code = process.exitcode
-            ended = "hung up" if code is None else f"exited with {code}"
-            if code is not None and code < 0:
-                ended = f"ended by {signal.Signals(-code).name}"
-        name, pid = process.name, process.pid
-        self.close()
-        return WorkerLostError(f"{name} (pid {pid}) {ended}; the workers were closed: build a new BatchOptimizer")
+        with _sending("the function or an argument", function, *arguments):
+            message = call(FUNCTION, "run", function, *arguments)
+        self._pool.enter()
+        self._pool.wait()
+        calls = _Calls()
+        for rank, child in sorted(self._pool.children.items()):
+            calls.waiting[child] = rank
+            try:
+                child.ask(message)
+            except OSError:  # gone; the pool will find out
+                pass
+        while calls.waiting:
+            self._pool.pump(calls, math.inf)
+            if calls.gone:
+                raise WorkerLostError(f"a function was not run to its end: {calls.gone.ending()}")
+        if calls.failures:
+            raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
+        return [pickle.loads(body) for _, body in sorted(calls.results.items())]
 
     def close(self) -> None:
-        self._shut_down()
-        for worker in self.workers:
-            worker.alive = False
+        self._pool.close()
 
 
-def _error(rank: int, failure: Failure) -> WorkerError:
-    error = WorkerError(rank, failure.type_name, failure.message, failure.samples)
-    error.__cause__ = RemoteTraceback(failure.traceback)
-    return error
+class _Calls:
+    """Waits for the results of a function in every worker."""
 
+    def __init__(self) -> None:
+        self.waiting: dict[Child, int] = {}
+        self.results: dict[int, bytes] = {}
+        self.failures: list[tuple[int, Failure]] = []
+        self.gone: Child | None = None
 
-def _shut_down(children: list[_Child], selector: selectors.BaseSelector) -> None:
-    """Hang up; workers that are busy, or do not end within the grace, are killed with all that they started."""
-    for child in children:
-        busy = not child.channel.answered
-        child.channel.close()
-        if busy:
-            child.process.kill_group()
-    deadline = time.monotonic() + GRACE
-    for child in children:
-        child.process.join(max(0.0, deadline - time.monotonic()))
-        child.process.kill_group()
-        child.process.join(GRACE)
-    children.clear()
-    selector.close()
+    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """A result or a failure of this call; any other is of an earlier one."""
+        if child not in self.waiting or asked.what != FUNCTION or not child.idle:
+            return
+        del self.waiting[child]
+        if reply.kind is Kind.FAILED:
+            self.failures.append((child.rank, Failure.decode(reply.body)))
+        else:
+            self.results[child.rank] = reply.body
+
+    def lost(self, child: Child) -> None:
+        """The worker will not answer."""
+        if self.waiting.pop(child, None) is not None:
+            self.gone = child

@@ -27,14 +27,22 @@ class SerialBackend(Backend):
 
     def __init__(self, setup: Setup) -> None:
         device = setup.flat.vector.device
-        self.workers = [WorkerInfo(0, os.getpid(), socket.gethostname(), device)]
+        self._info = WorkerInfo(0, os.getpid(), socket.gethostname(), device)
         self._setup = setup
         self._worker = Worker(0, 1, device)
         if setup.precode is not None:
-            setup.precode(self._worker)
+            try:
+                setup.precode(self._worker)
+            except Exception as error:
+                raise WorkerError(0, type(error).__name__, str(error), range(0), "running precode") from error
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        self.set_hooks(setup.prehook, setup.posthook)
         self._rows = self._make_rows(1)
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return [self._info]
 
     def _make_rows(self, count: int) -> Rows:
         return Rows(self._setup.flat.layout, self._setup.buffers.size, count, None, self._worker.device)
@@ -52,27 +60,37 @@ class SerialBackend(Backend):
         (order,) = orders
         if order is None:
             return []
-        if cut is not self._evaluator.cut:
-            self._evaluator.cut = cut
-            needed = most_held(order.first, order.last, cut.chunks)
-            if needed > len(self._rows):
-                self._rows = self._make_rows(needed)
+        self._evaluator.cut = cut
+        needed = most_held(order.first, order.last, cut.chunks)
+        if needed > len(self._rows):
+            self._rows = self._make_rows(needed)
+        results = {}
         try:
             with draws_kept(), _threads(self._setup.threads):
-                done, results = self._evaluator.evaluate(order, self._rows)
+                for report, of_chunk in self._evaluator.evaluate(order, self._rows):
+                    if of_chunk:
+                        results[report.next - 1] = of_chunk
         except Exception as error:
             raise WorkerError(0, type(error).__name__, str(error), self._evaluator.at_hand) from error
+        samples = cut.bounds[order.last] - cut.bounds[order.first]
         partials = []
-        for summary in done.summaries:
+        for summary in report.summaries:
             row = self._rows[summary.row]
             partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
-        return [Answer(0, order, done.seconds, partials, results)]
+        return [Answer(0, samples, report.seconds, partials, results)]
+
+    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
+        return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order])}
+
+    def resize(self, workers: int) -> None:
+        if workers != 1:
+            raise ValueError(f"this process is one worker, not {workers}")
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         return [function(self._worker, *arguments)]
 
     def close(self) -> None:
-        self.workers[0].alive = False
+        self._info.alive = False
 
 
 @contextmanager

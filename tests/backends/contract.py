@@ -178,6 +178,7 @@ class Contract:
             assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
 
+    @pytest.mark.filterwarnings("ignore:.*idle:UserWarning")
     def test_batches_of_any_size_one_after_the_other(self, make: Make) -> None:
         torch.manual_seed(0)
         module = Mlp().double()

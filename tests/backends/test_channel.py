@@ -1,18 +1,24 @@
-"""The channel files every reply once, however it is cut up and however often one looks."""
+"""The channel hands out every reply, however it is cut up and whenever one is interrupted, and never blocks."""
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from batchopt.backends.channel import Channel
+from batchopt.backends.channel import Channel, ProtocolError, Reply
+from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import HEAD, Kind
 
 Ends = tuple[Channel, Connection]
@@ -28,83 +34,240 @@ def ends() -> Iterator[Ends]:
     channel.close()
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, 2**15 - 14, 2**15, 2**22])
+def wait(channel: Channel) -> None:
+    """Until something can be read."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        selector.select()
+
+
+def send(channel: Channel, body: bytes, block: SharedBlock | None = None) -> int:
+    """Queue a call; returns its number."""
+    number = channel.number()
+    channel.send(number, Kind.CALL, body, block)
+    return number
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**15, 2**22])
 def test_a_reply_of_any_size_arrives_whole(ends: Ends, size: int) -> None:
     channel, theirs = ends
     body = os.urandom(size)
-    channel.send(Kind.CALL, b"question")
+    assert send(channel, b"question") == 1
     assert theirs.recv_bytes() == HEAD.pack(1, Kind.CALL) + b"question"
-    assert not channel.answered
+    assert not channel.idle
     writer = threading.Thread(target=theirs.send_bytes, args=(HEAD.pack(1, Kind.RESULT) + body,))
     writer.start()
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        while not channel.answered:
-            selector.select()
-            channel.receive()
-    writer.join()
-    assert channel.replies == {(1, Kind.RESULT): body}
-
-
-def test_the_results_of_hooks_come_before_the_answer(ends: Ends) -> None:
-    channel, theirs = ends
-    channel.send(Kind.EVALUATE, b"")
-    for kind, body in ((Kind.HOOKED, b"hooked"), (Kind.DONE, b"done")):
-        theirs.send_bytes(HEAD.pack(1, kind) + body)
-        assert not channel.answered
+    found: list[Reply] = []
+    while not channel.idle:
+        wait(channel)
         channel.receive()
-    assert channel.answered
-    assert channel.replies == {(1, Kind.HOOKED): b"hooked", (1, Kind.DONE): b"done"}
+        found += channel.replies()
+    writer.join()
+    assert found == [Reply(1, Kind.RESULT, body)]
 
 
-def test_an_end_of_file_is_an_error(ends: Ends) -> None:
+def test_a_large_message_waits_for_room_without_blocking(ends: Ends) -> None:
     channel, theirs = ends
+    body = os.urandom(2**23)
+    send(channel, body)
+    send(channel, b"next")
+    assert channel.pending
+    taken: list[bytes] = []
+    reader = threading.Thread(target=lambda: taken.extend((theirs.recv_bytes(), theirs.recv_bytes())))
+    reader.start()
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_WRITE)
+        while not channel.flush():
+            selector.select()
+    reader.join()
+    assert taken == [HEAD.pack(1, Kind.CALL) + body, HEAD.pack(2, Kind.CALL) + b"next"]
+    assert not channel.pending and channel.sent == 2
+
+
+def test_a_descriptor_follows_its_message(ends: Ends) -> None:
+    channel, theirs = ends
+    block = SharedBlock.create(1)
+    send(channel, b"here", block)
+    send(channel, b"after")
+    assert theirs.recv_bytes().endswith(b"here")
+    with socket.socket(fileno=os.dup(theirs.fileno())) as end:
+        data, fds, _, _ = socket.recv_fds(end, 1, 1)
+    assert len(data) == len(fds) == 1
+    assert os.fstat(fds[0]).st_ino == os.fstat(block.fd).st_ino
+    os.close(fds[0])
+    assert theirs.recv_bytes().endswith(b"after")
+
+
+def test_only_answers_answer(ends: Ends) -> None:
+    channel, theirs = ends
+    send(channel, b"")
+    for kind in (Kind.HOOKED, Kind.REPORT):
+        theirs.send_bytes(HEAD.pack(1, kind))
+        channel.receive()
+        assert [reply.kind for reply in channel.replies()] == [kind]
+        assert not channel.idle
+    theirs.send_bytes(HEAD.pack(1, Kind.DONE))
+    channel.receive()
+    assert [reply.kind for reply in channel.replies()] == [Kind.DONE]
+    assert channel.idle
+
+
+def test_what_is_said_about_a_message_is_none_itself(ends: Ends) -> None:
+    channel, theirs = ends
+    send(channel, b"")
+    channel.send_about(1, Kind.LIMIT, b"7")
+    assert channel.sent == 1
+    theirs.recv_bytes()
+    assert theirs.recv_bytes() == HEAD.pack(1, Kind.LIMIT) + b"7"
+
+
+def test_a_reply_comes_again_until_it_was_dealt_with(ends: Ends) -> None:
+    channel, theirs = ends
+    send(channel, b"")
+    send(channel, b"")
+    for number in (1, 2):
+        theirs.send_bytes(HEAD.pack(number, Kind.RESULT))
+    channel.receive()
+    for _ in range(3):
+        assert next(channel.replies()).number == 1
+    assert [reply.number for reply in channel.replies()] == [1, 2]
+    assert list(channel.replies()) == []
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("!i", -1) + bytes(20),
+        struct.pack("!i", 3) + bytes(20),
+        struct.pack("!i", 9) + HEAD.pack(0, 99),
+        struct.pack("!i", 9) + HEAD.pack(1, Kind.DONE),
+        struct.pack("!i", 9) + HEAD.pack(2**60, Kind.DONE),
+    ],
+)
+def test_what_is_no_message_is_an_error(ends: Ends, frame: bytes) -> None:
+    channel, theirs = ends
+    os.write(theirs.fileno(), frame)
+    channel.receive()
+    with pytest.raises(ProtocolError):
+        list(channel.replies())
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=64), st.integers(0, 64))
+def test_any_bytes_are_messages_or_an_error(data: bytes, cut: int) -> None:
+    """Nothing is unpickled, nothing hangs, nothing is given memory for what was only announced."""
+    ours, theirs = Pipe(duplex=True)
+    channel = Channel(ours)
+    with theirs:
+        found: list[Reply] = []
+        try:
+            for part in (data[:cut], data[cut:]):
+                if part:
+                    os.write(theirs.fileno(), part)
+                    channel.receive()
+                    found += channel.replies()
+        except ProtocolError:
+            pass
+        assert sum(4 + HEAD.size + len(reply.body) for reply in found) <= len(data)
+    channel.close()
+
+
+def test_an_end_of_file_is_an_error_once_all_was_taken_in(ends: Ends) -> None:
+    channel, theirs = ends
+    send(channel, b"")
+    theirs.recv_bytes()
+    theirs.send_bytes(HEAD.pack(1, Kind.DONE) + b"last")
+    theirs.send_bytes(HEAD.pack(1, Kind.DONE) + b"words")
     theirs.close()
+    channel.drain()
+    assert [reply.body for reply in channel.replies()] == [b"last", b"words"]
     with pytest.raises(EOFError):
         channel.receive()
     with pytest.raises(OSError):
-        channel.send(Kind.CALL, b"")
-        channel.send(Kind.CALL, b"")
+        send(channel, b"")
+        send(channel, b"")
 
 
-def test_interrupts_at_any_moment_lose_and_double_nothing(ends: Ends) -> None:
-    """A timer interrupts as often as it can while replies come; each is filed under its number, with its own body."""
+class Interrupt(Exception):
+    """As Ctrl-C raises it: between any two instructions."""
 
-    class Interrupt(Exception):
-        pass
 
-    armed = False
+@pytest.fixture
+def interrupts() -> Iterator[list[bool]]:
+    """A timer raises `Interrupt` while the first item is True, as often as it can; the others count."""
+    state: list[bool] = [False]
 
     def interrupt(number: int, frame: object) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
+        if state[0]:
+            state[0] = False
+            state.append(True)
             raise Interrupt
 
+    gc.disable()  # else callbacks of the collector are interrupted, which nobody can catch
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, 1e-4, 1e-4)
+    yield state
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
+    gc.enable()
+
+
+def test_interrupts_at_any_moment_lose_no_reply(ends: Ends, interrupts: list[bool]) -> None:
     channel, theirs = ends
-    rounds, interrupts = 3000, 0
+    rounds = 3000
+    for _ in range(rounds):
+        channel.number()
+    send(channel, b"")  # so that all numbers are known
 
     def answer() -> None:
-        for number in range(1, rounds + 1):
-            theirs.send_bytes(HEAD.pack(number, Kind.RESULT) + str(number).encode())
+        for number in range(1, rounds + 2):
+            theirs.send_bytes(HEAD.pack(number, Kind.RESULT) + str(number).encode() * (number % 7))
 
     writer = threading.Thread(target=answer)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        writer.start()
-        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-        while True:
-            try:
-                armed = True
-                while (rounds, Kind.RESULT) not in channel.replies:
-                    channel.receive()
-                armed = False
-                break
-            except Interrupt:
-                interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    writer.start()
+    found: dict[int, bytes] = {}
+    while len(found) < rounds + 1:
+        try:
+            interrupts[0] = True
+            for reply in channel.replies():  # first: what an interrupt left here wakes nobody up
+                found[reply.number] = reply.body
+            wait(channel)
+            channel.receive()
+        except Interrupt:
+            pass
+        finally:
+            interrupts[0] = False
+            found.update((reply.number, reply.body) for reply in channel.replies())
     writer.join()
-    assert channel.replies == {(n, Kind.RESULT): str(n).encode() for n in range(1, rounds + 1)}
-    assert interrupts > 0 and not channel.broken
+    assert found == {n: str(n).encode() * (n % 7) for n in range(1, rounds + 2)}
+    assert len(interrupts) > 1
+
+
+def test_interrupts_at_any_moment_leave_the_messages_sent_in_order(ends: Ends, interrupts: list[bool]) -> None:
+    """A message may be lost whole if it was interrupted before it was queued; what was queued arrives once."""
+    channel, theirs = ends
+    received: list[bytes] = []
+
+    def read() -> None:
+        while not received or not received[-1].endswith(b"end"):
+            received.append(theirs.recv_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(2000):
+        try:
+            interrupts[0] = True
+            send(channel, str(number).encode() * 200)
+        except Interrupt:
+            pass
+        finally:
+            interrupts[0] = False
+    send(channel, b"end")
+    while not channel.flush():
+        pass
+    reader.join()
+    numbers = [HEAD.unpack_from(frame)[0] for frame in received]
+    assert numbers == sorted(set(numbers))
+    bodies = [frame[HEAD.size :] for frame in received]
+    assert set(bodies) <= {b"end", *(str(number).encode() * 200 for number in range(2000))}
+    assert len(interrupts) > 1 and len(bodies) > 1900

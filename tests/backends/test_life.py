@@ -136,34 +136,27 @@ print("READY", flush=True)
     assert_gone([*pids(printed), *pids(printed, "CHILDREN")])
 
 
-def test_a_worker_that_dies_is_an_error_at_once_and_everything_is_closed() -> None:
-    case = mlp()
-    opt = BatchOptimizer(case.module, case.criterion, parallelize=2)
-    opt.step(case.inputs, case.targets)
-    os.kill(opt.workers[1].pid, signal.SIGKILL)
-    with pytest.raises(batchopt.WorkerLostError, match=r"batchopt-worker-1 \(pid \d+\) ended by SIGKILL"):
-        opt.step(case.inputs, case.targets)
-    with pytest.raises(batchopt.BatchoptError):
-        opt.step(case.inputs, case.targets)
-    opt.close()
-
-
-def test_a_worker_that_dies_in_the_middle_is_an_error_at_once() -> None:
+def test_a_worker_that_dies_in_a_function_is_an_error_at_once_and_is_replaced() -> None:
     def die(worker: Worker) -> None:
         if worker.rank == 0:
+            print("last words", file=sys.stderr, flush=True)
             os._exit(0)
 
-    opt = BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2)
-    with pytest.raises(batchopt.WorkerLostError, match="exited with 0"):
-        opt.run_on_workers(die)
-    opt.close()
+    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
+        with pytest.raises(batchopt.WorkerLostError) as lost:
+            opt.run_on_workers(die)
+        said = str(lost.value)
+        assert "batchopt-worker-0" in said and "exited with code 0 while running a function" in said
+        assert said.endswith("its standard error ends with\nlast words")
+        assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
+        assert [worker.restarts for worker in opt.workers] == [1, 0]
 
 
 def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
     def precode(worker: Worker) -> None:
         raise OSError(f"no such device on worker {worker.rank}")
 
-    with pytest.raises(batchopt.WorkerError, match="OSError in worker 0: no such device on worker 0"):
+    with pytest.raises(batchopt.WorkerError, match="OSError in worker 0, running precode: no such device on worker 0"):
         BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=precode)
 
 
@@ -337,4 +330,5 @@ def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(para
         for pid, (memory, descriptors, threads) in before.items():
             now = usage(pid)
             assert now[0] < memory + 4e6, f"memory grew by {(now[0] - memory) / 1e6:.1f} MB"
-            assert now[1:] == (descriptors, threads)
+            assert now[1] <= descriptors + 4  # an evaluation that was done twice takes another block
+            assert now[2] == threads

@@ -13,7 +13,7 @@ from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
-from batchopt_workers.messages import Cut, Done, Order
+from batchopt_workers.messages import Cut, Order, Report
 from batchopt_workers.rows import Rows
 from batchopt_workers.tree import Fold, Node
 from batchopt_workers.weighting import Weighting
@@ -42,6 +42,7 @@ class Bench:
         self, module: nn.Module, criterion: Any = None, loss_fn: Any = None, rows: int = 5, seed: int = 0
     ) -> None:
         self.module = module
+        self.evaluations = 0
         self.parameters = list(module.parameters())
         buffers = StepBuffers(module)
         worker = Worker(0, 1, CPU, module, criterion)
@@ -66,12 +67,18 @@ class Bench:
         self.evaluator.batch = Batch(data[0], None if targets is None else data[1], None, weighting, collate)
         self.evaluator.cut = Cut(bounds)
 
-    def evaluate(self, first: int = 0, last: int | None = None, step: int = 0) -> Done:
-        order = Order(7, step, first, self.evaluator.cut.chunks if last is None else last)
-        with draws_kept():
-            return self.evaluator.evaluate(order, self.rows)[0]
+    def evaluate(self, first: int = 0, last: int | None = None, step: int = 0) -> Report:
+        """What there is at the end."""
+        return self.reports(first, last, step)[-1][0]
 
-    def gradient(self, done: Done) -> torch.Tensor:
+    def reports(self, first: int = 0, last: int | None = None, step: int = 0) -> list[tuple[Report, list[Any]]]:
+        """After each chunk, in an evaluation of its own."""
+        self.evaluations += 1
+        order = Order(self.evaluations, step, first, self.evaluator.cut.chunks if last is None else last)
+        with draws_kept():
+            return list(self.evaluator.evaluate(order, self.rows))
+
+    def gradient(self, done: Report) -> torch.Tensor:
         """Of an evaluation of every chunk."""
         return self.rows[done.summaries[0].row].gradient
 
@@ -113,7 +120,7 @@ def test_every_cut_gives_the_loss_and_gradient_of_one_process(bounds: tuple[int,
     done = bench.evaluate()
     (summary,) = done.summaries
     loss, gradient = plain(module, criterion)
-    assert done.evaluation == 7
+    assert (done.evaluation, done.next) == (bench.evaluations, len(bounds) - 1)
     assert done.seconds > 0
     assert summary.loss == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
@@ -134,7 +141,7 @@ def test_two_workers_give_the_bits_of_one(bounds: tuple[int, ...], data: st.Data
 
     fold: Fold[list[Any]] = Fold(chunks, add)
     for first, last in ((border, chunks), (0, border)):
-        for summary in bench.evaluate(first, last).summaries:
+        for summary in bench.evaluate(first, last).summaries if first < last else ():
             row = bench.rows[summary.row]
             fold.add(summary.node, [summary.loss, row.gradient.clone(), row.changes.clone()])
     done = bench.evaluate()
@@ -154,10 +161,38 @@ def test_a_chunk_that_counts_nothing_adds_nothing_even_if_its_loss_is_no_number(
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
-def test_an_empty_order_has_no_partials() -> None:
+def test_an_empty_order_has_nothing_to_report() -> None:
     bench = Bench(network(), nn.MSELoss())
     bench.load(bounds=(0, 4, 12))
-    assert bench.evaluate(1, 1).summaries == ()
+    assert bench.reports(1, 1) == []
+
+
+def test_what_was_reported_is_not_written_until_the_next_report() -> None:
+    bench = Bench(network(), nn.MSELoss(), rows=4)
+    bench.load(INPUTS[:8], TARGETS[:8], bounds=tuple(range(9)))
+    with draws_kept():
+        reports = bench.evaluator.evaluate(Order(1, 0, 0, 8), bench.rows)
+        before, _ = next(reports)
+        for _ in range(7):
+            kept = {summary.row: bench.rows[summary.row].gradient.clone() for summary in before.summaries}
+            after, _ = next(reports)  # by now the next chunk was evaluated and merged
+            for row, gradient in kept.items():
+                assert torch.equal(bench.rows[row].gradient, gradient)
+            assert after.next == before.next + 1
+            before = after
+
+
+def test_several_orders_of_one_evaluation_merge_whatever_their_order() -> None:
+    bench = Bench(network(), nn.MSELoss(), rows=5)
+    bench.load(INPUTS[:8], TARGETS[:8], bounds=tuple(range(9)))
+    whole = bench.evaluate()
+    gradient = bench.gradient(whole).clone()
+    with draws_kept():
+        for first, last in ((5, 8), (0, 2), (4, 5), (2, 4)):
+            (*_, (report, _)) = bench.evaluator.evaluate(Order(99, 0, first, last), bench.rows)
+    assert [summary.node for summary in report.summaries] == [Node(3, 0)]
+    assert report.summaries[0].loss == whole.summaries[0].loss
+    assert torch.equal(bench.gradient(report), gradient)
 
 
 def test_chunks_in_order_need_few_rows() -> None:
@@ -406,8 +441,7 @@ def test_the_posthooks_results_come_in_sample_order_with_output_and_loss() -> No
         return sample.indices, sample.output.detach(), sample.loss
 
     bench.evaluator.posthook = note
-    with draws_kept():
-        _, results = bench.evaluator.evaluate(Order(0, 0, 0, 2), bench.rows)
+    results = [result for _, of_chunk in bench.reports() for result in of_chunk]
     assert [indices for indices, _, _ in results] == [range(0, 5), range(5, 12)]
     for indices, output, loss in results:
         part = slice(indices.start, indices.stop)
@@ -418,8 +452,7 @@ def test_the_posthooks_results_come_in_sample_order_with_output_and_loss() -> No
 def test_without_a_posthook_there_are_no_results() -> None:
     bench = Bench(network(), nn.MSELoss())
     bench.load()
-    with draws_kept():
-        assert bench.evaluator.evaluate(Order(0, 0, 0, 1), bench.rows)[1] == []
+    assert [results for _, results in bench.reports()] == [[]]
 
 
 def test_a_prehook_may_put_other_inputs_and_targets_in_place() -> None:

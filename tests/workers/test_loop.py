@@ -17,7 +17,7 @@ from batchopt_workers.evaluate import Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.loop import Session, describe, serve
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import HEAD, Cut, Done, Failure, Kind, Order
+from batchopt_workers.messages import HEAD, Cut, Failure, Kind, Order, Report
 from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.weighting import Weighting
@@ -40,6 +40,7 @@ class Parent:
     """The parent's side of a session: a module, and the shared memory around it."""
 
     def __init__(self) -> None:
+        self.evaluations = 0
         self.session = Session(1, 2)
         self.module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
         parameters = list(self.module.parameters())
@@ -64,12 +65,14 @@ class Parent:
         self.session.load(packed.data, packed.placements)
         self.session.set_cut(Cut((0, 6)))
         block = self.share("rows", rows_nbytes(self.layout, CHANGES, 1))
-        self.session.set_rows(1)
+        self.session.add_rows(1)
         self.rows = Rows(self.layout, CHANGES, 1, block, torch.device("cpu"))
 
-    def evaluate(self) -> Done:
+    def evaluate(self) -> Report:
+        self.evaluations += 1
         with draws_kept():
-            return self.session.evaluate(Order(0, 0, 0, 1))[0]
+            ((report, _),) = self.session.evaluate(Order(self.evaluations, 0, 0, 1))
+        return report
 
     def plain(self) -> tuple[float, torch.Tensor]:
         """What one process computes at the shared X."""
@@ -280,5 +283,5 @@ def test_a_failure_is_survived_and_the_next_evaluation_is_answered() -> None:
     failed, done = replies(parent.session, call("no such method"), evaluate)
     assert HEAD.unpack_from(failed) == (5, Kind.FAILED)
     assert HEAD.unpack_from(done) == (9, Kind.DONE)
-    assert Done.decode(done[HEAD.size :]).evaluation == 3
-    assert Done.decode(done[HEAD.size :]).summaries[0].loss == pytest.approx(loss, rel=1e-6)
+    assert Report.decode(done[HEAD.size :]).evaluation == 3
+    assert Report.decode(done[HEAD.size :]).summaries[0].loss == pytest.approx(loss, rel=1e-6)

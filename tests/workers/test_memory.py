@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
 import resource
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt_workers import memory
 from batchopt_workers.memory import ALIGNMENT, SharedBlock, aligned
 
 
@@ -102,8 +105,56 @@ def test_memory_that_is_refused_is_a_memory_error_and_leaves_no_descriptor() -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
-        with pytest.raises(MemoryError, match=r"no 2\.0 MB of shared memory"):
+        with pytest.raises(
+            MemoryError, match=r"^2\.0 MB of shared memory are needed and \d+\.\d MB are free: .*too large"
+        ):
             SharedBlock.create(2_000_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert descriptors() == before
+
+
+def test_more_than_is_free_is_a_memory_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    monkeypatch.setattr(memory, "free_memory", lambda: 64_000_000)
+    with pytest.raises(MemoryError) as caught:
+        SharedBlock.create(812_000_000)
+    assert str(caught.value) == (
+        "812.0 MB of shared memory are needed and 64.0 MB are free: use a smaller batch, fewer workers, or give the "
+        "machine or the container more memory"
+    )
+    assert SharedBlock.create(64_000_000).nbytes == 64_000_000
+    assert descriptors() == before
+
+
+def test_what_is_free_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: None)
+    assert SharedBlock.create(1).nbytes > 0
+    with pytest.raises(MemoryError, match=r"MB of shared memory are needed: use a smaller batch"):
+        SharedBlock.create(2**63)
+
+
+@pytest.mark.parametrize("spare", [0, 1], ids=["none", "one"])
+def test_no_descriptor_left_is_an_os_error_with_the_limit(spare: int) -> None:
+    """A block needs two descriptors: its own, and that of its mapping."""
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 8
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(spare):
+            os.close(taken.pop())
+        with pytest.raises(
+            OSError, match=rf"this process may have no more than {limit}: raise .*`ulimit -n`"
+        ) as caught:
+            SharedBlock.create(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+    assert caught.value.errno == errno.EMFILE
+    assert SharedBlock.create(1).nbytes > 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.messages import Cut, Done, Failure, Order, Summary
+from batchopt_workers.messages import Cut, Failure, Order, Report, Summary
 from batchopt_workers.tree import Node
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -21,8 +21,8 @@ def summaries(width: int) -> st.SearchStrategy[tuple[Summary, ...]]:
     return st.lists(st.builds(Summary, st.builds(Node, U32, U32), U32, NUMBERS, used), max_size=5).map(tuple)
 
 
-DONES = st.builds(Done, U64, NUMBERS, st.integers(0, 6).flatmap(summaries))
-RECORDS = st.one_of(DONES, FAILURES)
+REPORTS = st.builds(Report, U64, U32, NUMBERS, st.integers(0, 6).flatmap(summaries))
+RECORDS = st.one_of(REPORTS, FAILURES)
 
 
 @given(ORDERS)
@@ -36,24 +36,24 @@ def test_an_order_takes_25_bytes_with_its_kind() -> None:
 
 @given(RECORDS)
 @settings(deadline=None)
-def test_a_record_comes_back_as_it_was(record: Done | Failure) -> None:
+def test_a_record_comes_back_as_it_was(record: Report | Failure) -> None:
     assert type(record).decode(record.encode()) == record
 
 
 @given(st.floats(), st.floats())
 def test_numbers_keep_every_bit(seconds: float, loss: float) -> None:
-    frame = Done(0, seconds, (Summary(Node(0, 0), 0, loss, b"\1"),)).encode()
-    assert Done.decode(frame).encode() == frame
+    frame = Report(0, 1, seconds, (Summary(Node(0, 0), 0, loss, b"\1"),)).encode()
+    assert Report.decode(frame).encode() == frame
 
 
 def test_a_loss_that_is_no_number_comes_back_as_none() -> None:
-    done = Done.decode(Done(0, 0.0, (Summary(Node(0, 0), 0, math.nan, b""),)).encode())
+    done = Report.decode(Report(0, 1, 0.0, (Summary(Node(0, 0), 0, math.nan, b""),)).encode())
     assert math.isnan(done.summaries[0].loss)
 
 
 @given(RECORDS)
 @settings(deadline=None, max_examples=50)
-def test_every_truncation_is_a_value_error(record: Done | Failure) -> None:
+def test_every_truncation_is_a_value_error(record: Report | Failure) -> None:
     frame = record.encode()
     for length in range(len(frame)):
         with pytest.raises(ValueError, match="frame"):
@@ -62,14 +62,14 @@ def test_every_truncation_is_a_value_error(record: Done | Failure) -> None:
 
 @given(RECORDS, st.binary(min_size=1, max_size=30))
 @settings(deadline=None)
-def test_bytes_past_the_end_are_a_value_error(record: Done | Failure, more: bytes) -> None:
+def test_bytes_past_the_end_are_a_value_error(record: Report | Failure, more: bytes) -> None:
     with pytest.raises(ValueError, match="frame"):
         type(record).decode(record.encode() + more)
 
 
-@given(st.sampled_from([Done, Failure]), st.binary(max_size=80))
+@given(st.sampled_from([Report, Failure]), st.binary(max_size=80))
 @settings(deadline=None)
-def test_any_bytes_are_a_record_or_a_value_error(kind: type[Done | Failure], frame: bytes) -> None:
+def test_any_bytes_are_a_record_or_a_value_error(kind: type[Report | Failure], frame: bytes) -> None:
     try:
         assert isinstance(kind.decode(frame), kind)
     except ValueError:
@@ -78,7 +78,7 @@ def test_any_bytes_are_a_record_or_a_value_error(kind: type[Done | Failure], fra
 
 @given(RECORDS, st.data())
 @settings(deadline=None)
-def test_damaged_bytes_are_a_record_or_a_value_error(record: Done | Failure, data: st.DataObject) -> None:
+def test_damaged_bytes_are_a_record_or_a_value_error(record: Report | Failure, data: st.DataObject) -> None:
     frame = bytearray(record.encode())
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt_workers.memory import ALIGNMENT, SharedBlock
-from batchopt_workers.packing import Packed, pack, unpack
+from batchopt_workers.packing import Packed, dumps, pack, unpack
 
 DTYPES = [
     torch.float16,
@@ -330,3 +332,17 @@ def test_sparse_tensors_stay_sparse() -> None:
 def test_what_cannot_be_pickled_raises_what_pickling_raises() -> None:
     with pytest.raises(TypeError, match="generator"):
         pack([torch.ones(1), (i for i in range(1))])
+
+
+@pytest.mark.parametrize("send", [pack, dumps])
+def test_a_tensor_on_an_accelerator_is_not_sent(send: Callable[[Any], object]) -> None:
+    with FakeTensorMode():
+        there = torch.ones(2, device="cuda")
+    with pytest.raises(TypeError, match=r"a tensor is on cuda:0, and workers run on cpu: call \.cpu\(\) on it"):
+        send({"a": there})
+
+
+def test_a_message_is_read_without_a_block() -> None:
+    weight = torch.ones(2)
+    function, (found,) = pickle.loads(dumps((lambda x: x * weight, [torch.eye(2)])))
+    assert function(found).tolist() == [[1.0, 0.0], [0.0, 1.0]]

@@ -4,16 +4,17 @@ machine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.draws import seed_draws
-from batchopt_workers.messages import Cut, Done, Order, Summary
+from batchopt_workers.messages import Cut, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
 from batchopt_workers.tree import Fold, Node
@@ -37,6 +38,41 @@ class _Partial:
     used: bytes
 
 
+class _Sums:
+    """The partials of one evaluation, in rows.
+
+    Two are summed in the row of the younger one, which nobody was told of; so whatever was reported stays as it is
+    until something else is reported.
+    """
+
+    def __init__(self, evaluation: int, chunks: int) -> None:
+        self.evaluation = evaluation
+        self._fold: Fold[_Partial] = Fold(chunks, self._merge)
+        self._rows: Rows
+
+    def free_row(self) -> int:
+        """The lowest row that holds nothing that counts."""
+        taken = {partial.row for _, partial in self._fold.partials}
+        return next(row for row in range(len(taken) + 1) if row not in taken)
+
+    def add(self, chunk: int, partial: _Partial, rows: Rows) -> None:
+        """Take in the partial of a chunk."""
+        self._rows = rows
+        self._young = partial.row
+        self._fold.add(Node(0, chunk), partial)
+
+    def _merge(self, left: _Partial, right: _Partial) -> _Partial:
+        young, old = (right, left) if right.row == self._young else (left, right)
+        self._rows[young.row].gradient.add_(self._rows[old.row].gradient)
+        self._rows[young.row].changes.add_(self._rows[old.row].changes)
+        return _Partial(young.row, left.loss + right.loss, bytes(map(max, left.used, right.used)))
+
+    def report(self, done: int, seconds: float) -> Report:
+        """What there is once the chunks before `done` of the order were added."""
+        summaries = tuple(Summary(node, p.row, p.loss, p.used) for node, p in self._fold.partials)
+        return Report(self.evaluation, done, seconds, summaries)
+
+
 class Evaluator:
     """Evaluates chunks of the loaded batch on one module.
 
@@ -53,36 +89,36 @@ class Evaluator:
         self.batch: Batch | None = None
         self.cut = Cut((0,))
         self.at_hand = range(0)
+        self._sums: _Sums | None = None
+        self._at = -1  # the chunk being evaluated
         self._seed = program.seed
         self._parameters = parameters
         self._buffers = buffers
         self._objective = Objective(program.module, program.criterion, program.loss_fn)
 
-    def evaluate(self, order: Order, rows: Rows) -> tuple[Done, list[Any]]:
-        """Evaluate the chunks of `order` into `rows`; returns the partials and what the posthook returned, in sample
-        order."""
+    def evaluate(self, order: Order, rows: Rows) -> Iterator[tuple[Report, list[Any]]]:
+        """Evaluate the chunks of `order` one after the other into `rows`; after each, what this worker now has of the
+        evaluation, and what the posthook returned.
+
+        Rows that were merged away are used again only when the next report is asked for. `rows` may grow from order to
+        order, but has to be the same for all chunks of one.
+        """
+        if self._sums is None or self._sums.evaluation != order.evaluation:
+            self._sums = _Sums(order.evaluation, self.cut.chunks)
         started = time.perf_counter()
-        free = list(range(len(rows)))[::-1]
-        results: list[Any] = []
-
-        def merge(left: _Partial, right: _Partial) -> _Partial:
-            rows[left.row].gradient.add_(rows[right.row].gradient)
-            rows[left.row].changes.add_(rows[right.row].changes)
-            free.append(right.row)
-            return _Partial(left.row, left.loss + right.loss, bytes(map(max, left.used, right.used)))
-
-        fold: Fold[_Partial] = Fold(self.cut.chunks, merge)
         for chunk in range(order.first, order.last):
-            row = free.pop()
+            row = self._sums.free_row()
+            results: list[Any] = []
             loss, used = self._chunk(order.step, chunk, rows[row], results)
-            fold.add(Node(0, chunk), _Partial(row, loss, used))
-        self.at_hand = range(0)
-        summaries = tuple(Summary(node, p.row, p.loss, p.used) for node, p in fold.partials)
-        return Done(order.evaluation, time.perf_counter() - started, summaries), results
+            faults.point("worker.merge", chunk)
+            self._sums.add(chunk, _Partial(row, loss, used), rows)
+            self.at_hand = range(0)
+            yield self._sums.report(chunk + 1, time.perf_counter() - started), results
 
     def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[float, bytes]:
         assert self.batch is not None
         start, stop = self.cut.bounds[chunk], self.cut.bounds[chunk + 1]
+        self._at = chunk
         seed_draws(self._seed, step, chunk)
         loss, used = 0.0, bytearray(len(row.views))
         self.at_hand = range(start, stop)  # while samples are cut out and collated
@@ -106,8 +142,10 @@ class Evaluator:
         sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices)
         if self.prehook is not None:
             self.prehook(self.worker, sample)
+        faults.point("worker.forward", self._at)
         with torch.enable_grad():
             sample.output, loss = self._objective(sample.inputs, sample.targets, piece.criterion_weight)
+            faults.point("worker.backward", self._at)
             if weight != 0.0:  # nothing of it counts, and the mean of nothing is NaN
                 loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
@@ -137,3 +175,4 @@ class Evaluator:
                 else:
                     view.copy_(gradient).mul_(weight)
                 used[i] = 1
+                faults.point("worker.collect", self._at)

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import cloudpickle
 import torch
 
+from batchopt_workers import faults
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import HEAD, Cut, Done, Failure, Kind, Order
+from batchopt_workers.messages import CHUNK, HEAD, Cut, Failure, Kind, Order, Report
 from batchopt_workers.packing import Placement, unpack
 from batchopt_workers.rows import Rows
 from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.versions import versions
 from batchopt_workers.worker import Hook, Worker
+
+_F_SETSIG = 10  # Linux; Python does not name it
 
 
 class Session:
@@ -41,7 +49,7 @@ class Session:
         self._module: torch.nn.Module
         self._parameters: list[torch.nn.Parameter] = []
         self._buffers: StepBuffers
-        self._rows: Rows
+        self._rows: Rows | None = None
         self._evaluator: Evaluator | None = None
 
     @property
@@ -74,8 +82,13 @@ class Session:
         return function(self.worker, *arguments)
 
     def install(self, layout: Layout, data: bytes, placements: Sequence[Placement]) -> None:
-        """Build the module around X (block "parameters") and its constants and buffers (block "program")."""
-        x = self._blocks["parameters"].tensor(layout.dtype, (layout.size,))
+        """Build the module around X (block "parameters") and its constants and buffers (block "program").
+
+        X is the parent's: writing it here is a fault of memory access, which ends the process.
+        """
+        parameters = self._blocks["parameters"]
+        parameters.protect()
+        x = parameters.tensor(layout.dtype, (layout.size,))
         self._layout = layout
         self._parameters = [torch.nn.Parameter(view) for view in layout.views(x)]
         program: Program = unpack(data, placements, self._blocks["program"], self._parameters)
@@ -104,41 +117,108 @@ class Session:
         """Cut the batch so."""
         self.evaluator.cut = cut
 
-    def set_rows(self, count: int) -> None:
-        """Sum in the `count` rows of block "rows"."""
-        self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], self.worker.device)
+    def add_rows(self, count: int) -> None:
+        """Sum in the `count` rows of block "rows" too."""
+        if self._rows is None:
+            self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], self.worker.device)
+        else:
+            self._rows.grow(count, self._blocks["rows"])
 
-    def evaluate(self, order: Order) -> tuple[Done, list[Any]]:
+    def set_world(self, size: int, threads: int) -> None:
+        """There are `size` workers now; compute with `threads` threads."""
+        self.worker.world_size = size
+        torch.set_num_threads(threads)
+
+    def evaluate(self, order: Order) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order`."""
+        assert self._rows is not None
         return self.evaluator.evaluate(order, self._rows)
+
+
+class _Mailbox:
+    """The worker's end of the pipe. Between two chunks it sees whether the parent wants less; what else comes then is
+    kept for later."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._kept: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+
+    def take(self) -> bytes:
+        """The next message. Raises `EOFError` or `OSError` once the parent has hung up."""
+        return self._kept.popleft() if self._kept else self._connection.recv_bytes()
+
+    def limit(self, number: int, last: int) -> int:
+        """The end of order `number`, whose end was `last`, by what the parent says now."""
+        while not self._kept and self._poll.poll(0):
+            message = self._connection.recv_bytes()
+            if HEAD.unpack_from(message) == (number, Kind.LIMIT):
+                last = min(last, *CHUNK.unpack_from(message, HEAD.size))
+            else:
+                self._kept.append(message)
+        return last
+
+    def take_descriptor(self) -> int:
+        """The descriptor that follows a message."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            _, fds, _, _ = socket.recv_fds(end, 1, 1)
+        if not fds:
+            raise EOFError
+        return fds[0]
+
+    def send(self, number: int, kind: Kind, body: bytes, chunk: int = -1) -> None:
+        """Say something about message `number`."""
+        frame = HEAD.pack(number, kind) + body
+        faults.point("worker.send", chunk)
+        self._connection.send_bytes(frame)
+        faults.point("worker.sent", chunk)
 
 
 def serve(connection: Connection, session: Session) -> None:
     """Obey until the parent hangs up; whatever the user's code raises is reported and survived."""
+    mailbox = _Mailbox(connection)
     while True:
         try:
-            message = connection.recv_bytes()
+            message = mailbox.take()
+            number, kind = HEAD.unpack_from(message)
+            if kind == Kind.LIMIT:  # of an order that is over
+                continue
+            try:
+                if kind == Kind.EVALUATE:
+                    _evaluate(mailbox, session, number, Order.decode(message[HEAD.size :]))
+                else:
+                    mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
+            except BaseException as error:  # of the pipe too: then this message does not get out either
+                samples = session.at_hand if kind == Kind.EVALUATE else range(0)
+                mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
         except (EOFError, OSError):
             return
-        number, kind = HEAD.unpack_from(message)
-        try:
-            replies = _obey(connection, session, kind, message[HEAD.size :])
-        except BaseException as error:
-            samples = session.at_hand if kind == Kind.EVALUATE else range(0)
-            replies = [(Kind.FAILED, describe(error, samples).encode())]
-        for answer, body in replies:
-            connection.send_bytes(HEAD.pack(number, answer) + body)
 
 
-def _obey(connection: Connection, session: Session, kind: int, body: bytes) -> list[tuple[Kind, bytes]]:
-    if kind == Kind.EVALUATE:
-        done, results = session.evaluate(Order.decode(body))
-        hooked = [(Kind.HOOKED, cloudpickle.dumps(results))] if results else []
-        return [*hooked, (Kind.DONE, done.encode())]
+def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
     name, arguments = pickle.loads(body)
     if name == "attach":
-        arguments = (*arguments, recv_handle(connection))
-    return [(Kind.RESULT, cloudpickle.dumps(getattr(session, name)(*arguments)))]
+        arguments = (*arguments, mailbox.take_descriptor())
+    faults.point(f"worker.{name}")
+    result: bytes = cloudpickle.dumps(getattr(session, name)(*arguments))
+    return result
+
+
+def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> None:
+    faults.point("worker.order", order.first)
+    last, report = order.last, None
+    for report, results in session.evaluate(order):
+        chunk = report.next - 1
+        if results:
+            mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(results), chunk)
+        if report.next < last:
+            mailbox.send(number, Kind.REPORT, report.encode(), chunk)
+            last = mailbox.limit(number, last)
+        if report.next >= last:
+            break
+    assert report is not None
+    mailbox.send(number, Kind.DONE, report.encode(), report.next - 1)
 
 
 def describe(error: BaseException, samples: range) -> Failure:
@@ -165,17 +245,40 @@ def _end_with_parent() -> None:
     """Wait for the parent's death, and do not outlive it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    watched = [parent.sentinel]
+    if hasattr(os, "pidfd_open"):  # for somebody else may hold the other end of the sentinel
+        with suppress(ProcessLookupError):
+            watched.append(os.pidfd_open(os.getppid()))
+    if os.getppid() == parent.pid:
+        wait(watched)
     _end(1)
+
+
+def _killed_with_parent(sentinel: int) -> None:
+    """Have the kernel kill this process's group when the parent's end of `sentinel` closes: then nobody needs Python's
+    lock, which the user's code may hold."""
+    if sys.platform == "linux":
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(sentinel, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
     """The life of a worker process, from its first message to the parent's last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides about Ctrl-C
     faulthandler.enable()
+    os.set_inheritable(connection.fileno(), False)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    os.set_inheritable(parent.sentinel, False)
+    if os.getpgrp() == os.getpid():
+        _killed_with_parent(parent.sentinel)
     threading.Thread(target=_end_with_parent, name="batchopt-parent-watch", daemon=True).start()
     torch.set_num_threads(threads)
-    connection.send_bytes(HEAD.pack(0, Kind.READY))
+    faults.rank = rank
+    faults.point("worker.greet")
+    connection.send_bytes(HEAD.pack(0, Kind.READY) + versions().encode())
+    faults.point("worker.greeted")
     serve(connection, Session(rank, world_size))
     atexit._run_exitfuncs()  # the user's code may have registered some
     sys.stdout.flush()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
+import resource
 import tempfile
 import weakref
+from contextlib import suppress
 
 import torch
+
+from batchopt_workers.capacity import free_memory
 
 ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
 
@@ -15,6 +21,34 @@ ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
 def aligned(nbytes: int) -> int:
     """The smallest multiple of `ALIGNMENT` that holds `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _open() -> int:
+    """A descriptor of a new, empty file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("batchopt", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # macOS: a file that has lost its name before anyone could open it
+        return os.dup(file.fileno())
+
+
+def _shortage(nbytes: int, free: int | None) -> str:
+    known = "" if free is None else f" and {free / 1e6:.1f} MB are free"
+    return (
+        f"{nbytes / 1e6:.1f} MB of shared memory are needed{known}: use a smaller batch, fewer workers, or give the "
+        "machine or the container more memory"
+    )
+
+
+def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
+    """What to raise instead of `error`, met while `nbytes` were asked for."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return OSError(
+            errno.EMFILE,
+            f"shared memory needs 2 open files a block, and this process may have no more than {limit}: raise the "
+            "limit (`ulimit -n`), use fewer workers, or close each BatchOptimizer that is done",
+        )
+    return MemoryError(f"{_shortage(nbytes, free)} ({error})")
 
 
 class SharedBlock:
@@ -35,15 +69,17 @@ class SharedBlock:
     def create(cls, nbytes: int) -> SharedBlock:
         """A new block of at least `nbytes` zero bytes, in whole pages.
 
-        Its pages are taken here, so a machine without the memory raises `MemoryError` now instead of
-        killing whoever touches a page later.
+        Its pages are taken here, so a machine or a container without the memory raises `MemoryError` now instead of
+        killing whoever touches a page later. Raises `OSError` where this process may open no more files.
         """
         nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("batchopt", os.MFD_CLOEXEC)
-        else:  # macOS: a file that has lost its name before anyone could open it
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        free = free_memory()
+        if free is not None and nbytes > free:  # the kernel would take what there is, then kill for the rest
+            raise MemoryError(_shortage(nbytes, free))
+        try:
+            fd = _open()
+        except OSError as error:
+            raise _explained(error, nbytes, free) from error
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, nbytes)
@@ -52,7 +88,7 @@ class SharedBlock:
             return cls(fd)
         except (OSError, OverflowError) as error:
             os.close(fd)
-            raise MemoryError(f"no {nbytes / 1e6:.1f} MB of shared memory: {error}") from error
+            raise _explained(error, nbytes, free) from error
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """The memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""
@@ -60,6 +96,12 @@ class SharedBlock:
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def protect(self) -> None:
+        """Forbid this process to write here: to try is SIGSEGV. Does nothing where the C library cannot."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), self.nbytes, mmap.PROT_READ)
 
     def release(self) -> None:
         """Close `fd`; the mapping, and a descriptor of its own, live on for as long as a tensor views it."""

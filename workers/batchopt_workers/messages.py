@@ -1,10 +1,12 @@
 """What crosses the process boundary: the vocabulary of parent and worker.
 
 Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
-memory follow it); `EVALUATE` carries an `Order`, 37 bytes in all. Worker to parent: fixed binary frames and UTF-8
-text (`READY`, `DONE`, `FAILED`), of which nothing is unpickled; `RESULT` and `HOOKED` carry what functions of the
-user returned there, pickled. Each message is answered by one reply; `HOOKED`, which comes before the `DONE` of an
-evaluation with a posthook, is not counted.
+memory follow it); `EVALUATE` carries an `Order`, 37 bytes in all; `LIMIT` shortens the order that it has the number of.
+Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`), of which nothing is
+unpickled; `RESULT` and `HOOKED` carry what functions of the user returned there, pickled.
+
+Each `CALL` and `EVALUATE` is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not. Before the `DONE` of an
+order come a `REPORT` for each chunk but the last, and a `HOOKED` for each chunk with a posthook.
 """
 
 from __future__ import annotations
@@ -30,12 +32,20 @@ class Kind(IntEnum):
     RESULT = 5
     FAILED = 6
     HOOKED = 7
+    REPORT = 8
+    LIMIT = 9
+
+
+# What ends the work on a message.
+ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
+# How many chunks a LIMIT leaves; the chunk that a HOOKED is about.
+CHUNK = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
 class Order:
-    """Evaluate chunks `first` up to `last` at the current X. `evaluation` counts all that the parent ever asked for;
-    `step` numbers the batch, for the random draws."""
+    """Evaluate chunks `first` up to `last` at the current X. `evaluation` numbers the evaluation, of which a worker may
+    get several orders; `step` numbers the batch, for the random draws."""
 
     evaluation: int
     step: int
@@ -67,33 +77,36 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Done:
-    """A worker's answer to an `Order`: how long it computed, and its merged partials."""
+class Report:
+    """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
+    came; `summaries` are all its merged partials of this evaluation, of earlier orders too. What they say stands until
+    the next report: a row that is not named any more may be overwritten."""
 
     evaluation: int
+    next: int
     seconds: float
     summaries: tuple[Summary, ...]
 
-    _HEAD = struct.Struct("<QdII")
+    _HEAD = struct.Struct("<QIdII")
     _SUMMARY = struct.Struct("<IIId")
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
         width = len(self.summaries[0].used) if self.summaries else 0
-        parts = [self._HEAD.pack(self.evaluation, self.seconds, len(self.summaries), width)]
+        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, len(self.summaries), width)]
         for s in self.summaries:
             parts += self._SUMMARY.pack(s.node.level, s.node.position, s.row, s.loss), s.used
         return b"".join(parts)
 
     @classmethod
-    def decode(cls, frame: bytes) -> Done:
+    def decode(cls, frame: bytes) -> Report:
         """The inverse of `encode`; raises `ValueError` for anything else."""
         try:
-            evaluation, seconds, count, width = cls._HEAD.unpack_from(frame)
+            evaluation, done, seconds, count, width = cls._HEAD.unpack_from(frame)
             stride = cls._SUMMARY.size + width
             if len(frame) != cls._HEAD.size + count * stride:
                 raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
-            return cls(evaluation, seconds, tuple(cls._summaries(frame, stride)))
+            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride)))
         except struct.error as error:
             raise ValueError(f"not a frame: {error}") from error
 

@@ -58,6 +58,10 @@ class Packed:
         return views
 
 
+# Where a tensor may lie that is sent; a meta tensor has no elements.
+DEVICES = ("cpu", "meta")
+
+
 def _can_be_placed(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -69,9 +73,23 @@ def _can_be_placed(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
-    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type not in DEVICES:
+            # each worker would hold a copy of its own there, and all that the accelerator's library takes
+            raise TypeError(f"a tensor is on {obj.device}, and workers run on cpu: call .cpu() on it")
+        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+            # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
+            return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+class _Packer(_Pickler):
+    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
         self._parameter_index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._tensor_index: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
@@ -89,12 +107,6 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class
             self.tensors.append(obj)
         return "tensor", self._tensor_index[id(obj)], vars(obj)
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
-            # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
-            return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
-        return super().reducer_override(obj)
-
 
 class _Unpacker(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
@@ -108,10 +120,17 @@ class _Unpacker(pickle.Unpickler):
         return tensor
 
 
+def dumps(obj: object) -> bytes:
+    """Pickle `obj` with its tensors in it: small messages, which `pickle.loads` reads. Raises as `pack` does."""
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getvalue()
+
+
 def pack(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Packed:
     """Pickle `obj`; its tensors are set apart, and those in `parameters` are only named by their index.
 
-    Raises whatever pickling `obj` raises.
+    Raises `TypeError` for a tensor on an accelerator, and whatever else pickling `obj` raises.
     """
     file = io.BytesIO()
     packer = _Packer(file, parameters)

@@ -21,16 +21,22 @@ class Row:
 
 
 class Rows:
-    """`count` rows over one block of shared memory, or over memory of this process where there is no block."""
+    """`count` rows over a block of shared memory, or over memory of this process where there is no block."""
 
     def __init__(
         self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
     ) -> None:
+        self._layout, self._changes, self._device = layout, changes, device
+        self._rows: list[Row] = []
+        self.grow(count, block)
+
+    def grow(self, count: int, block: SharedBlock | None) -> None:
+        """Add `count` rows over `block`; those there keep their places."""
+        layout, changes = self._layout, self._changes
         stride, split = _row_bytes(layout, changes)
-        self._rows = []
         for i in range(count):
             if block is None:
-                gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=device)
+                gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=self._device)
                 deltas = torch.empty(changes, dtype=torch.float64)
             else:
                 gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)

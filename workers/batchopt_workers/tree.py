@@ -8,7 +8,8 @@ the root has the same bits. A node whose sibling lies past the last chunk is its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ class Node(NamedTuple):
 class Fold(Generic[T]):
     """Partials of some of `count` chunks, merged as far as the tree allows.
 
-    `merge(left, right)` returns the merged partial; it may reuse the memory of either. Chunks that come in
+    `merge(left, right)` returns the merged partial; it may reuse the memory of either (a worker that adds chunks in order
+    reuses that of `right`, which nobody was told of). Chunks that come in
     order leave at most about `2 * log2(count)` partials unmerged.
     """
 
@@ -77,12 +79,29 @@ class Fold(Generic[T]):
         return self._held[self._root]
 
 
-def most_held(first: int, last: int, count: int) -> int:
-    """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order, the one being
-    evaluated included: the rows that a worker needs."""
+@lru_cache(maxsize=1024)
+def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = ()) -> int:
+    """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order by a worker that
+    holds `held`, the one being evaluated included: the rows that it needs."""
     fold: Fold[None] = Fold(count, lambda left, right: None)
+    for node in held:
+        fold.add(node, None)
     most = 0
     for chunk in range(first, last):
         most = max(most, len(fold) + 1)
         fold.add(Node(0, chunk), None)
     return most
+
+
+def maximal(nodes: Iterable[Node], count: int) -> set[Node]:
+    """Those of `nodes` (of a tree over `count` chunks) that lie below no other: each chunk is below one at most, since
+    of two nodes one contains the other or they have nothing in common."""
+    top = max(count - 1, 0).bit_length()
+    kept: set[Node] = set()
+    for node in sorted(set(nodes), reverse=True):
+        ancestor = node
+        while ancestor.level < top and ancestor not in kept:
+            ancestor = ancestor.parent
+        if ancestor not in kept:
+            kept.add(node)
+    return kept

@@ -1,0 +1,183 @@
+"""One worker process as the parent sees it: its pipe, its memory, what it was asked, and how it ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch.multiprocessing as mp
+
+from batchopt.backends.channel import Channel
+from batchopt.backends.launch import WorkerProcess, worker_environment
+from batchopt.backends.stderr import Stderr
+from batchopt_workers import loop
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import CHUNK, Cut, Kind, Order
+from batchopt_workers.packing import dumps
+from batchopt_workers.rows import Rows
+
+# Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
+REAPING = 2.0
+STARTING = "starting"
+EVALUATING = "evaluating"
+FUNCTION = "running a function"
+
+
+class Call(NamedTuple):
+    """A pickled call of a method of the worker's `Session`, and the block whose descriptor goes with it."""
+
+    what: str  # the worker is doing, for error messages
+    body: bytes
+    block: SharedBlock | None = None
+
+
+def call(what: str, method: str, *arguments: Any, block: SharedBlock | None = None) -> Call:
+    """Raises what pickling the arguments raises."""
+    return Call(what, dumps((method, arguments)), block)
+
+
+class Asked(NamedTuple):
+    """A message that was not answered yet. `topic`, and all `calls` of it: what has to be told again if the worker fails
+    to take it in."""
+
+    number: int
+    what: str
+    topic: str | None = None
+    calls: tuple[Call, ...] = ()
+    order: Order | None = None
+
+
+class Child:
+    """A worker process. It is killed, with all that it started, when this object is forgotten."""
+
+    def __init__(self, rank: int, world_size: int, threads: int) -> None:
+        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
+        self.rank = rank
+        self.channel = Channel(ours)
+        self.stderr = Stderr()
+        self.rows: Rows | None = None
+        self.cut: Cut | None = None
+        self.told: dict[str, tuple[Call, ...]] = {}
+        self.joined = False
+        self.since = time.monotonic()  # of the last sign of progress
+        self.verdict = ""  # why it was killed, if we did it
+        self._asked: deque[Asked] = deque([Asked(0, STARTING)])
+        self.writing = False  # whether the pipe is watched for room
+        self.process = WorkerProcess(
+            worker_environment(threads),
+            stderr=self.stderr.writer,
+            target=loop.main,
+            args=(theirs, rank, world_size, threads),
+            name=f"batchopt-worker-{rank}",
+        )
+        try:
+            with theirs:
+                self.process.start()
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            self.stderr.close_writer()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid or 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has answered everything."""
+        return self.channel.idle
+
+    @property
+    def asked(self) -> Asked | None:
+        """What it is at; None if it is idle."""
+        self.forget_answered()
+        return self._asked[0] if self._asked else None
+
+    def forget_answered(self) -> None:
+        """What it says about that again is of no interest."""
+        while self._asked and self._asked[0].number <= self.channel.answered:
+            self._asked.popleft()
+
+    @property
+    def free(self) -> bool:
+        """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still have
+        something to take in."""
+        self.forget_answered()
+        return all(asked.order is None and asked.what != FUNCTION for asked in self._asked)
+
+    def ask(self, message: Call, topic: str | None = None, calls: tuple[Call, ...] = ()) -> None:
+        """Queue a call. Raises `OSError` if the worker is gone."""
+        asked = Asked(self.channel.number(), message.what, topic, calls)
+        self._ask(asked, Kind.CALL, message.body, message.block)
+
+    def order(self, order: Order) -> None:
+        """Queue an order. Raises `OSError` if the worker is gone."""
+        self._ask(Asked(self.channel.number(), EVALUATING, order=order), Kind.EVALUATE, order.encode())
+
+    def _ask(self, asked: Asked, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
+        if self.idle:
+            self.since = time.monotonic()
+        self._asked.append(asked)
+        self.channel.send(asked.number, kind, body, block)
+
+    def find(self, number: int) -> Asked | None:
+        """What message `number` was, if it was not answered before."""
+        return next((asked for asked in self._asked if asked.number == number), None)
+
+    def limit(self, last: int) -> None:
+        """Let it not begin chunk `last` of the order that it was given last, nor one after it."""
+        number = next((asked.number for asked in reversed(self._asked) if asked.order is not None), None)
+        if number is not None and number > self.channel.answered:
+            self.channel.send_about(number, Kind.LIMIT, CHUNK.pack(last))
+
+    def kill(self, verdict: str) -> None:
+        """End it, with all that it started; for the reason given."""
+        self.verdict = self.verdict or verdict
+        self.process.kill_group()
+
+    def bury(self) -> None:
+        """Take in what it said, kill what is left of it, and reap it."""
+        self.channel.drain()
+        self.process.kill_group()
+        self.process.join(REAPING)
+        self.stderr.pass_on()
+
+    def ending(self) -> str:
+        """How the process ended, in words, and the tail of its standard error."""
+        code = self.process.exitcode
+        if self.verdict:
+            ended = f"{self.verdict} and was killed"
+        elif code is None:
+            ended = "cannot be ended: the kernel holds it"
+        elif code < 0:
+            ended = f"was ended by {_signal_name(-code)}"
+        else:
+            ended = f"exited with code {code}"
+        doing = next((asked.what for asked in self._asked if asked.number > self.channel.answered), "")
+        while_doing = f" while {doing}" if doing and not self.verdict else ""
+        hint = _hint(code) if not self.verdict else ""
+        tail = f"\n--- its standard error ends with\n{self.stderr.tail}" if self.stderr.tail else ""
+        return f"{self.process.name} (pid {self.pid}) {ended}{while_doing}{hint}{tail}"
+
+    def close(self) -> None:
+        """Hang up; the process may end by itself."""
+        self.channel.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _hint(code: int | None) -> str:
+    if code == -signal.SIGKILL:
+        return " (out of memory, perhaps: a smaller chunk_size needs less)"
+    if code == -signal.SIGSEGV:
+        return " (the parameters are read-only in workers: code that writes them there ends so)"
+    return ""

@@ -1,0 +1,326 @@
+"""Worker processes that are kept alive: started, told what they must know, watched, replaced.
+
+What has to be is written down (how many workers, and by topic what each must have been told); what is, is compared with
+it and mended at every turn. So a worker that died, one that is new, and an interrupt in the middle of telling are one
+case.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing import util
+from typing import Protocol
+
+from batchopt.backends import WorkerInfo
+from batchopt.backends.channel import ProtocolError, Reply
+from batchopt.backends.child import EVALUATING, STARTING, Asked, Call, Child
+from batchopt.errors import AllWorkersLostError, RemoteTraceback, WorkerError, WorkerLostError, WorkerStartError
+from batchopt_workers.messages import Failure, Kind
+from batchopt_workers.versions import versions
+
+# Seconds that a worker has to end by itself once the parent has hung up.
+GRACE = 1.0
+# A worker that ends so many times in a row before it can work is not started again.
+ATTEMPTS = 3
+# Seconds between two looks at who hangs.
+INTERVAL = 0.25
+
+# Seconds to wait for what other workers say once one has failed, so that the same one is named each time.
+OTHERS = 0.5
+
+# The seconds without progress after which a worker that was asked this counts as hung.
+Allowance = Callable[[Child, Asked], float]
+
+
+class Listener(Protocol):
+    """What wants to know what happens. Either method may raise `ProtocolError`: then that worker is not to be trusted,
+    and is replaced."""
+
+    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """The worker said something about what it was asked, other than that it took in a topic."""
+
+    def lost(self, child: Child) -> None:
+        """The worker is dead and reaped."""
+
+
+class Pool:
+    """`size` worker processes, of ranks 0, 1, …; `infos` says of each what the user may know."""
+
+    def __init__(self, make: Callable[[int], Child], restarts: int, allowance: Allowance) -> None:
+        self.children: dict[int, Child] = {}
+        self.infos: list[WorkerInfo] = []
+        self.ending = ""  # of the worker that was lost last
+        self._make, self._restarts, self._allowance = make, restarts, allowance
+        self._topics: dict[str, tuple[Call, ...]] = {}
+        self._failures: Counter[int] = Counter()  # ends before joining, in a row
+        self._given_up: dict[int, BaseException] = {}
+        self._selector = selectors.DefaultSelector()
+        self._check_at = 0.0
+        self._shut_down = util.Finalize(self, _shut_down, (self.children, self._selector), exitpriority=100)
+
+    # ---- what has to be
+
+    def resize(self, infos: list[WorkerInfo]) -> None:
+        """Have as many workers as `infos`, and wait until each can work.
+
+        Raises `WorkerStartError` for one that ends before, `WorkerError` if the user's code raises in one.
+        """
+        for rank in range(len(infos), len(self.infos)):
+            self._given_up.pop(rank, None)
+            self._failures.pop(rank, None)
+            if rank in self.children:
+                child = self.children.pop(rank)
+                self._unwatch(child)
+                _end([child])
+        new = [info for info in infos if all(info is not other for other in self.infos)]
+        self._restarts += len(new)  # the first start of each is none
+        self.infos = infos
+        until = float("inf")
+        while True:
+            failed = [info.rank for info in new if info.rank in self._given_up]
+            if failed:
+                until = min(until, time.monotonic() + OTHERS)
+            if self._complete or len(failed) == len(new) > 0 or time.monotonic() >= until:
+                break
+            self.pump(_Nobody(), until)
+        if failed:
+            raise self._given_up[failed[0]]
+
+    def wait(self) -> None:
+        """Until every worker that will ever work can work."""
+        while not self._complete:
+            self.pump(_Nobody(), float("inf"))
+
+    @property
+    def _complete(self) -> bool:
+        ranks = [info.rank for info in self.infos if info.rank not in self._given_up]
+        everyone = all(rank in self.children and self.children[rank].joined for rank in ranks)
+        return everyone and len(ranks) > 0
+
+    def tell(self, topic: str, *calls: Call) -> None:
+        """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
+        self._topics[topic] = calls
+        self._brief()
+
+    @property
+    def available(self) -> list[Child]:
+        """The workers that evaluate nothing now, and can."""
+        return [child for _, child in sorted(self.children.items()) if child.joined and child.free]
+
+    def enter(self) -> None:
+        """Mend what is not as it has to be, and call off evaluations that nobody waits for any more.
+
+        Raises `AllWorkersLostError` if there is no worker and will be none.
+        """
+        for child in list(self.children.values()):
+            self._watch(child)
+            self.hear(child, _Nobody())  # what an interrupt left, which wakes nobody up
+        self.call_off()
+        self.pump(_Nobody(), 0.0)
+
+    def call_off(self) -> None:
+        """Let the workers end the evaluation that they are at after the present chunk."""
+        for child in self.children.values():
+            if not child.idle and child.asked is not None and child.asked.what == EVALUATING:
+                with suppress(OSError):
+                    child.limit(0)
+
+    # ---- what is
+
+    def pump(self, listener: Listener, until: float) -> None:
+        """Mend, wait until something happens (or until that time), and tell `listener`."""
+        self._replenish()
+        self._brief()
+        for child in self.children.values():
+            self._listen(child)
+        now = time.monotonic()
+        timeout = min(until, self._check_at) - now
+        for key, _ in self._selector.select(max(0.0, timeout)):
+            child, is_exit = key.data
+            if self.children.get(child.rank) is not child:
+                continue
+            gone = is_exit
+            try:
+                child.channel.flush()
+                child.channel.receive()
+            except (EOFError, OSError):
+                gone = True
+            if gone:
+                child.channel.drain()
+            self.hear(child, listener)
+            if gone and self.children.get(child.rank) is child:
+                self._bury(child, listener)
+        if time.monotonic() >= self._check_at:
+            self._look_for_hung(listener)
+
+    def hear(self, child: Child, listener: Listener) -> None:
+        """Deal with what came from the worker."""
+        try:
+            for reply in child.channel.replies():
+                child.since = time.monotonic()
+                asked = child.find(reply.number)
+                if asked is None:
+                    continue
+                if reply.kind is Kind.READY:
+                    self._greeted(child, reply)
+                elif asked.topic is not None and reply.kind is Kind.FAILED:
+                    self._refused(child, asked, reply)
+                elif asked.topic is None:
+                    listener.heard(child, asked, reply)
+                child.forget_answered()
+        except ProtocolError as error:
+            child.kill(f"said what is no message ({error})")
+            self._bury(child, listener)
+        if not child.joined and child.told.keys() >= self._topics.keys() and child.idle:
+            child.joined = True
+            self._failures[child.rank] = 0
+            self.infos[child.rank].alive = True
+
+    def _greeted(self, child: Child, reply: Reply) -> None:
+        theirs = reply.body.decode("utf-8", "replace")
+        if theirs != versions():
+            self._given_up[child.rank] = WorkerStartError(
+                f"{child.process.name} runs with {theirs}, this process with {versions()}: was something installed "
+                "meanwhile? Start the program anew"
+            )
+            child.kill("has other versions")
+
+    def _refused(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """The worker could not take in a topic."""
+        assert asked.topic is not None
+        if self._topics.get(asked.topic) is not asked.calls:  # something else is told by now
+            return
+        child.told.pop(asked.topic, None)
+        error = error_of(child.rank, Failure.decode(reply.body), asked.what)
+        if child.joined:
+            raise error
+        self._given_up[child.rank] = error
+        child.kill("could not start")
+
+    def _look_for_hung(self, listener: Listener) -> None:
+        now = time.monotonic()
+        self._check_at = now + INTERVAL
+        for child in list(self.children.values()):
+            child.stderr.pass_on()
+            asked = child.asked
+            if asked is None:
+                continue
+            seconds = self._allowance(child, asked)
+            if now >= child.since + seconds:
+                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}")
+                self._bury(child, listener)
+            else:
+                self._check_at = min(self._check_at, child.since + seconds)
+
+    def _bury(self, child: Child, listener: Listener) -> None:
+        """The worker is dead, or as good as: see to it that it is, and tell `listener`."""
+        asked = child.asked
+        child.bury()
+        self._unwatch(child)
+        self.children.pop(child.rank, None)
+        info = self.infos[child.rank]
+        info.alive = False
+        self.ending = child.ending()
+        if not child.joined and child.rank not in self._given_up:
+            self._failures[child.rank] += 1
+            in_users_code = asked is not None and asked.what != STARTING
+            if self._failures[child.rank] >= ATTEMPTS or (in_users_code and info.restarts == 0):
+                self._given_up[child.rank] = WorkerStartError(self.ending)
+        child.close()
+        listener.lost(child)
+
+    def _replenish(self) -> None:
+        """Start what is missing, as far as it is allowed."""
+        for rank, info in enumerate(self.infos):
+            if rank in self.children or rank in self._given_up:
+                continue
+            if self._restarts <= 0:
+                self._given_up[rank] = WorkerLostError(f"max_restarts is spent; the last worker lost: {self.ending}")
+                continue
+            child = self._make(rank)
+            self._restarts -= 1
+            info.restarts += 1 if info.pid else 0
+            info.pid = child.pid
+            self.children[rank] = child
+            self._watch(child)
+        if not self.children and self.infos:
+            raise AllWorkersLostError(
+                f"no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: {self.ending}"
+            ) from next(iter(self._given_up.values()))
+
+    def _brief(self) -> None:
+        """Tell each worker what it was not told yet."""
+        for child in self.children.values():
+            if len(child.told) == len(self._topics) and all(child.told[t] is c for t, c in self._topics.items()):
+                continue
+            for topic, calls in self._topics.items():
+                if child.told.get(topic) is not calls:
+                    with suppress(OSError):  # a worker that is gone is found out elsewhere
+                        for call in calls:
+                            child.ask(call, topic, calls)
+                    child.told[topic] = calls
+
+    def _watch(self, child: Child) -> None:
+        known = self._selector.get_map()
+        if child.channel not in known:
+            self._selector.register(child.channel, selectors.EVENT_READ, (child, False))
+        if child.process.sentinel not in known:
+            self._selector.register(child.process.sentinel, selectors.EVENT_READ, (child, True))
+
+    def _listen(self, child: Child) -> None:
+        """Wake up when its pipe takes more, if there is more."""
+        if child.writing != child.channel.pending:
+            child.writing = child.channel.pending
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.writing else 0)
+            self._selector.modify(child.channel, events, (child, False))
+
+    def _unwatch(self, child: Child) -> None:
+        for watched in (child.channel, child.process.sentinel):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(watched)
+
+    def close(self) -> None:
+        """End the workers; those that are busy, or do not end by themselves, are killed."""
+        self._shut_down()
+        for info in self.infos:
+            info.alive = False
+
+
+class _Nobody:
+    """Does not care."""
+
+    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """Nothing."""
+
+    def lost(self, child: Child) -> None:
+        """Nothing."""
+
+
+def error_of(rank: int, failure: Failure, doing: str) -> WorkerError:
+    """The exception for what a worker reports of the user's code."""
+    error = WorkerError(rank, failure.type_name, failure.message, failure.samples, "" if failure.samples else doing)
+    error.__cause__ = RemoteTraceback(failure.traceback)
+    return error
+
+
+def _end(children: Iterable[Child]) -> None:
+    """Hang up; workers that are busy, or do not end within the grace, are killed with all that they started."""
+    children = list(children)
+    for child in children:
+        child.close()
+        if not (child.joined and child.idle):
+            child.process.kill_group()
+    deadline = time.monotonic() + GRACE
+    for child in children:
+        child.process.join(max(0.0, deadline - time.monotonic()))
+        child.bury()
+
+
+def _shut_down(children: dict[int, Child], selector: selectors.BaseSelector) -> None:
+    _end(children.values())
+    children.clear()
+    selector.close()

@@ -1,0 +1,142 @@
+"""One evaluation by worker processes, as far as it has come; and one measurement of each of them."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+from collections.abc import Sequence
+
+from batchopt.backends import Answer, Partial
+from batchopt.backends.channel import ProtocolError, Reply
+from batchopt.backends.child import Asked, Child
+from batchopt.dispatch import Assign, Dispatch, Run
+from batchopt_workers import faults
+from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report
+from batchopt_workers.tree import Node
+
+
+class Round:
+    """Takes in what workers say of one evaluation. `pace` (seconds a sample, by rank) is kept current."""
+
+    def __init__(self, cut: Cut, orders: Sequence[Order | None], pace: dict[int, float]) -> None:
+        some = next(order for order in orders if order is not None)
+        self.cut = cut
+        self.dispatch = Dispatch([None if o is None else Run(o.first, o.last) for o in orders], cut.chunks)
+        self.failures: list[tuple[int, Failure]] = []
+        self.poison: tuple[int, range] | None = None
+        self._evaluation, self._step = some.evaluation, some.step
+        self._pace = pace
+        self._reports: dict[Child, Report] = {}
+        self._spent: dict[tuple[Child, int], tuple[int, float]] = {}  # samples and seconds, by order
+        self._hooked: dict[int, tuple[Child, bytes]] = {}
+
+    def order(self, run: Assign) -> Order:
+        """The message for a worker."""
+        return Order(self._evaluation, self._step, run.first, run.last)
+
+    def held(self, child: Child) -> tuple[Node, ...]:
+        """What the worker holds of this evaluation."""
+        report = self._reports.get(child)
+        return () if report is None else tuple(summary.node for summary in report.summaries)
+
+    def estimate(self, worker: int, chunk: int) -> float | None:
+        """The seconds that the chunk should take there, by its last work or else by that of the slowest."""
+        pace = self._pace.get(worker, max(self._pace.values(), default=None))
+        return None if pace is None else pace * (self.cut.bounds[chunk + 1] - self.cut.bounds[chunk])
+
+    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """Raises `ProtocolError` for what cannot be true."""
+        if asked.order is None or asked.order.evaluation != self._evaluation:
+            return  # of an evaluation that nobody waits for
+        if reply.kind is Kind.FAILED:
+            self.failures.append((child.rank, Failure.decode(reply.body)))
+            self.dispatch.ended(child.rank)
+        elif reply.kind is Kind.HOOKED:
+            (chunk,) = CHUNK.unpack_from(reply.body)
+            self._hooked.setdefault(chunk, (child, reply.body[CHUNK.size :]))
+        elif reply.kind in (Kind.REPORT, Kind.DONE):
+            self._reported(child, asked, reply)
+        faults.point("parent.heard")
+
+    def _reported(self, child: Child, asked: Asked, reply: Reply) -> None:
+        assert asked.order is not None
+        try:
+            report = Report.decode(reply.body)
+            self._check(child, report)
+            self.dispatch.reported(child.rank, report.next, time.monotonic())
+        except (ValueError, struct.error) as error:
+            raise ProtocolError(str(error)) from error
+        self._reports[child] = report
+        samples = self.cut.bounds[report.next] - self.cut.bounds[asked.order.first]
+        self._spent[child, reply.number] = samples, report.seconds
+        if samples > 0:
+            self._pace[child.rank] = report.seconds / samples
+        if reply.kind is Kind.DONE:
+            self.dispatch.ended(child.rank)
+
+    def _check(self, child: Child, report: Report) -> None:
+        if report.evaluation != self._evaluation:
+            raise ValueError(f"a report of evaluation {report.evaluation} during {self._evaluation}")
+        rows = 0 if child.rows is None else len(child.rows)
+        for summary in report.summaries:
+            if summary.row >= rows or summary.node.first_chunk >= self.cut.chunks:
+                raise ValueError(f"a partial {summary.node} in row {summary.row} of {rows}")
+
+    def lost(self, child: Child) -> None:
+        """What it reported stands: the memory is ours too, and nobody else writes there."""
+        chunk = self.dispatch.lost(child.rank)
+        if chunk is not None:
+            self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
+
+    def answers(self) -> list[Answer]:
+        """What each worker contributed, in rank order; partials of two workers may contain the same chunk."""
+        found = []
+        for child, report in sorted(self._reports.items(), key=lambda item: item[0].rank):
+            assert child.rows is not None
+            partials = []
+            for summary in report.summaries:
+                row = child.rows[summary.row]
+                partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
+            spent = [work for (worker, _), work in self._spent.items() if worker is child]
+            results = {c: pickle.loads(body) for c, (worker, body) in self._hooked.items() if worker is child}
+            samples, seconds = sum(work[0] for work in spent), sum(work[1] for work in spent)
+            found.append(Answer(child.rank, samples, seconds, partials, results))
+        return found
+
+
+class Probe:
+    """Takes in how long each worker needs for the same order, and does not wait long for those that are much slower."""
+
+    def __init__(self, evaluation: int) -> None:
+        self.seconds: dict[int, float] = {}
+        self.failures: list[tuple[int, Failure]] = []
+        self.waiting: set[Child] = set()
+        self.patience = float("inf")
+        self._evaluation = evaluation
+
+    def asked(self, child: Child) -> None:
+        """The worker was given the order."""
+        self.waiting.add(child)
+
+    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """Done, or failed."""
+        if child not in self.waiting or asked.order is None or asked.order.evaluation != self._evaluation:
+            return
+        if reply.kind is Kind.FAILED:
+            self.failures.append((child.rank, Failure.decode(reply.body)))
+        elif reply.kind is Kind.DONE:
+            self.seconds[child.rank] = Report.decode(reply.body).seconds
+            slowest = max(self.seconds.values())
+            self.patience = time.monotonic() + SLOWEST * slowest + 1.0
+        else:
+            return
+        self.waiting.discard(child)
+
+    def lost(self, child: Child) -> None:
+        """It will not answer."""
+        self.waiting.discard(child)
+
+
+# A worker that needs this many times as long as the slowest so far, and a second more, is not waited for.
+SLOWEST = 10.0

@@ -1,0 +1,195 @@
+"""Which part of an object keeps it from being sent to another process."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from types import BuiltinMethodType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from typing import Any
+
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from batchopt_workers.batch import Columns, Samples
+from batchopt_workers.packing import DEVICES, pack
+
+# How far the search goes in, and how many seconds it takes at most; then what it has found so far must do.
+DEPTH = 24
+SECONDS = 2.0
+
+_PLAIN = (dict, list, tuple, set, frozenset, deque)
+# Steps that the user did not write: they leave no trace in the path.
+_CONTAINERS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+Part = tuple[str, Any]  # how it is reached from what holds it: ".name", "[index]", or "" if it goes without saying
+
+
+def blame(obj: object) -> str | None:
+    """The part of `obj` that cannot be pickled, as in `'module.encoder.lock' (_thread.lock)`: the variables that a
+    function captures, attributes, items, as deep as it takes.
+
+    None if `obj` can be pickled, or if no part of it is to blame. Never raises.
+    """
+    try:
+        found = None if _fault(obj) is None else _Search(time.monotonic() + SECONDS).inside(obj, "", DEPTH)
+    except Exception:  # of a class of the user's that is looked at
+        return None
+    if found is None or found[0] == "":
+        return None
+    path, culprit = found
+    return f"'{path.removeprefix('.')}' ({_kind_of(culprit)})"
+
+
+def _fault(obj: object) -> Exception | None:
+    """What pickling `obj` raises."""
+    try:
+        pack(obj)
+    except Exception as error:
+        return error
+    return None
+
+
+class _Search:
+    """A walk to the first part that cannot be pickled though all that it consists of can."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._seen: dict[int, object] = {}  # by identity; kept alive, so that no identity is used again
+
+    def inside(self, obj: object, path: str, depth: int) -> Part | None:
+        """The path to the part of `obj`, which cannot be pickled, that is to blame, and the part; None if all of its
+        faulty parts were seen before: it is held by what it holds."""
+        self._seen[id(obj)] = obj
+        if depth == 0:
+            return path, obj
+        only_seen = False
+        for step, part in _parts(obj):
+            if time.monotonic() > self._deadline:
+                return path, obj
+            if id(part) in self._seen:
+                only_seen = True
+                continue
+            fault = _fault(part)
+            if fault is None:
+                continue
+            if isinstance(fault, RecursionError) or isinstance(fault.__cause__, RecursionError):
+                return path + step, part
+            found = self.inside(part, path + step, depth - 1)
+            if found is not None:
+                return found
+            only_seen = True
+        return None if only_seen else (path, obj)
+
+
+def _parts(obj: Any) -> Iterator[Part]:
+    """What pickling `obj` pickles too, with the way there."""
+    if isinstance(obj, FunctionType):
+        return _of_function(obj)
+    if isinstance(obj, (MethodType, BuiltinMethodType)):
+        return iter([(".self", obj.__self__), ("", getattr(obj, "__func__", None))])
+    if isinstance(obj, functools.partial):
+        given = ((f".args{step}", value) for step, value in _items(obj.args))
+        return chain([("", obj.func)], given, _attributes(obj.keywords))
+    if isinstance(obj, (staticmethod, classmethod)):
+        return iter([("", obj.__func__)])
+    if isinstance(obj, property):
+        return iter([("", obj.fget), ("", obj.fset), ("", obj.fdel)])
+    if isinstance(obj, type):
+        members = {name: value for name, value in vars(obj).items() if not _is_remade(name, value)}
+        return chain(_attributes(members), (("", base) for base in obj.__bases__))
+    if isinstance(obj, torch.Tensor):
+        return _attributes(vars(obj)) if obj.device.type in DEVICES else iter(())
+    if isinstance(obj, _PLAIN):
+        return chain(_items(obj), () if type(obj) in _PLAIN else _of_instance(obj))
+    return _of_instance(obj)
+
+
+def _items(container: Any) -> Iterator[Part]:
+    if isinstance(container, dict):
+        for key, value in container.items():
+            yield f"[{key!r}]", value
+            yield f"[{key!r}]", key
+    else:
+        for index, value in enumerate(container):
+            yield f"[{index}]", value
+
+
+def _attributes(state: dict[str, Any]) -> Iterator[Part]:
+    for name, value in state.items():
+        yield f".{name}", value
+
+
+def _is_remade(name: str, member: object) -> bool:
+    """Whether a class that is pickled by value goes without this member, and gets another at the other end."""
+    return name == "_abc_impl" or isinstance(member, (GetSetDescriptorType, MemberDescriptorType))
+
+
+def _of_function(function: FunctionType) -> Iterator[Part]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    for name in _globals_of(code):
+        if name in function.__globals__:
+            yield f".{name}", function.__globals__[name]
+    defaults = function.__defaults__ or ()
+    yield from zip(
+        (f".{name}" for name in code.co_varnames[code.co_argcount - len(defaults) :]), defaults, strict=False
+    )
+    yield from _attributes(function.__kwdefaults__ or {})
+    yield from _attributes(vars(function))
+    yield from _attributes(function.__annotations__)
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """The global variables that the code uses, in the functions within it too."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.endswith("_GLOBAL"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
+
+
+def _of_instance(obj: Any) -> Iterator[Part]:
+    """The state of an instance as it would be pickled, then its class."""
+    if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+        reduced: Any = (None, (type(obj),), vars(obj))  # as `pack` does it
+    else:
+        try:
+            reduced = obj.__reduce_ex__(4)
+        except Exception:  # it is to blame itself
+            return
+    if isinstance(reduced, str):  # the name that it is known by
+        return
+    make, arguments, state, items, pairs = [*reduced, None, None, None][:5]
+    yield from _of_state(obj, state)
+    names = {id(value): name for name, value in getattr(obj, "__dict__", {}).items()}
+    for argument in (*arguments, make):
+        yield f".{names[id(argument)]}" if id(argument) in names else "", argument
+    yield from _items(items or ())
+    yield from _items(dict(pairs or ()))
+
+
+def _of_state(obj: Any, state: Any) -> Iterator[Part]:
+    both = state if isinstance(state, tuple) and len(state) == 2 else (state, None)  # __dict__ and __slots__
+    if not all(part is None or isinstance(part, dict) for part in both):
+        yield "", state
+        return
+    for step, value in chain.from_iterable(_attributes(part or {}) for part in both):
+        if isinstance(obj, torch.nn.Module) and step[1:] in _CONTAINERS_OF_MODULES:
+            yield from _attributes(value)
+        else:
+            yield "" if isinstance(obj, (Columns, Samples)) else step, value
+
+
+def _kind_of(obj: object) -> str:
+    kind = type(obj)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name} on {obj.device}" if isinstance(obj, torch.Tensor) else name

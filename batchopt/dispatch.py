@@ -1,0 +1,191 @@
+"""Who evaluates which chunk during one evaluation, whatever workers do: decisions without input or output.
+
+Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
+order: a run that nobody evaluates (its worker died, or is still busy with something else); the second half of what the
+slowest worker has not begun; a copy of a chunk that is late. A chunk counts once, whoever reports it first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# A chunk that so many workers died or hung in is given up.
+POISONOUS = 3
+# A chunk is late after this many times the seconds that it should take, and no sooner than after `PATIENCE` seconds.
+LATE = 3.0
+PATIENCE = 0.05
+# Seconds of work that are worth a message: less is not taken from a worker that is about to begin it.
+WORTHWHILE = 0.002
+
+# The seconds that worker `i` should need for chunk `j`; None if nobody knows.
+Estimate = Callable[[int, int], float | None]
+
+
+class Run(NamedTuple):
+    """Chunks `first` up to `last`."""
+
+    first: int
+    last: int
+
+
+class Assign(NamedTuple):
+    """Worker: evaluate chunks `first` up to `last`."""
+
+    worker: int
+    first: int
+    last: int
+
+
+class Limit(NamedTuple):
+    """Worker: do not begin chunk `last`, nor one after it."""
+
+    worker: int
+    last: int
+
+
+@dataclass
+class _Task:
+    """What a worker is at: chunk `next` since `since` (seconds on any clock), then those up to `last`."""
+
+    next: int
+    last: int
+    since: float
+
+
+class Dispatch:
+    """One evaluation. Tell it what happens (`reported`, `ended`, `lost`); it says what to do (`decide`)."""
+
+    def __init__(self, runs: Sequence[Run | None], chunks: int) -> None:
+        """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common."""
+        self._pending: list[tuple[int | None, Run]] = []  # with the worker that it is planned for
+        self._missing = bytearray(chunks)
+        for worker, run in enumerate(runs):
+            if run is not None and run.first < run.last:
+                self._pending.append((worker, run))
+                self._missing[run.first : run.last] = b"\1" * (run.last - run.first)
+        self.missing = sum(self._missing)
+        self._tasks: dict[int, _Task] = {}
+        self._deaths: Counter[int] = Counter()
+
+    @property
+    def workers(self) -> list[int]:
+        """Who has something to do."""
+        return list(self._tasks)
+
+    def at_hand(self, worker: int) -> int | None:
+        """The chunk that the worker is at, as far as one knows."""
+        task = self._tasks.get(worker)
+        return None if task is None or task.next >= task.last else task.next
+
+    def reported(self, worker: int, done: int, now: float) -> None:
+        """The worker has evaluated its chunks before `done`. Raises `ValueError` if it was not given those."""
+        task = self._tasks.get(worker)
+        if task is None or not task.next <= done <= len(self._missing):
+            raise ValueError(f"worker {worker} reports chunk {done - 1}, which it was not given")
+        for chunk in range(task.next, done):
+            self.missing -= self._missing[chunk]
+            self._missing[chunk] = 0
+        if done > task.next:
+            task.next, task.since = done, now
+
+    def ended(self, worker: int) -> None:
+        """The worker has no task any more; what it left undone waits for somebody."""
+        task = self._tasks.pop(worker, None)
+        if task is not None:
+            self._leave(task)
+
+    def lost(self, worker: int) -> int | None:
+        """The worker is dead. Returns the chunk that it was at if that one has killed too many."""
+        task = self._tasks.pop(worker, None)
+        if task is None or task.next >= task.last:
+            return None
+        self._leave(task)
+        self._deaths[task.next] += 1
+        return task.next if self._deaths[task.next] >= POISONOUS and self._missing[task.next] else None
+
+    def _leave(self, task: _Task) -> None:
+        run = self._trimmed(Run(task.next, task.last))
+        if run is not None:
+            self._pending.insert(0, (None, run))
+
+    def _trimmed(self, run: Run) -> Run | None:
+        """Without the chunks at both ends that are done; None if nothing remains."""
+        first, last = run
+        while first < last and not self._missing[first]:
+            first += 1
+        while first < last and not self._missing[last - 1]:
+            last -= 1
+        return Run(first, last) if first < last else None
+
+    def decide(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Assign | Limit]:
+        """What the workers that are `idle` should do; to be carried out in this order."""
+        commands: list[Assign | Limit] = []
+        without = [worker for worker in idle if worker not in self._tasks]
+        for worker in without:
+            commands += self._give(worker, self._take(worker), now)
+        for worker in without:
+            if worker not in self._tasks:
+                commands += self._give(worker, self._take(None), now)
+        for worker in without:
+            if worker not in self._tasks:
+                commands += self._steal(worker, estimate, now)
+        for worker in without:
+            if worker not in self._tasks:
+                commands += self._give(worker, self._late(estimate, now), now)
+        return commands
+
+    def _take(self, planned_for: int | None) -> Run | None:
+        """A pending run: of that worker, or of anyone if None."""
+        for i, (worker, run) in enumerate(self._pending):
+            if planned_for is None or worker == planned_for:
+                del self._pending[i]
+                trimmed = self._trimmed(run)
+                return trimmed if trimmed is not None else self._take(planned_for)
+        return None
+
+    def _give(self, worker: int, run: Run | None, now: float) -> list[Assign | Limit]:
+        if run is None:
+            return []
+        self._tasks[worker] = _Task(run.first, run.last, now)
+        return [Assign(worker, *run)]
+
+    def _steal(self, worker: int, estimate: Estimate, now: float) -> list[Assign | Limit]:
+        """Half of the most that any worker has before it and has not begun."""
+
+        def ahead(victim: int) -> float:
+            task = self._tasks[victim]
+            each = estimate(victim, task.next) if task.next < task.last else None
+            return (task.last - task.next - 1) * (WORTHWHILE if each is None else each)
+
+        victim = max(self._tasks, key=ahead, default=None)
+        if victim is None or ahead(victim) < WORTHWHILE:
+            return []
+        task = self._tasks[victim]
+        middle = task.last - (task.last - task.next) // 2
+        run = self._trimmed(Run(middle, task.last))
+        task.last = middle
+        return [Limit(victim, middle), *self._give(worker, run, now)]
+
+    def _late(self, estimate: Estimate, now: float) -> Run | None:
+        """A chunk that is at hand somewhere, and late with all who are at it."""
+        for chunk, due in sorted(self._dues(estimate).items(), key=lambda item: item[1]):
+            if due <= now:
+                return Run(chunk, chunk + 1)
+        return None
+
+    def _dues(self, estimate: Estimate) -> dict[int, float]:
+        """When each missing chunk at hand becomes late with the last of its workers."""
+        dues: dict[int, float] = {}
+        for worker, task in self._tasks.items():
+            if task.next < task.last and self._missing[task.next]:
+                seconds = estimate(worker, task.next)
+                due = float("inf") if seconds is None else task.since + max(PATIENCE, LATE * seconds)
+                dues[task.next] = max(due, dues.get(task.next, due))
+        return dues
+
+    def next_late(self, estimate: Estimate) -> float:
+        """When the next chunk becomes late; infinity if none will."""
+        return min(self._dues(estimate).values(), default=float("inf"))

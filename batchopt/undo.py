@@ -1,0 +1,55 @@
+"""Going back to the start of a step: the parameters, and what the optimizer remembers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Undo:
+    """Keeps X and the state of an optimizer as they were when last `take`n.
+
+    Of the tensors in the optimizer's state copies are kept, in memory that is used again; of lists (L-BFGS's history) the
+    items, which are appended and dropped but not written.
+    """
+
+    def __init__(self, vector: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+        self._vector = vector
+        self._optimizer = optimizer
+        self._copy = torch.empty_like(vector)
+        self._state: dict[Any, dict[Any, Any]] = {}
+        self._groups: list[dict[str, Any]] = []
+
+    def take(self) -> None:
+        """Remember the present."""
+        with torch.no_grad():
+            self._copy.copy_(self._vector)
+        if self._optimizer is not None:
+            kept = self._state
+            self._state = {
+                parameter: {key: _kept(value, kept.get(parameter, {}).get(key)) for key, value in state.items()}
+                for parameter, state in self._optimizer.state.items()
+            }
+            self._groups = [{key: _kept(value, None) for key, value in g.items()} for g in self._optimizer.param_groups]
+
+    def back(self) -> None:
+        """Put everything back. What was kept belongs to the optimizer now: `take` again before the next `back`."""
+        with torch.no_grad():
+            self._vector.copy_(self._copy)
+        if self._optimizer is None:
+            return
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(before)
+        self._state = {}
+
+
+def _kept(value: Any, room: Any) -> Any:
+    """A copy of a tensor, in `room` if it fits there; of a list; anything else as it is."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        if not isinstance(room, torch.Tensor) or room.shape != value.shape or room.dtype != value.dtype:
+            return value.detach().clone()
+        return room.copy_(value.detach())
+    return list(value) if isinstance(value, list) else value

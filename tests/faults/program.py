@@ -1,0 +1,94 @@
+"""A run under planned faults: `python -m tests.faults.program '<case as JSON>' <folder for the outcome>`."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import batchopt
+import batchopt.dispatch
+import batchopt.function
+from batchopt.backends import Backend, Setup, start_backend
+from tests.workloads import mlp
+
+SAMPLES = 48
+CHUNK = 8
+
+
+def start(name: str, setup: Setup) -> Backend:
+    """A single worker is a process here too."""
+    from batchopt.backends.process import ProcessBackend
+
+    return ProcessBackend(setup) if name == "process" else start_backend(name, setup)
+
+
+def optimizer(name: str) -> Any:
+    """One whose state shows any difference of bits."""
+    if name == "sgd":
+        return lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return lambda parameters: torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Three steps; what is left after them, or after the first error."""
+    workload = mlp(samples=SAMPLES)
+    options = {"chunk_size": CHUNK, "speeds": [1] * case.get("parallelize", 1), **case.get("options", {})}
+    opt = batchopt.BatchOptimizer(
+        workload.module,
+        workload.criterion,
+        optimizer=optimizer(case["optimizer"]),
+        parallelize=case.get("parallelize", 1),
+        backend=case.get("backend", "process"),
+        **options,
+    )
+    outcome: dict[str, Any] = {"losses": []}
+    before = opt.state_dict()
+    try:
+        for _ in range(3):
+            before = {"X": opt.parameters.clone(), "counters": opt.eval_counter}
+            outcome["losses"].append(opt.step(workload.inputs, workload.targets))
+            if case.get("save"):
+                opt.save(folder / "checkpoint")
+    except BaseException as error:
+        same = torch.equal(opt.parameters, before["X"]) and opt.eval_counter == before["counters"]
+        outcome |= {"error": f"{type(error).__name__}: {error}", "restored": same}
+        if case.get("again"):
+            while len(outcome["losses"]) < 3:
+                outcome["losses"].append(opt.step(workload.inputs, workload.targets))
+    assert opt.optimizer is not None
+    outcome |= {
+        "fingerprint": opt.fingerprint(),
+        "X": opt.parameters.clone(),
+        "state": opt.optimizer.state_dict()["state"],
+        "evaluations": opt.eval_counter,
+        "restarts": [worker.restarts for worker in opt.workers],
+    }
+    if not case.get("leave"):
+        opt.close()
+    return outcome
+
+
+def main() -> None:
+    """Under a limit that shows where everybody was."""
+    faulthandler.dump_traceback_later(50, exit=True)
+    case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    vars(batchopt.function)["start_backend"] = start
+    if not case.get("late"):  # so that each chunk is evaluated once, but for the fault
+        batchopt.dispatch.PATIENCE = batchopt.dispatch.WORTHWHILE = 1e9
+    started = time.monotonic()
+    try:
+        outcome = run(case, folder)
+    except Exception as error:
+        outcome = {"error": f"{type(error).__name__}: {error}"}
+    outcome["seconds"] = time.monotonic() - started
+    torch.save(outcome, folder / "outcome")
+
+
+if __name__ == "__main__":
+    main()

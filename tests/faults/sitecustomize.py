@@ -1,0 +1,117 @@
+"""Makes things go wrong, as planned, in every Python process that is started with this folder on its path.
+
+The plan is a folder: `plan.json` is a list of faults `{"who": rank | "parent" | "worker", "point": name, "chunk": number
+or null, "nth": number, "do": action, "times": number}`. A fault fires at the `nth` time that its point is reached in a process,
+`times` times in all processes together; each firing leaves a file. Chunks that are evaluated are written to `log`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+
+class Untold(Exception):
+    """Cannot be pickled, nor shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = sys._getframe
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class Plan:
+    """The hook of `batchopt_workers.faults`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._faults = json.loads((folder / "plan.json").read_text())
+        self._seen = [0] * len(self._faults)
+        self._log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def __call__(self, point: str, chunk: int) -> None:
+        from batchopt_workers import faults
+
+        if point == "worker.forward":
+            os.write(self._log, f"{faults.rank} {os.getpid()} {chunk}\n".encode())
+        for i, fault in enumerate(self._faults):
+            who = "parent" if faults.rank < 0 and point != "worker.start" else faults.rank
+            mine = fault["who"] == who or (fault["who"] == "worker" and who != "parent")
+            if mine and fault["point"] == point and fault.get("chunk") in (None, chunk):
+                self._seen[i] += 1
+                if self._seen[i] >= fault.get("nth", 1) and self._fires(i, fault):
+                    act(fault["do"], sys._getframe(2))
+
+    def _fires(self, i: int, fault: dict[str, Any]) -> bool:
+        for time_ in range(fault.get("times", 1)):
+            try:
+                os.close(os.open(self._folder / f"fired-{i}-{time_}", os.O_CREAT | os.O_EXCL))
+                return True
+            except FileExistsError:
+                continue
+        return False
+
+
+def act(action: str, caller: FrameType) -> None:
+    """Do it, in the process that reached the point; `caller` is the code there."""
+    if action.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, action))
+        time.sleep(0.01 if action == "SIGINT" else 60)  # for it to arrive
+    elif action == "stop and continue":
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "segfault":
+        ctypes.string_at(0)
+    elif action == "C exit":
+        ctypes.CDLL(None).exit(0)
+    elif action == "hang":
+        time.sleep(1e6)
+    elif action == "hold the GIL":
+        ctypes.PyDLL(None).sleep(10**6)
+    elif action == "delay":
+        time.sleep(0.4)
+    elif action == "close the pipe":
+        caller.f_locals["self"]._connection.close()
+    elif action in ("half a frame", "garbage", "twice", "a wrong number", "a row that is not there"):
+        say(action, caller.f_locals["self"]._connection, caller.f_locals["frame"])
+    else:
+        exec(action, {"os": os, "sys": sys, "Untold": Untold})
+
+
+def say(action: str, connection: Any, frame: bytes) -> None:
+    """Say something else than the frame that is about to be sent, or before it."""
+    if action == "half a frame":
+        data = len(frame).to_bytes(4, "big") + frame
+        os.write(connection.fileno(), data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "garbage":
+        os.write(connection.fileno(), bytes(range(256)))
+    elif action == "twice":
+        connection.send_bytes(frame)
+    elif action == "a wrong number":
+        connection.send_bytes((10**6).to_bytes(8, "big") + frame[8:])
+    elif action == "a row that is not there":
+        connection.send_bytes(frame[:9] + frame[9:].replace(b"\0\0\0\0", b"\7\0\0\0"))
+
+
+def install(folder: Path) -> None:
+    """From now on this process follows the plan in `folder`."""
+    from batchopt_workers import faults
+
+    faults.hook = Plan(folder)
+    if "--multiprocessing-fork" in sys.orig_argv:
+        faults.point("worker.start")
+
+
+if "BATCHOPT_TEST_FAULTS" in os.environ:
+    install(Path(os.environ["BATCHOPT_TEST_FAULTS"]))

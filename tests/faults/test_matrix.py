@@ -1,0 +1,291 @@
+"""A run in which something goes wrong has the bits of one in which nothing does; what cannot be mended is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import Ended, Fault, play, same_bits
+
+Play = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Play:
+    """Plays a case in a folder of its own."""
+    return lambda *faults, **case: play(tmp_path / "run", faults, **{"optimizer": "sgd", "parallelize": 2, **case})
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """The run without faults, in one process: the oracle."""
+    known: dict[str, Ended] = {}
+
+    def oracle(optimizer: str) -> Ended:
+        if optimizer not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[optimizer] = play(folder / "run", [], optimizer=optimizer, backend="serial")
+            assert "error" not in known[optimizer].outcome, known[optimizer].outcome
+        return known[optimizer]
+
+    return oracle
+
+
+def kill(point: str, **where: Any) -> Fault:
+    return Fault(point, "SIGKILL", **where)
+
+
+# The second chunk of the run of the last worker, at its second evaluation: chunks are 6 in all.
+DEATHS = {
+    "when it starts": kill("worker.start"),
+    "when it greets": Fault("worker.greet", "os._exit(0)"),
+    "before the module": Fault("worker.greeted", "os._exit(0)"),
+    "when the batch comes": kill("worker.load", nth=2),
+    "when the order comes": kill("worker.order", nth=2),
+    "before the forward": kill("worker.forward", chunk=5, nth=2),
+    "before the backward": kill("worker.backward", chunk=5, nth=2),
+    "in the gradient": kill("worker.collect", chunk=5, nth=2),
+    "in a merge": kill("worker.merge", chunk=5, nth=2),
+    "before the report": kill("worker.send", chunk=5, nth=2),
+    "in the report": Fault("worker.send", "half a frame", chunk=5, nth=2),
+    "after the report": kill("worker.sent", chunk=5, nth=2),
+    "after a first report": kill("worker.sent", chunk=3, nth=2),
+}
+WAYS = [
+    "SIGTERM",
+    "SIGABRT",
+    "segfault",
+    "os._exit(0)",
+    "os._exit(3)",
+    "C exit",
+    "hang",
+    "hold the GIL",
+    "SIGSTOP",
+    "close the pipe",
+]
+LIES = ["garbage", "a wrong number", "a row that is not there"]
+SLOW = pytest.mark.slow
+
+
+def expected_extra(fault: Fault) -> dict[int, int]:
+    """Which chunks are evaluated once more for the fault."""
+    done_before_it_counts = fault.point in (
+        "worker.forward",
+        "worker.backward",
+        "worker.collect",
+        "worker.merge",
+        "worker.send",
+    )
+    return {fault.chunk: 1} if done_before_it_counts and fault.chunk is not None else {}
+
+
+def check(ended: Ended, oracle: Ended, fault: Fault, extra: dict[int, int]) -> None:
+    """The fault fired once, the bits are those of the oracle, and no chunk was evaluated but what was lost."""
+    assert ended.returncode == 0, ended.stderr
+    assert "error" not in ended.outcome, ended.outcome["error"]
+    assert ended.fired == [1]
+    same_bits(ended.outcome, oracle.outcome)
+    evaluations = ended.outcome["evaluations"]
+    assert ended.chunks == {chunk: evaluations + extra.get(chunk, 0) for chunk in range(6)}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("lbfgs", marks=SLOW)])
+@pytest.mark.parametrize("parallelize", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize(
+    "when", [w if w in ("in the gradient", "in the report") else pytest.param(w, marks=SLOW) for w in DEATHS]
+)
+def test_a_death_at_any_moment_costs_the_chunk_at_hand(
+    run: Play, undisturbed: Callable[[str], Ended], when: str, parallelize: int, optimizer: str
+) -> None:
+    fault = DEATHS[when]
+    ended = run(fault, parallelize=parallelize, optimizer=optimizer)
+    check(ended, undisturbed(optimizer), fault, expected_extra(fault))
+
+
+@SLOW
+@pytest.mark.parametrize("parallelize", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
+    run: Play, undisturbed: Callable[[str], Ended], way: str, parallelize: int
+) -> None:
+    fault = Fault("worker.send" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=2)
+    ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0})
+    check(ended, undisturbed("lbfgs"), fault, {5: 1})
+    assert sum(ended.outcome["restarts"]) == 1 or parallelize > 1  # else nobody else could have done it
+
+
+@SLOW
+@pytest.mark.parametrize("lie", LIES)
+def test_a_worker_that_talks_nonsense_is_replaced(run: Play, undisturbed: Callable[[str], Ended], lie: str) -> None:
+    fault = Fault("worker.send", lie, chunk=5, nth=2)
+    check(run(fault), undisturbed("sgd"), fault, {5: 1})
+
+
+@SLOW
+def test_what_is_said_twice_counts_once(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+    fault = Fault("worker.send", "twice", chunk=5, nth=2)
+    ended = run(fault)
+    check(ended, undisturbed("sgd"), fault, {})
+    assert ended.outcome["restarts"] == [0, 0]
+
+
+@SLOW
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+@pytest.mark.parametrize("parallelize", [1, 2, 3])
+def test_all_workers_die_at_once(
+    run: Play, undisturbed: Callable[[str], Ended], parallelize: int, optimizer: str
+) -> None:
+    faults = [kill("worker.backward", who=rank, nth=2) for rank in range(parallelize)]
+    ended = run(*faults, parallelize=parallelize, optimizer=optimizer)
+    assert "error" not in ended.outcome, ended.outcome["error"]
+    assert ended.fired == [1] * parallelize
+    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+    assert sum(ended.chunks.values()) == 6 * ended.outcome["evaluations"] + parallelize
+
+
+@SLOW
+@pytest.mark.parametrize("when", ["before the backward", "in the gradient"])
+def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, when: str) -> None:
+    point = DEATHS[when].point
+    case: dict[str, Any] = {"optimizer": "lbfgs", "parallelize": 2, "options": {"chunk_size": None}}
+    oracle = play(tmp_path / "oracle", [], **case)
+    ended = play(tmp_path / "run", [kill(point, chunk=1, nth=2)], **case)
+    assert ended.fired == [1]
+    same_bits(ended.outcome, oracle.outcome)
+
+
+@SLOW
+def test_a_stopped_worker_is_not_waited_for(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+    """Its chunk is copied long before it counts as hung; what it says when it goes on is of no interest."""
+    ended = run(Fault("worker.backward", "stop and continue", chunk=5, nth=2), optimizer="lbfgs", late=True)
+    assert ended.fired == [1]
+    same_bits(ended.outcome, undisturbed("lbfgs").outcome)
+    assert ended.outcome["restarts"] == [0, 0]
+    assert ended.outcome["seconds"] < 20
+
+
+@SLOW
+def test_a_slow_worker_is_not_killed(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+    ended = run(Fault("worker.backward", "delay", who=1, times=1000), late=True)
+    same_bits(ended.outcome, undisturbed("sgd").outcome)
+    assert ended.outcome["restarts"] == [0, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("lbfgs", marks=SLOW)])
+def test_a_chunk_that_ends_three_workers_is_poison(run: Play, optimizer: str) -> None:
+    ended = run(kill("worker.backward", chunk=2, nth=1, times=1000), optimizer=optimizer)
+    assert ended.outcome["error"].startswith("PoisonChunkError: chunk 2 (samples 16..23) ended three workers")
+    assert "out of memory, perhaps" in ended.outcome["error"]
+    assert ended.fired == [3]
+    assert ended.outcome["restored"]
+
+
+@SLOW
+def test_poison_in_a_later_step_leaves_the_parameters_of_before(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+    """And the same step again, without the poison, has the bits of a run without it."""
+    ended = run(kill("worker.backward", chunk=2, nth=2, times=1), optimizer="lbfgs")
+    assert "error" not in ended.outcome
+    ended = run(
+        kill("worker.backward", chunk=2, nth=7, times=1),
+        kill("worker.backward", chunk=2, nth=1, times=0),
+        optimizer="lbfgs",
+        again=True,
+        options={"max_restarts": 0},
+        parallelize=1,
+    )
+    assert ended.outcome["error"].startswith("AllWorkersLostError")
+    assert undisturbed("lbfgs").outcome["fingerprint"] != ended.outcome["fingerprint"]
+
+
+@SLOW
+@pytest.mark.parametrize("parallelize", [1, 2, 3])
+def test_when_no_worker_is_left_that_is_an_error(run: Play, parallelize: int) -> None:
+    faults = [kill("worker.backward", who=rank, nth=5) for rank in range(parallelize)]
+    ended = run(*faults, parallelize=parallelize, options={"max_restarts": 0})
+    assert ended.outcome["error"].startswith("AllWorkersLostError: no worker is left, and none may be started")
+    assert ended.outcome["restored"]
+
+
+@SLOW
+def test_a_survivor_goes_on_alone(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+    fault = kill("worker.backward", chunk=5, nth=2)
+    ended = run(fault, options={"max_restarts": 0})
+    check(ended, undisturbed("sgd"), fault, {5: 1})
+    assert ended.outcome["restarts"] == [0, 0]
+
+
+@SLOW
+@pytest.mark.parametrize("way", ["SIGKILL", "os._exit(0)", "C exit"])
+def test_workers_that_never_start_are_an_error(run: Play, way: str) -> None:
+    said = "import sys; print('no such device', file=sys.stderr); import os; os._exit(0)"
+    ended = run(Fault("worker.start", said if way == "os._exit(0)" else way, times=1000))
+    assert ended.outcome["error"].startswith("WorkerStartError: batchopt-worker-")
+    assert "while starting" in ended.outcome["error"]
+    assert way != "os._exit(0)" or "no such device" in ended.outcome["error"]
+    assert 3 <= ended.fired[0] <= 6
+
+
+@SLOW
+@pytest.mark.parametrize("way", ["segfault", "os._exit(0)", "raise OSError('no file')", "sys.exit(3)"])
+def test_a_module_that_cannot_arrive_is_tried_once(run: Play, way: str) -> None:
+    ended = run(Fault("worker.install", way, times=1000))
+    raised = "(" in way and not way.startswith("os._exit")
+    expected = "WorkerError: " if raised else "WorkerStartError: "
+    assert ended.outcome["error"].startswith(expected)
+    assert "receiving the module" in ended.outcome["error"]
+    assert ended.fired[0] <= 2
+
+
+ERRORS = {
+    "raise ValueError('bad')": "WorkerError: ValueError in worker 1, samples 40..47: bad",
+    "raise Untold": "WorkerError: Untold in worker 1, samples 40..47: <its __str__ raised KeyError>",
+    "raise SystemExit(0)": "WorkerError: SystemExit in worker 1, samples 40..47: 0",
+    "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt in worker 1, samples 40..47: ",
+    "raise GeneratorExit": "WorkerError: GeneratorExit in worker 1, samples 40..47: ",
+    "raise StopIteration": "WorkerError: ",
+    "raise MemoryError": "WorkerError: MemoryError in worker 1, samples 40..47:  (a smaller chunk_size",
+    "raise ValueError('x' * 10**7)": "WorkerError: ValueError in worker 1, samples 40..47: xxx",
+}
+
+
+@SLOW
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_exception_arrives_and_the_step_can_be_made_again(
+    run: Play, undisturbed: Callable[[str], Ended], error: str, optimizer: str
+) -> None:
+    """Parameters, counters and the optimizer's state are as before the step: then it has the bits of the first try."""
+    ended = run(Fault("worker.backward", error, chunk=5, nth=3), optimizer=optimizer, again=True)
+    assert ended.fired == [1]
+    assert ended.outcome["error"].startswith(ERRORS[error])
+    assert len(ended.outcome["error"]) < 200_000
+    assert ended.outcome["restored"]
+    assert ended.outcome["restarts"] == [0, 0]
+    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+
+
+@SLOW
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+@pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.reduce"])
+def test_an_interrupt_in_the_parent_undoes_the_step(
+    run: Play, undisturbed: Callable[[str], Ended], point: str, optimizer: str
+) -> None:
+    ended = run(Fault(point, "SIGINT", who="parent", nth=7), optimizer=optimizer, again=True)
+    assert ended.fired == [1]
+    assert ended.outcome["error"].startswith("KeyboardInterrupt")
+    assert ended.outcome["restored"]
+    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+    assert ended.outcome["restarts"] == [0, 0]
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "point", ["parent.dispatched", "parent.heard", "parent.reduce", "checkpoint.writing", "checkpoint.replace"]
+)
+def test_a_killed_parent_leaves_nothing(run: Play, tmp_path: Path, point: str) -> None:
+    ended = run(Fault(point, "SIGKILL", who="parent", nth=2), save=True)
+    assert ended.returncode == -9  # and `play` has looked for processes
+    assert len(ended.pids) == 2

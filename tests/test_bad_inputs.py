@@ -1,0 +1,327 @@
+"""What the user may do wrong, and what the error says: what was given, what is needed, how to mend it.
+
+The numbers are those of the table of bad inputs that this library was designed with. Left out are those about other
+machines, those that a test needs running workers for (beside the backends' contract), and those that are no errors.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, NonFiniteError, WorkerError
+from batchopt.backends.process import ProcessBackend
+from batchopt.errors import BatchoptError
+from batchopt_workers import memory
+from tests.workloads import Mlp
+
+X, Y = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 16).view(4, 4)
+LOCK = threading.Lock()
+
+
+class Case(NamedTuple):
+    """What is done, and the error that it must be."""
+
+    provoke: Callable[[], object]
+    error: type[Exception]
+    message: str
+
+
+def build(module: Any = None, criterion: Any = None, **options: Any) -> BatchOptimizer:
+    """With two workers, unless told otherwise."""
+    if criterion is None and "loss_fn" not in options:
+        criterion = nn.MSELoss()
+    return BatchOptimizer(Mlp() if module is None else module, criterion, **{"parallelize": 2, **options})
+
+
+def step(inputs: Any = X, targets: Any = Y, sample_options: Any = None, **options: Any) -> float:
+    """In this process: a batch is read the same way for any number of workers."""
+    with build(**{"parallelize": 1, **options}) as opt:
+        return opt.step(inputs, targets, sample_options)
+
+
+# ---- modules
+
+
+def module_of(*tensors: torch.Tensor) -> nn.Module:
+    return nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
+
+
+def hooked() -> nn.Module:
+    module = Mlp()
+    module.first.weight.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    return module
+
+
+def holding_a_lock() -> nn.Module:
+    module = nn.Sequential(Mlp())
+    vars(module[0])["lock"] = LOCK
+    return module
+
+
+def on_an_accelerator() -> ProcessBackend:
+    """As far as the backend can tell: nothing shared, and not on the cpu."""
+    setup: Any = SimpleNamespace(flat=SimpleNamespace(block=None, vector=torch.empty(3, device="meta")))
+    return ProcessBackend(setup)
+
+
+STORAGE = torch.zeros(6)
+MODULES = {
+    "4 a class": Case(lambda: build(Mlp), TypeError, r"`module` must be .* instance; got the class Mlp - did you mean"),
+    "4 a function": Case(lambda: build(torch.relu), TypeError, r"`module` must be .* instance; got builtin_function"),
+    "5 nothing to train": Case(
+        lambda: build(Mlp().requires_grad_(False)), ValueError, r"no parameter with requires_grad=True \(4 frozen\)"
+    ),
+    "6 lazy": Case(
+        lambda: build(nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(4))),
+        ValueError,
+        r"parameter '1\.weight' is uninitialised \(a lazy module\): run one forward pass first",
+    ),
+    "8 on an accelerator": Case(on_an_accelerator, ValueError, r"parameters are on meta; workers run on cpu: call"),
+    "9 two devices": Case(
+        lambda: build(module_of(torch.zeros(1), torch.zeros(1, device="meta"))),
+        ValueError,
+        r"are on 2 devices \{'cpu': 1, 'meta': 1\}: move the module to one",
+    ),
+    "9 without memory": Case(lambda: build(Mlp().to("meta")), ValueError, r"on the meta device: .* module\.to_empty"),
+    "10 two dtypes": Case(
+        lambda: build(module_of(torch.zeros(1), torch.zeros(1), torch.zeros(1).double())),
+        ValueError,
+        r"have dtypes \{'float32': 2, 'float64': 1\} \('2' is float64\): cast the module with",
+    ),
+    "11 one storage": Case(
+        lambda: build(module_of(STORAGE, STORAGE[2:])),
+        ValueError,
+        r"'0' and '1' are different tensors over one storage",
+    ),
+    "12 a hook on a parameter": Case(
+        lambda: build(hooked()), ValueError, r"'first\.weight' has a hook; hooks on tensors do not travel to workers"
+    ),
+    "22 a lock in the module": Case(
+        lambda: build(holding_a_lock()), TypeError, r"cannot be sent to worker processes: .*0\.lock' \(.*lock\)"
+    ),
+}
+
+# ---- the other arguments
+
+
+def optimizer_with(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory whose product has these options, which torch would have refused or not."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        kind = torch.optim.LBFGS if "max_iter" in options else torch.optim.SGD
+        optimizer = kind(parameters)
+        optimizer.param_groups[0].update(options)
+        return optimizer
+
+    return make
+
+
+def groups(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([{"params": parameters[:1]}, {"params": parameters[1:]}])
+
+
+def foreign() -> BatchOptimizer:
+    return build(optimizer=torch.optim.SGD([*nn.Linear(4, 10).parameters()]))
+
+
+def writes_a_log() -> Callable[..., Any]:
+    with open(os.devnull, "w") as log:
+        return lambda worker, sample=None: log.write("x")
+
+
+ARGUMENTS = {
+    "1 no workers": Case(lambda: build(parallelize=0), ValueError, r"`parallelize` must be >= 1, got 0"),
+    "1 fewer than none": Case(lambda: build(parallelize=-1), ValueError, r"`parallelize` must be >= 1, got -1"),
+    "2 a float": Case(lambda: build(parallelize=2.5), TypeError, r"`parallelize` must be an int, got float 2\.5"),
+    "2 a string": Case(lambda: build(parallelize="4"), TypeError, r"`parallelize` must be an int, got str '4'"),
+    "2 a bool": Case(lambda: build(parallelize=True), TypeError, r"`parallelize` must be an int, got bool True"),
+    "3 ten thousand workers": Case(
+        lambda: build(parallelize=10_000),
+        ValueError,
+        r"`parallelize` 10000 needs about 2200\.0 GB of memory and 60000 open files; this machine has .* GB, and",
+    ),
+    "14 a loss that is not reduced": Case(
+        lambda: build(criterion=nn.MSELoss(reduction="none")), ValueError, r"has reduction='none': use reduction='mean'"
+    ),
+    "21 a hook that is a string": Case(
+        lambda: build(prehook="look"), TypeError, r"must be callable as prehook\(worker, sample\); got str 'look'"
+    ),
+    "21 a hook of one argument": Case(
+        lambda: build(posthook=lambda worker: None),
+        TypeError,
+        r"must be callable as posthook\(worker, sample\); got a function of \(worker\) \(.*test_bad_inputs\.py:\d+\)",
+    ),
+    "22 precode captures a lock": Case(
+        lambda: build(precode=lambda worker, lock=LOCK: None),
+        TypeError,
+        r"`precode` cannot be sent to worker processes: it captures 'lock' \(.*lock\)",
+    ),
+    "22 precode captures a file": Case(
+        lambda: build(precode=writes_a_log()),
+        TypeError,
+        r"`precode` cannot be sent to worker processes: it captures 'log' \(_io\.TextIOWrapper\)",
+    ),
+    "22 a criterion captures a lock": Case(
+        lambda: build(criterion=lambda output, targets, lock=LOCK: output.sum()), TypeError, r"lock' \(.*lock\)"
+    ),
+    "22 a loss_fn captures a lock": Case(
+        lambda: build(loss_fn=lambda module, inputs, targets, lock=LOCK: None), TypeError, r"lock' \(.*lock\)"
+    ),
+    "22 a prehook captures a generator": Case(
+        lambda: build(prehook=lambda worker, sample, numbers=(n for n in X): None),
+        TypeError,
+        r"`prehook`.* cannot be sent to worker processes: it captures 'numbers' \(generator\)",
+    ),
+    "27 an unknown name": Case(lambda: build(optimizer="newton"), ValueError, r"must be one of \[.*got 'newton'"),
+    "27 a class": Case(
+        lambda: build(optimizer=torch.optim.SGD),
+        TypeError,
+        r"pass an instance, or lambda params: SGD\(params, \.\.\.\)",
+    ),
+    "27 groups that L-BFGS does not take": Case(lambda: build(optimizer=groups), ValueError, r"parameter groups"),
+    "28 foreign parameters": Case(
+        foreign, ValueError, r"2 parameters of `optimizer` are not .* of the module \(first: shape \(10, 4\)\)"
+    ),
+    "29 lr is no number": Case(
+        lambda: build(optimizer=optimizer_with(lr=math.nan)), ValueError, r"has lr nan: it must be finite and >= 0"
+    ),
+    "29 lr is negative": Case(
+        lambda: build(optimizer=optimizer_with(lr=-0.1)), ValueError, r"has lr -0\.1: it must be"
+    ),
+    "29 no iterations": Case(
+        lambda: build(optimizer=optimizer_with(max_iter=0)), ValueError, r"has max_iter 0: it must be >= 1"
+    ),
+    "30 speeds of too many": Case(lambda: build(speeds=[1, 2, 3]), ValueError, r"`speeds` has 3 entries for 2 workers"),
+    "30 a negative speed": Case(lambda: build(speeds=[1, -1]), ValueError, r"`speeds` must be finite and >= 0"),
+    "30 no speed": Case(lambda: build(speeds=[0, 0]), ValueError, r"`speeds` must be finite and >= 0, and not all 0"),
+    "31 a timeout with a unit": Case(
+        lambda: build(timeout="5s"), TypeError, r"`timeout` must be a positive number of seconds or None, got '5s'"
+    ),
+    "31 no time": Case(lambda: build(timeout=0), ValueError, r"`timeout` must be a positive number .*, got 0"),
+    "31 fewer restarts than none": Case(
+        lambda: build(max_restarts=-1), ValueError, r"`max_restarts` must be >= 0, got -1"
+    ),
+}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[BaseProcess]:
+    """The processes that the library tries to start: it fails."""
+    tried: list[BaseProcess] = []
+
+    def start(process: BaseProcess) -> None:
+        tried.append(process)
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(BaseProcess, "start", start)
+    return tried
+
+
+def check_before_start(case: Case, started: list[BaseProcess]) -> None:
+    """The error comes, and no process was to be started until then."""
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(case.error, match=case.message) as caught:
+        case.provoke()
+    assert type(caught.value) is case.error
+    assert started == []
+    assert psutil.Process().children(recursive=True) == children
+
+
+@pytest.mark.parametrize("case", [*MODULES.values(), *ARGUMENTS.values()], ids=[*MODULES, *ARGUMENTS])
+def test_what_cannot_work_is_refused_before_a_process_starts(case: Case, started: list[BaseProcess]) -> None:
+    check_before_start(case, started)
+
+
+def test_37_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch, started: list[BaseProcess]) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1000)
+    message = r"^0\.\d MB of shared memory are needed and 0\.0 MB are free: use a smaller batch, fewer workers, or give"
+    check_before_start(Case(build, MemoryError, message), started)
+
+
+# ---- batches, and what shows only when the loss is evaluated
+
+
+def graph() -> torch.Tensor:
+    return X.clone().requires_grad_() * 2
+
+
+BATCHES = {
+    "16 targets too few": Case(lambda: step(X, Y[:3]), ValueError, r"`inputs` has 4 samples but `targets` has 3"),
+    "16 columns of two lengths": Case(
+        lambda: step((X, Y[:3])), ValueError, r"`inputs\[0\]` has 4 samples but `inputs\[1\]` has 3"
+    ),
+    "17 no samples": Case(lambda: step(X[:0], Y[:0]), ValueError, r"the batch has 0 samples"),
+    "19 no tensor": Case(lambda: step(X.numpy(), Y), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"),
+    "19 no dimension": Case(
+        lambda: step((X, torch.tensor(1.0)), Y), TypeError, r"`inputs\[1\]` is a 0-dim tensor: there is no dimension"
+    ),
+    "20 a result of autograd": Case(
+        lambda: step(graph()), ValueError, r"`inputs` requires grad and is not a leaf: call \.detach\(\) on it"
+    ),
+    "20 sparse": Case(lambda: step(X.to_sparse()), ValueError, r"`inputs` is sparse .*: call \.to_dense\(\) on it"),
+    "14 a loss of many numbers": Case(
+        lambda: step(criterion=lambda output, targets: output),
+        WorkerError,
+        r"ValueError in worker 0, .*`criterion` must return a scalar; got shape \(4, 4\): use reduction=",
+    ),
+    "15 a loss without a gradient": Case(
+        lambda: step(criterion=lambda output, targets: (output - targets).detach().square().mean()),
+        WorkerError,
+        r"ValueError in worker 0, .*does not depend on any trainable parameter \(it has no grad_fn\): look for",
+    ),
+    "32 a loss that is not finite": Case(
+        lambda: step(targets=Y.masked_fill(Y > 0.7, math.nan), optimizer="sgd"),
+        NonFiniteError,
+        r"loss is nan in chunk 0 \(sample 2\), at step 1, evaluation 1; parameters are unchanged",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES)
+def test_what_cannot_be_evaluated_is_refused(case: Case, started: list[BaseProcess]) -> None:
+    check_before_start(case, started)
+
+
+def replaced(module: nn.Module) -> None:
+    module.get_parameter("first.weight").data = torch.zeros(9, 6)
+
+
+def other_parameter(module: nn.Module) -> None:
+    module.first.bias = nn.Parameter(torch.zeros_like(module.get_parameter("first.bias")))  # type: ignore[union-attr]
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "34 moved": (lambda module: module.double(), r"was moved or given other memory .*: build a new BatchOptimizer"),
+    "34 other memory": (replaced, r"was moved or given other memory after set-up \(module\.to, p\.data"),
+    "34 another parameter": (other_parameter, r"'first\.bias' was frozen, or another, when .*: build a new one"),
+}
+
+
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+def test_a_module_that_changed_under_the_optimizer_is_refused(
+    change: Callable[[nn.Module], object], message: str
+) -> None:
+    module = Mlp()
+    with build(module, parallelize=1) as opt:
+        opt.step(X, Y)
+        change(module)
+        with pytest.raises(BatchoptError, match=message):
+            opt.step(X, Y)
+
+
+def test_26_use_after_close_is_refused() -> None:
+    opt = build(parallelize=1)
+    opt.close()
+    with pytest.raises(BatchoptError, match=r"this BatchOptimizer was closed: build a new one"):
+        opt.step(X, Y)

@@ -1,0 +1,721 @@
+"""Who evaluates which chunk: each rule by example, and all of them together against workers that do whatever they like."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batchopt.backends import Answer, Partial
+from batchopt.dispatch import LATE, PATIENCE, POISONOUS, WORTHWHILE, Assign, Dispatch, Estimate, Limit, Run
+from batchopt.reduce import reduce_answers
+from batchopt_workers.tree import Fold, Node
+
+
+def unknown(worker: int, chunk: int) -> float | None:
+    """Nobody knows how long anything takes."""
+    return None
+
+
+def pace(*seconds: float | None) -> Estimate:
+    """Worker `i` needs `seconds[i]` for any chunk."""
+    return lambda worker, chunk: seconds[worker]
+
+
+def begun(*runs: tuple[int, int] | None, now: float = 0.0) -> Dispatch:
+    """Every worker has begun the run planned for it."""
+    chunks = max(run[1] for run in runs if run is not None)
+    dispatch = Dispatch([None if run is None else Run(*run) for run in runs], chunks)
+    dispatch.decide([worker for worker, run in enumerate(runs) if run is not None], unknown, now)
+    return dispatch
+
+
+# ---- the run planned for a worker, and runs that nobody evaluates
+
+
+def test_each_worker_first_gets_the_run_planned_for_it() -> None:
+    dispatch = Dispatch([Run(0, 2), Run(2, 3), Run(3, 6)], 6)
+    commands = dispatch.decide([2, 0, 1], unknown, 0.0)
+    assert sorted(commands) == [Assign(0, 0, 2), Assign(1, 2, 3), Assign(2, 3, 6)]
+
+
+def test_a_run_goes_to_its_own_worker_even_if_one_without_a_run_is_asked_first() -> None:
+    dispatch = Dispatch([None, Run(0, 2)], 2)
+    assert dispatch.decide([0, 1], pace(1e-4, 1e-4), 0.0) == [Assign(1, 0, 2)]
+
+
+def test_the_run_of_a_worker_that_is_busy_with_something_else_goes_to_one_that_has_none() -> None:
+    dispatch = Dispatch([Run(0, 2), Run(2, 4), None], 4)
+    assert dispatch.decide([0, 2], unknown, 0.0) == [Assign(0, 0, 2), Assign(2, 2, 4)]
+    assert dispatch.decide([1], pace(1e-4, 1e-4, 1e-4), 0.0) == []
+
+
+def test_what_a_dead_worker_left_is_taken_before_anything_is_stolen() -> None:
+    dispatch = begun((0, 4), (4, 20), None)
+    dispatch.reported(0, 1, 0.1)
+    assert dispatch.lost(0) is None
+    assert dispatch.decide([2], pace(1.0, 1.0, 1.0), 0.2) == [Assign(2, 1, 4)]
+
+
+def test_what_a_worker_left_undone_when_its_order_ended_waits_for_somebody() -> None:
+    dispatch = begun((0, 4), None)
+    dispatch.reported(0, 1, 0.1)
+    dispatch.ended(0)
+    assert dispatch.workers == []
+    assert dispatch.decide([1], unknown, 0.2) == [Assign(1, 1, 4)]
+
+
+def test_what_others_finished_of_a_lost_run_is_not_done_again() -> None:
+    dispatch = begun((0, 8), None, None)
+    assert dispatch.decide([1], pace(1.0, 1.0, 1.0), 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
+    dispatch.reported(0, 6, 0.1)  # it had gone past the limit before it read it
+    dispatch.ended(0)
+    dispatch.lost(1)
+    assert dispatch.decide([2], unknown, 0.2) == [Assign(2, 6, 8)]
+
+
+def test_a_lost_run_that_others_finished_is_nobodys_any_more() -> None:
+    dispatch = begun((0, 1), (1, 2))
+    dispatch.reported(0, 1, 0.1)
+    dispatch.ended(0)
+    assert dispatch.decide([0], pace(0.01, 0.01), 1.0) == [Assign(0, 1, 2)]
+    dispatch.lost(1)
+    dispatch.reported(0, 2, 1.1)
+    dispatch.ended(0)
+    assert dispatch.missing == 0
+    assert dispatch.decide([0], pace(0.01, 0.01), 9.0) == []
+
+
+def test_what_a_worker_finished_before_it_was_lost_counts() -> None:
+    dispatch = begun((0, 3), None)
+    dispatch.reported(0, 2, 0.1)
+    dispatch.lost(0)
+    assert dispatch.missing == 1
+    assert dispatch.decide([1], unknown, 0.2) == [Assign(1, 2, 3)]
+
+
+def test_a_worker_that_has_a_task_is_given_no_other() -> None:
+    dispatch = begun((0, 4), (4, 5))
+    assert dispatch.decide([0, 1], pace(9.0, 1e-5), 100.0) == []
+
+
+def test_workers_without_a_run_and_empty_runs_are_no_work() -> None:
+    dispatch = Dispatch([None, Run(2, 2), Run(0, 2)], 2)
+    assert dispatch.missing == 2
+    assert dispatch.decide([0, 1], pace(1e-4, 1e-4, 1e-4), 0.0) == [Assign(0, 0, 2)]
+    assert dispatch.workers == [0]
+
+
+def test_an_evaluation_without_chunks_is_complete() -> None:
+    dispatch = Dispatch([None, None], 0)
+    assert dispatch.missing == 0
+    assert dispatch.decide([0, 1], pace(1.0, 1.0), 0.0) == []
+    assert dispatch.next_late(pace(1.0, 1.0)) == math.inf
+
+
+# ---- stealing
+
+
+@pytest.mark.parametrize("last, middle", [(2, 1), (3, 2), (4, 2), (5, 3), (9, 5)])
+def test_the_second_half_of_what_is_left_is_taken_and_its_owner_told_first(last: int, middle: int) -> None:
+    dispatch = begun((0, last), None)
+    assert dispatch.decide([1], pace(1.0, 1.0), 0.0) == [Limit(0, middle), Assign(1, middle, last)]
+
+
+def test_half_of_what_is_left_is_half_of_what_was_not_reported() -> None:
+    dispatch = begun((0, 8), None)
+    dispatch.reported(0, 4, 0.1)
+    assert dispatch.decide([1], pace(1.0, 1.0), 0.1) == [Limit(0, 6), Assign(1, 6, 8)]
+
+
+def test_the_one_with_the_most_seconds_of_work_before_it_is_relieved() -> None:
+    slow_with_few, quick_with_many = (0, 4), (4, 20)
+    dispatch = begun(slow_with_few, quick_with_many, None)
+    assert dispatch.decide([2], pace(1.0, 0.1, 0.1), 0.0) == [Limit(0, 2), Assign(2, 2, 4)]
+    dispatch = begun(slow_with_few, quick_with_many, None)
+    assert dispatch.decide([2], pace(0.1, 0.1, 0.1), 0.0) == [Limit(1, 12), Assign(2, 12, 20)]
+
+
+def test_several_idle_workers_halve_on() -> None:
+    dispatch = begun((0, 8), None, None)
+    commands = dispatch.decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
+    assert commands == [Limit(0, 4), Assign(1, 4, 8), Limit(0, 2), Assign(2, 2, 4)]
+
+
+def test_the_chunk_at_hand_is_not_stolen() -> None:
+    dispatch = begun((0, 1), None)
+    assert dispatch.decide([1], pace(100.0, 0.01), 1.0) == []
+
+
+@pytest.mark.parametrize("each, worth", [(WORTHWHILE, True), (0.9 * WORTHWHILE, False)])
+def test_only_work_that_is_worth_a_message_is_stolen(each: float, worth: bool) -> None:
+    dispatch = begun((0, 2), None)
+    assert bool(dispatch.decide([1], pace(each, each), 0.0)) == worth
+
+
+def test_many_short_chunks_are_worth_a_message_together() -> None:
+    each = WORTHWHILE / 3.5
+    assert begun((0, 4), None).decide([1], pace(each, each), 0.0) == []
+    assert begun((0, 5), None).decide([1], pace(each, each), 0.0) == [Limit(0, 3), Assign(1, 3, 5)]
+
+
+def test_a_chunk_of_unknown_length_is_worth_a_message() -> None:
+    assert begun((0, 2), None).decide([1], unknown, 0.0) == [Limit(0, 1), Assign(1, 1, 2)]
+
+
+def test_chunks_that_a_worker_began_before_it_read_its_limit_count() -> None:
+    dispatch = begun((0, 4), None)
+    dispatch.decide([1], pace(1.0, 1.0), 0.0)
+    dispatch.reported(0, 3, 0.5)
+    assert dispatch.missing == 1
+    assert dispatch.at_hand(0) is None
+    dispatch.ended(0)
+    dispatch.reported(1, 3, 0.6)
+    assert dispatch.missing == 1
+    dispatch.reported(1, 4, 0.7)
+    assert dispatch.missing == 0
+
+
+# ---- late chunks
+
+
+@pytest.mark.parametrize("each", [0.001, PATIENCE / LATE, 1.0])
+def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
+    due = 5.0 + max(PATIENCE, LATE * each)
+    dispatch = begun((0, 1), None, now=5.0)
+    assert dispatch.next_late(pace(each, each)) == due
+    assert dispatch.decide([1], pace(each, each), due - 1e-6) == []
+    assert dispatch.decide([1], pace(each, each), due) == [Assign(1, 0, 1)]
+
+
+def test_only_the_chunk_that_is_late_is_copied() -> None:
+    dispatch = begun((0, 3), None)
+    dispatch.reported(0, 1, 0.0)
+    assert dispatch.decide([1], pace(1e-4, 1e-4), 1.0) == [Assign(1, 1, 2)]
+
+
+def test_a_chunk_is_copied_again_only_if_late_with_all_who_are_at_it() -> None:
+    dispatch = begun((0, 1), None, None)
+    estimate = pace(1.0, 2.0, 1.0)
+    assert dispatch.decide([1], estimate, 3.0) == [Assign(1, 0, 1)]
+    assert dispatch.next_late(estimate) == 3.0 + LATE * 2.0
+    assert dispatch.decide([2], estimate, 8.9) == []
+    assert dispatch.decide([2], estimate, 9.0) == [Assign(2, 0, 1)]
+
+
+def test_one_turn_copies_a_late_chunk_once() -> None:
+    dispatch = begun((0, 1), None, None)
+    assert dispatch.decide([1, 2], pace(1.0, 1.0, 1.0), 50.0) == [Assign(1, 0, 1)]
+
+
+def test_what_is_late_longest_is_copied_first() -> None:
+    dispatch = begun((0, 1), (1, 2), None)
+    assert dispatch.decide([2], pace(2.0, 1.0, 1.0), 50.0) == [Assign(2, 1, 2)]
+    assert dispatch.next_late(pace(2.0, 1.0, 1.0)) == LATE * 2.0
+
+
+def test_nothing_is_late_while_nobody_knows_how_long_it_takes() -> None:
+    dispatch = begun((0, 1), None)
+    assert dispatch.next_late(unknown) == math.inf
+    assert dispatch.decide([1], unknown, 1e6) == []
+
+
+def test_a_report_starts_the_clock_of_the_next_chunk() -> None:
+    dispatch = begun((0, 2), None)
+    dispatch.reported(0, 1, 7.0)
+    assert dispatch.next_late(pace(1.0, 1.0)) == 7.0 + LATE
+
+
+def test_a_report_of_nothing_new_starts_no_clock() -> None:
+    dispatch = begun((0, 2), None)
+    dispatch.reported(0, 0, 7.0)
+    assert dispatch.next_late(pace(1.0, 1.0)) == LATE
+
+
+def test_the_next_chunk_to_be_late_is_the_first_of_all() -> None:
+    dispatch = begun((0, 1), (1, 2))
+    assert dispatch.next_late(pace(5.0, 2.0)) == LATE * 2.0
+
+
+def test_a_chunk_counts_once_whoever_reports_it_first() -> None:
+    dispatch = begun((0, 1), None)
+    dispatch.decide([1], pace(1.0, 1.0), 3.0)
+    dispatch.reported(1, 1, 4.0)
+    assert dispatch.missing == 0
+    dispatch.reported(0, 1, 5.0)
+    assert dispatch.missing == 0
+
+
+def test_a_chunk_that_is_done_elsewhere_is_not_late() -> None:
+    dispatch = begun((0, 1), (1, 2), None)
+    estimate = pace(1.0, 100.0, 1.0)
+    assert dispatch.decide([2], estimate, 3.0) == [Assign(2, 0, 1)]
+    dispatch.reported(2, 1, 4.0)
+    dispatch.ended(2)
+    assert dispatch.next_late(estimate) == LATE * 100.0
+    assert dispatch.decide([2], estimate, 50.0) == []
+
+
+# ---- poison
+
+
+def lose(dispatch: Dispatch, worker: int, now: float) -> int | None:
+    """The worker takes what there is, and dies in it."""
+    dispatch.decide([worker], unknown, now)
+    return dispatch.lost(worker)
+
+
+def test_the_chunk_that_three_workers_died_at_is_named() -> None:
+    dispatch = begun((0, 3))
+    dispatch.reported(0, 1, 0.0)
+    assert POISONOUS == 3
+    assert dispatch.lost(0) is None
+    assert lose(dispatch, 0, 1.0) is None
+    assert lose(dispatch, 0, 2.0) == 1
+
+
+def test_deaths_at_other_chunks_poison_nothing() -> None:
+    dispatch = begun((0, 9))
+    for chunk in range(8):
+        dispatch.reported(0, chunk + 1, 0.0)
+        assert dispatch.lost(0) is None
+        dispatch.decide([0], unknown, 0.0)
+    assert dispatch.missing == 1
+
+
+def test_a_chunk_that_was_done_elsewhere_is_no_poison() -> None:
+    dispatch = begun((0, 1), None, None, None)
+    known = pace(1.0, 1.0, 1.0, 1.0)
+    for worker in (1, 2, 3):
+        assert dispatch.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
+    assert dispatch.lost(0) is None
+    assert dispatch.lost(1) is None
+    dispatch.reported(2, 1, 40.0)
+    assert dispatch.lost(3) is None
+
+
+def test_a_worker_that_dies_with_all_done_is_no_sign_of_poison() -> None:
+    dispatch = begun((0, 1), None)
+    for _ in range(2):
+        assert dispatch.lost(0) is None
+        dispatch.decide([0], unknown, 0.0)
+    dispatch.reported(0, 1, 0.0)
+    assert dispatch.lost(0) is None
+    assert dispatch.missing == 0
+
+
+def test_one_who_had_nothing_to_do_may_die() -> None:
+    dispatch = begun((0, 1), None)
+    assert dispatch.lost(1) is None
+    dispatch.ended(1)
+    assert dispatch.workers == [0]
+
+
+# ---- what is known of a worker
+
+
+def test_at_hand_is_the_chunk_after_the_last_report() -> None:
+    dispatch = Dispatch([Run(2, 4), Run(0, 2)], 4)
+    assert dispatch.at_hand(0) is None
+    dispatch.decide([0, 1], unknown, 0.0)
+    assert (dispatch.at_hand(0), dispatch.at_hand(1)) == (2, 0)
+    dispatch.reported(0, 3, 0.0)
+    assert dispatch.at_hand(0) == 3
+    dispatch.reported(0, 4, 0.0)
+    assert dispatch.at_hand(0) is None
+    dispatch.lost(1)
+    assert dispatch.at_hand(1) is None
+
+
+@pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9)])
+def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> None:
+    dispatch = begun((2, 4), None, (4, 8))
+    dispatch.reported(2, 6, 0.0)
+    with pytest.raises(ValueError, match=f"worker {worker} reports chunk {done - 1}, which it was not given"):
+        dispatch.reported(worker, done, 0.0)
+    assert dispatch.missing == 4
+
+
+def test_a_report_after_the_order_ended_is_an_error() -> None:
+    dispatch = begun((0, 2))
+    dispatch.ended(0)
+    with pytest.raises(ValueError, match="not given"):
+        dispatch.reported(0, 1, 0.0)
+
+
+@pytest.mark.xfail(reason="`reported` accepts any chunk of the batch from a worker that has some task")
+def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
+    dispatch = begun((0, 2), (2, 8))
+    with pytest.raises(ValueError, match="not given"):
+        dispatch.reported(0, 8, 0.0)
+
+
+@pytest.mark.xfail(reason="less than WORTHWHILE behind a late chunk that was copied is neither stolen nor late")
+def test_what_is_behind_a_late_chunk_is_not_left_with_the_one_who_hangs() -> None:
+    dispatch = begun((0, 4), None)
+    estimate = pace(1e-4, 1e-4)
+    assert dispatch.decide([1], estimate, 1.0) == [Assign(1, 0, 1)]
+    dispatch.reported(1, 1, 1.001)
+    dispatch.ended(1)
+    dispatch.decide([1], estimate, 1.001)
+    assert dispatch.workers == [0, 1] or dispatch.next_late(estimate) < math.inf
+
+
+# ---- all together
+
+
+class Said(NamedTuple):
+    """A report, as it is in the pipe: of order `number`; `final` is the last of that order."""
+
+    number: int
+    evaluation: int
+    done: int
+    final: bool
+    held: tuple[tuple[Node, int], ...]
+
+
+UNFINISHED = -(10**6)
+
+
+class Hand:
+    """A worker process, at the level of its chunks: how often each chunk is counted stands where its gradient would be.
+
+    As in `loop` and `evaluate`: it looks at limits only after it has sent a report, and merges into the row of the younger
+    partial.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.outbox: deque[Said] = deque()
+        self.number = 0  # of the order that it is at, or was at last
+        self.evaluation = -1
+        self.busy = self.stopped = False
+        self.limit = 0
+
+    def start(self, number: int, evaluation: int, run: Run, chunks: int) -> None:
+        """It reads an order."""
+        assert not self.busy
+        if evaluation != self.evaluation:
+            self.evaluation = evaluation
+            self._fold: Fold[int] = Fold(chunks, self._merge)
+        self._chunks, self.number, self.busy = chunks, number, True
+        self.at, self.last = run
+        self.limit = self.last
+        self._begin()
+
+    def _begin(self) -> None:
+        taken = {row for _, row in self._fold.partials}
+        self._young = next(row for row in range(len(taken) + 1) if row not in taken)
+        self.rows += [[] for _ in range(self._young + 1 - len(self.rows))]
+        self.rows[self._young] = [UNFINISHED] * self._chunks
+
+    def _merge(self, left: int, right: int) -> int:
+        young, old = (right, left) if right == self._young else (left, right)
+        self.rows[young] = [a + b for a, b in zip(self.rows[young], self.rows[old], strict=True)]
+        return young
+
+    def work(self) -> None:
+        """It finishes the chunk at hand, says so, and begins the next unless it was told not to."""
+        self.rows[self._young] = [int(chunk == self.at) for chunk in range(self._chunks)]
+        self._fold.add(Node(0, self.at), self._young)
+        self.at += 1
+        if self.at < self.last:
+            self._say(final=False)
+            self.last = min(self.last, self.limit)
+        if self.at >= self.last:
+            self._say(final=True)
+            self.busy = False
+        else:
+            self._begin()
+
+    def _say(self, final: bool) -> None:
+        held = tuple(self._fold.partials)
+        self.outbox.append(Said(self.number, self.evaluation, self.at, final, held))
+
+
+RANKS = 4
+WHO = st.integers(0, RANKS - 1)
+PACES = st.sampled_from([None, 1e-4, 0.0015, 0.01, 1.0])
+
+
+class Evaluations(RuleBasedStateMachine):
+    """A parent that does as `round`, `pool` and `process` do, and workers that do what they like, over evaluations.
+
+    At the end of each one the partials that were reported are reduced: every chunk has to be in there once.
+    """
+
+    @initialize(chunks=st.integers(1, 24), data=st.data())
+    def set_up(self, chunks: int, data: st.DataObject) -> None:
+        self.chunks = chunks
+        self.now, self.numbers, self.evaluation = 0.0, 0, 0
+        self.hands = {rank: Hand() for rank in range(RANKS)}
+        self.paces: dict[int, float | None] = dict.fromkeys(range(RANKS), data.draw(PACES))
+        self._plan(data.draw(st.lists(st.integers(0, chunks), min_size=RANKS - 1, max_size=RANKS - 1)))
+
+    def _plan(self, cuts: Sequence[int]) -> None:
+        """A new evaluation, whatever workers are still at."""
+        self.bounds = [0, *sorted(cuts), self.chunks]
+        runs = [Run(first, last) if first < last else None for first, last in pairwise(self.bounds)]
+        self.dispatch = Dispatch(runs, self.chunks)
+        self.evaluation += 1
+        self.missing = set(range(self.chunks))
+        self.told: dict[int, Run] = {}  # what is left of each worker's order, as far as the parent knows
+        self.heard: dict[Hand, Said] = {}
+        self.deaths: Counter[int] = Counter()
+        self.poisoned = False
+
+    # ---- the parent
+
+    def _estimate(self, worker: int, chunk: int) -> float | None:
+        return self.paces[worker]
+
+    def _idle(self) -> list[int]:
+        return [rank for rank, hand in sorted(self.hands.items()) if not hand.busy and not hand.outbox]
+
+    def _direct(self, ranks: Sequence[int]) -> None:
+        """As `ProcessBackend._direct`."""
+        for command in self.dispatch.decide(ranks, self._estimate, self.now):
+            if isinstance(command, Limit):
+                self._limit(command)
+            else:
+                assert command.worker in ranks
+                self._assign(command)
+        if any(rank not in self.told for rank in ranks):
+            at_work = {chunk for run in self.told.values() for chunk in range(*run)}
+            assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
+
+    def _limit(self, command: Limit) -> None:
+        first, last = self.told[command.worker]
+        assert first < command.last < last
+        self.told[command.worker] = Run(first, command.last)
+        self.hands[command.worker].limit = min(self.hands[command.worker].limit, command.last)
+
+    def _assign(self, command: Assign) -> None:
+        worker, first, last = command
+        assert worker not in self.told, "a second task"
+        assert {first, last - 1} <= self.missing, "a run begins or ends with what is done"
+        self.told[worker] = Run(first, last)
+        self.numbers += 1
+        self.hands[worker].start(self.numbers, self.evaluation, Run(first, last), self.chunks)
+
+    def _hear(self, rank: int, said: Said) -> None:
+        """As `Round.heard`."""
+        hand = self.hands[rank]
+        if said.evaluation != self.evaluation or rank not in self.told or said.number != hand.number:
+            return  # of no interest any more
+        self.dispatch.reported(rank, said.done, self.now)
+        self.missing -= set(range(said.done)) & set(range(self.told[rank].first, said.done))
+        self.told[rank] = Run(said.done, self.told[rank].last)
+        self.heard[hand] = said
+        if said.final:
+            self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        self.dispatch.ended(rank)
+        del self.told[rank]
+
+    def _hear_all(self, rank: int) -> None:
+        while self.hands[rank].outbox:
+            self._hear(rank, self.hands[rank].outbox.popleft())
+
+    def _lose(self, rank: int) -> None:
+        """As `Pool._bury` and `Round.lost`."""
+        self._hear_all(rank)
+        del self.hands[rank]
+        run = self.told.pop(rank, None)
+        expected = None
+        if run is not None and run.first < run.last:
+            self.deaths[run.first] += 1
+            if self.deaths[run.first] >= 3 and run.first in self.missing:
+                expected = run.first
+        assert self.dispatch.lost(rank) == expected
+        self.poisoned = self.poisoned or expected is not None
+
+    def _call_off(self) -> None:
+        for hand in self.hands.values():
+            hand.limit = 0
+
+    # ---- what happens
+
+    @rule()
+    def all_idle_workers_are_directed(self) -> None:
+        self._direct(self._idle())
+
+    @rule(ranks=st.sets(WHO))
+    def some_idle_workers_are_directed(self, ranks: set[int]) -> None:
+        self._direct([rank for rank in self._idle() if rank in ranks])
+
+    @rule(rank=WHO, chunks=st.integers(1, 6), unheard=st.booleans())
+    def a_worker_works(self, rank: int, chunks: int, unheard: bool) -> None:
+        """Unheard, it gets ahead of what the parent knows: past limits too."""
+        hand = self.hands.get(rank)
+        for _ in range(chunks):
+            if hand is not None and hand.busy and not hand.stopped:
+                hand.work()
+        if hand is not None and not unheard:
+            self._hear_all(rank)
+
+    @rule(rank=WHO)
+    def a_worker_is_heard(self, rank: int) -> None:
+        if rank in self.hands:
+            self._hear_all(rank)
+
+    @rule(rank=WHO)
+    def a_report_comes_twice(self, rank: int) -> None:
+        hand = self.hands.get(rank)
+        if hand is not None and hand in self.heard and not hand.outbox:
+            self._hear(rank, self.heard[hand])
+
+    @rule(seconds=st.sampled_from([0.001, 0.06, 0.5, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def a_chunk_becomes_late(self) -> None:
+        due = self.dispatch.next_late(self._estimate)
+        self.now = max(self.now, due) if due < math.inf else self.now
+        self._direct(self._idle())
+
+    @rule(rank=WHO, seconds=PACES)
+    def a_pace_changes(self, rank: int, seconds: float | None) -> None:
+        self.paces[rank] = seconds
+
+    @rule(rank=WHO)
+    def a_worker_stops(self, rank: int) -> None:
+        if rank in self.hands:
+            self.hands[rank].stopped = True
+
+    @rule(rank=WHO)
+    def a_worker_continues(self, rank: int) -> None:
+        if rank in self.hands:
+            self.hands[rank].stopped = False
+
+    @rule(rank=WHO, unsaid=st.booleans())
+    def a_worker_dies(self, rank: int, unsaid: bool) -> None:
+        """In the middle of a chunk, or when it had merged it and not said so."""
+        hand = self.hands.get(rank)
+        if hand is None:
+            return
+        if unsaid and hand.busy:
+            said = hand.outbox.copy()
+            hand.work()
+            hand.outbox = said
+        self._lose(rank)
+
+    @rule(rank=WHO)
+    def a_worker_joins_again(self, rank: int) -> None:
+        self.hands.setdefault(rank, Hand())
+
+    @rule(rank=WHO)
+    def an_order_ends_early(self, rank: int) -> None:
+        """With an error, say; the chunk at hand is not finished."""
+        hand = self.hands.get(rank)
+        if hand is not None and hand.busy:
+            self._hear_all(rank)
+            hand.busy = False
+            if rank in self.told:
+                self._end(rank)
+
+    @rule(cuts=st.lists(st.integers(0, 24), min_size=RANKS - 1, max_size=RANKS - 1))
+    def an_evaluation_is_abandoned(self, cuts: list[int]) -> None:
+        """By Ctrl-C or for poison: the next one begins while workers are still at this one."""
+        self._call_off()
+        self._plan([min(cut, self.chunks) for cut in cuts])
+
+    @rule()
+    def all_are_shut_down_and_started_anew(self) -> None:
+        for rank in list(self.hands):
+            self._lose(rank)
+        assert self.dispatch.workers == []
+        self.hands = {rank: Hand() for rank in range(RANKS)}
+
+    @precondition(lambda self: self.poisoned)
+    @rule()
+    def poison_ends_the_evaluation(self) -> None:
+        self.an_evaluation_is_abandoned(self.bounds[1:-1])
+
+    @rule(alive=st.integers(1, RANKS), meanwhile=st.booleans())
+    def from_now_on_workers_behave(self, alive: int, meanwhile: bool) -> None:
+        """Then the evaluation completes, even with one worker; and counts each chunk once."""
+        for rank in range(alive):
+            self.hands.setdefault(rank, Hand())
+        rounds = 0
+        while self.dispatch.missing:
+            self._round()
+            rounds += 1
+            assert rounds <= (RANKS + 1) * (self.chunks + 1)
+        self._complete(meanwhile)
+        self._plan(self.bounds[1:-1])
+
+    def _round(self) -> None:
+        self._direct(self._idle())
+        self.now += 0.001
+        for rank, hand in self.hands.items():
+            hand.stopped = False
+            if hand.busy:
+                hand.work()
+            self._hear_all(rank)
+
+    def _complete(self, meanwhile: bool) -> None:
+        """As the end of `ProcessBackend.evaluate`; workers may finish the chunk that they are at before the reduce."""
+        assert not self.missing
+        self._call_off()
+        for rank, hand in self.hands.items():
+            self._hear_all(rank)
+            if meanwhile and hand.busy:
+                hand.work()
+        whole = reduce_answers([_answer(hand, said) for hand, said in self.heard.items()], self.chunks)
+        assert whole.gradient.tolist() == [1.0] * self.chunks
+        assert whole.loss == self.chunks
+
+    # ---- what holds at any time
+
+    @invariant()
+    def the_number_of_missing_chunks_is_right(self) -> None:
+        assert self.dispatch.missing == len(self.missing)
+
+    @invariant()
+    def it_knows_who_is_at_what(self) -> None:
+        assert set(self.dispatch.workers) == self.told.keys() <= self.hands.keys()
+        for rank in range(RANKS):
+            run = self.told.get(rank)
+            at_hand = run.first if run is not None and run.first < run.last else None
+            assert self.dispatch.at_hand(rank) == at_hand
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """If all tasks ended now, every missing chunk would be given out."""
+        spare = copy.deepcopy(self.dispatch)
+        for worker in spare.workers:
+            spare.ended(worker)
+        while spare.missing:
+            (command,) = spare.decide([0], unknown, self.now)
+            assert isinstance(command, Assign)
+            spare.reported(0, command.last, self.now)
+            spare.ended(0)
+
+    def teardown(self) -> None:
+        if hasattr(self, "chunks"):
+            self.from_now_on_workers_behave(1, True)
+
+
+def _answer(hand: Hand, said: Said) -> Answer:
+    """What the parent finds in the worker's rows, where it was told to look."""
+    found = []
+    for node, row in said.held:
+        counts = torch.tensor(hand.rows[row], dtype=torch.float64)
+        found.append((node, Partial(counts.sum().item(), counts, torch.zeros(0), b"")))
+    return Answer(0, 0, 0.0, found)
+
+
+TestEvaluations = Evaluations.TestCase
+TestEvaluations.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
