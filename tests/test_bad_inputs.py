@@ -107,6 +107,11 @@ MODULES = {
     "12 a hook on a parameter": Case(
         lambda: build(hooked()), ValueError, r"'first\.weight' has a hook; hooks on tensors do not travel to workers"
     ),
+    "12 a forward that writes its parameter": Case(
+        lambda: build(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))),
+        ValueError,
+        r"'0' has max_norm: it writes its weight",
+    ),
     "22 a lock in the module": Case(
         lambda: build(holding_a_lock()), TypeError, r"cannot be sent to worker processes: .*0\.lock' \(.*lock\)"
     ),

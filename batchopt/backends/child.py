@@ -62,7 +62,7 @@ class Child:
         self.told: dict[str, tuple[Call, ...]] = {}
         self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
-        self.verdict = ""  # why it was killed, if we did it
+        self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
         self._asked: deque[Asked] = deque([Asked(0, STARTING)])
         self.writing = False  # whether the pipe is watched for room
         self.process = WorkerProcess(
@@ -136,7 +136,8 @@ class Child:
 
     def kill(self, verdict: str) -> None:
         """End it, with all that it started; for the reason given."""
-        self.verdict = self.verdict or verdict
+        if not self.verdict:
+            self.verdict, self.killed_at = verdict, time.monotonic()
         self.process.kill_group()
 
     def bury(self) -> None:

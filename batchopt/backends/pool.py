@@ -17,7 +17,7 @@ from typing import Protocol
 
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
-from batchopt.backends.child import EVALUATING, STARTING, Asked, Call, Child
+from batchopt.backends.child import EVALUATING, REAPING, STARTING, Asked, Call, Child
 from batchopt.errors import AllWorkersLostError, RemoteTraceback, WorkerError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
@@ -29,6 +29,8 @@ ATTEMPTS = 3
 # Seconds between two looks at who hangs.
 INTERVAL = 0.25
 
+# Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
+HANGING_UP = 0.1
 # Seconds to wait for what other workers say once one has failed, so that the same one is named each time.
 OTHERS = 0.5
 
@@ -151,6 +153,9 @@ class Pool:
                 gone = True
             if gone:
                 child.channel.drain()
+                child.process.join(HANGING_UP)
+                if child.process.exitcode is None:
+                    child.kill("closed its pipe")
             self.hear(child, listener)
             if gone and self.children.get(child.rank) is child:
                 self._bury(child, listener)
@@ -195,6 +200,7 @@ class Pool:
         if self._topics.get(asked.topic) is not asked.calls:  # something else is told by now
             return
         child.told.pop(asked.topic, None)
+        child.forget_answered()  # not to be heard again
         error = error_of(child.rank, Failure.decode(reply.body), asked.what)
         if child.joined:
             raise error
@@ -210,9 +216,11 @@ class Pool:
             if asked is None:
                 continue
             seconds = self._allowance(child, asked)
-            if now >= child.since + seconds:
+            if child.verdict:  # killed before, and not gone: the kernel holds it
+                if now >= child.killed_at + REAPING:
+                    self._bury(child, listener)
+            elif now >= child.since + seconds:  # its end will be an event as any other
                 child.kill(f"made no progress for {seconds:.3g} s while {asked.what}")
-                self._bury(child, listener)
             else:
                 self._check_at = min(self._check_at, child.since + seconds)
 
@@ -225,13 +233,17 @@ class Pool:
         info = self.infos[child.rank]
         info.alive = False
         self.ending = child.ending()
-        if not child.joined and child.rank not in self._given_up:
-            self._failures[child.rank] += 1
+        if not child.joined:
             in_users_code = asked is not None and asked.what != STARTING
-            if self._failures[child.rank] >= ATTEMPTS or (in_users_code and info.restarts == 0):
-                self._given_up[child.rank] = WorkerStartError(self.ending)
+            self._failed(info, for_good=in_users_code and info.restarts == 0)
         child.close()
         listener.lost(child)
+
+    def _failed(self, info: WorkerInfo, for_good: bool) -> None:
+        """A worker ended before it could work."""
+        self._failures[info.rank] += 1
+        if self._failures[info.rank] >= ATTEMPTS or for_good:
+            self._given_up.setdefault(info.rank, WorkerStartError(self.ending))
 
     def _replenish(self) -> None:
         """Start what is missing, as far as it is allowed."""
@@ -241,8 +253,13 @@ class Pool:
             if self._restarts <= 0:
                 self._given_up[rank] = WorkerLostError(f"max_restarts is spent; the last worker lost: {self.ending}")
                 continue
-            child = self._make(rank)
             self._restarts -= 1
+            try:
+                child = self._make(rank)
+            except OSError as error:  # no process or no descriptor to be had
+                self.ending = f"batchopt-worker-{rank} could not be made: {error}"
+                self._failed(info, for_good=not info.pid)
+                continue
             info.restarts += 1 if info.pid else 0
             info.pid = child.pid
             self.children[rank] = child

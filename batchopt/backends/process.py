@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from batchopt.backends import Answer, Backend, Setup, WorkerInfo
 from batchopt.backends.channel import Reply
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Child, call
@@ -59,6 +61,15 @@ def _sending(what: str, *objects: Any) -> Iterator[None]:
         raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
 
 
+def _check_parameters_are_only_read(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ValueError(
+                f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise what comes "
+                "out of it instead, or use parallelize=1"
+            )
+
+
 class ProcessBackend(Backend):
     """`setup.workers` processes. They end with this object, with this process, or at `close`."""
 
@@ -68,6 +79,7 @@ class ProcessBackend(Backend):
             raise ValueError(
                 f"parameters are on {self._device}; workers run on cpu: call module.cpu(), or use parallelize=1"
             )
+        _check_parameters_are_only_read(setup.program.module)
         self._setup = setup
         self._timeout = setup.timeout
         self._pace: dict[int, float] = {}  # seconds a sample, by rank

@@ -6,6 +6,7 @@ import pickle
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from batchopt.backends import Answer, Partial
 from batchopt.backends.channel import ProtocolError, Reply
@@ -92,6 +93,11 @@ class Round:
     def answers(self) -> list[Answer]:
         """What each worker contributed, in rank order; partials of two workers may contain the same chunk."""
         found = []
+        results: dict[Child, dict[int, list[Any]]] = {child: {} for child in self._reports}
+        somebody = next(iter(results))
+        for chunk, (child, body) in self._hooked.items():
+            # one that died between the two had said what the hook returned, and another evaluated the chunk again
+            results[child if child in results else somebody][chunk] = pickle.loads(body)
         for child, report in sorted(self._reports.items(), key=lambda item: item[0].rank):
             assert child.rows is not None
             partials = []
@@ -99,9 +105,8 @@ class Round:
                 row = child.rows[summary.row]
                 partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
             spent = [work for (worker, _), work in self._spent.items() if worker is child]
-            results = {c: pickle.loads(body) for c, (worker, body) in self._hooked.items() if worker is child}
             samples, seconds = sum(work[0] for work in spent), sum(work[1] for work in spent)
-            found.append(Answer(child.rank, samples, seconds, partials, results))
+            found.append(Answer(child.rank, samples, seconds, partials, results[child]))
         return found
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -620,6 +622,73 @@ class Contract:
         assert [fresh["history"][name] for name in ("evaluations", "batches", "samples")] == [1, 1, 41]
         other.load_state_dict(fresh)
         assert [other.step(case.inputs, case.targets) for _ in range(2)] == expected
+
+    def test_a_checkpoint_goes_on_in_one_process_with_the_same_bits(self, make: Make, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01), "chunk_size": 8}
+        case, path = cnn(), tmp_path / "checkpoint"
+        case.module.append(nn.BatchNorm1d(10, dtype=torch.float64))  # type: ignore[operator]  # for its buffers
+        case.module.eval()
+        opt = make(case.module, case.criterion, **options)
+        opt.step(case.inputs, case.targets)
+        opt.save(path)
+        assert torch.load(path, weights_only=True)["state"]["history"]["batches"] == 1
+        expected = [opt.step(case.inputs, case.targets) for _ in range(2)]
+        twin = cnn()
+        twin.module.append(nn.BatchNorm1d(10, dtype=torch.float64))  # type: ignore[operator]
+        twin.module.eval()
+        with BatchOptimizer(twin.module, twin.criterion, **options) as other:
+            other.load_checkpoint(path)
+            assert [other.step(case.inputs, case.targets) for _ in range(2)] == expected
+            assert other.fingerprint() == opt.fingerprint()
+
+    def test_a_checkpoint_of_something_else_changes_nothing(self, make: Make, tmp_path: Path) -> None:
+        class Counting(Mlp):
+            def __init__(self, size: int) -> None:
+                super().__init__()
+                self.register_buffer("seen", torch.full((size,), 5.0))
+
+        path = tmp_path / "checkpoint"
+        with BatchOptimizer(Counting(3), nn.MSELoss(), optimizer="sgd") as saved:
+            saved.save(path)
+        opt = make(Counting(4), nn.MSELoss(), optimizer="sgd", seed=0)
+        before = opt.parameters.clone()
+        with pytest.raises(batchopt.CheckpointError, match="size mismatch for seen"):
+            opt.load_checkpoint(path)
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(batchopt.CheckpointError, match="damaged"):
+            opt.load_checkpoint(path)
+        assert torch.equal(opt.parameters, before) and opt.module.get_buffer("seen").tolist() == [5.0] * 4
+
+    def test_a_failed_step_is_undone(self, make: Make) -> None:
+        """Parameters, buffers, counters, draws and the optimizer's state: then the same step has the bits of a first."""
+
+        def fail_after_a_while(worker: Worker, sample: Sample) -> None:
+            worker.state["chunks"] = worker.state.get("chunks", 0) + 1
+            if worker.state["chunks"] > 4:
+                raise ZeroDivisionError
+
+        def run(failing: bool) -> tuple[str, torch.Tensor]:
+            torch.manual_seed(3)
+            case = mlp()
+            module = nn.Sequential(case.module, nn.Dropout(0.2), nn.BatchNorm1d(4, dtype=torch.float64))
+            opt = make(module, case.criterion, chunk_size=10, optimizer=lambda p: torch.optim.LBFGS(p, max_iter=3))
+            opt.step(case.inputs, case.targets)
+            if failing:
+                state = opt.state_dict()
+                opt.posthook = fail_after_a_while
+                with pytest.raises(WorkerError, match="ZeroDivisionError"):
+                    opt.step(case.inputs, case.targets)
+                opt.posthook = None
+                assert (opt.eval_counter, opt.output) == (state["history"]["evaluations"], state["history"]["loss"])
+                with pytest.raises(batchopt.BatchoptError, match="no batch"):
+                    opt.evaluate()
+            opt.step(case.inputs, case.targets)
+            return opt.fingerprint(), torch.cat([buffer.double().flatten() for buffer in module.buffers()])
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # BatchNorm sees a chunk
+            (one, buffers), (other, other_buffers) = run(failing=True), run(failing=False)
+        assert one == other and torch.equal(buffers, other_buffers)
 
     def test_calibration_measures_every_worker(self, make: Make) -> None:
         case = mlp(samples=200)

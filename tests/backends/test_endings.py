@@ -1,0 +1,340 @@
+"""However a program or a worker ends, and whoever else is there, nothing hangs and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer, Worker
+from batchopt_workers.versions import versions
+from tests.backends.test_life import SCRIPT, assert_gone, pids, python
+from tests.workloads import Mlp, mlp
+
+SLOW = pytest.mark.slow
+
+
+def assert_works(opt: BatchOptimizer) -> None:
+    """An evaluation is that of plain torch."""
+    case = mlp()
+    with torch.no_grad():
+        for ours, theirs in zip(opt.module.parameters(), case.module.parameters(), strict=True):
+            theirs.copy_(ours)
+    opt.load(case.inputs, case.targets)
+    assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
+
+
+# ---- the parent ends
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", pytest.param("raise RuntimeError('on purpose')", marks=SLOW)])
+def test_a_program_ends_though_a_worker_is_stopped(ending: str) -> None:
+    stop = "\nimport os, signal\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\n"
+    started = time.monotonic()
+    ended = python("-c", SCRIPT + stop + "print('END', flush=True)\n" + ending)
+    assert ended.returncode == (3 if "3" in ending else 1 if "raise" in ending else 0), ended.stderr
+    assert_gone(pids(ended.stdout))
+    assert time.monotonic() - started < 40  # a limit for a hang; the promise of 5 s is measured below
+
+
+@SLOW
+def test_the_end_of_a_program_takes_no_longer_than_five_seconds() -> None:
+    stop = (
+        "\nimport os, signal, time\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\nprint('AT', time.time(), flush=True)\n"
+    )
+    ended = python("-c", SCRIPT + stop)
+    at = float(re.search(r"AT (\S+)", ended.stdout)[1])  # type: ignore[index]
+    assert time.time() - at < 5.0 and ended.returncode == 0
+
+
+WORK = """
+import time
+def slowly(worker, sample):
+    print("BUSY", flush=True)
+    time.sleep(60)
+opt.prehook = slowly
+opt.load(x, y)
+"""
+
+
+def interrupted(script: str, *signals: signal.Signals) -> tuple[int, str, float]:
+    """Run the script, and signal it when it says BUSY; its exit code, what it printed, and how long it then took."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with program:
+        assert program.stdout is not None
+        printed = ""
+        while "BUSY" not in printed:
+            line = program.stdout.readline()
+            assert line, printed
+            printed += line
+        started = time.monotonic()
+        for number in signals:
+            program.send_signal(number)
+            time.sleep(0.05)  # two in one moment would be one
+        printed += program.stdout.read()
+        code = program.wait(30)
+    return code, printed, time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGINT,),
+        pytest.param((signal.SIGINT, signal.SIGINT), marks=SLOW),
+        pytest.param((signal.SIGTERM,), marks=SLOW),
+    ],
+)
+def test_a_signal_ends_a_busy_program_and_its_workers(signals: tuple[signal.Signals, ...]) -> None:
+    code, printed, seconds = interrupted(SCRIPT + WORK + "opt.evaluate()", *signals)
+    assert code == (-signal.SIGTERM if signal.SIGTERM in signals else -signal.SIGINT), printed
+    assert ("KeyboardInterrupt" in printed) == (signal.SIGINT in signals)
+    assert_gone(pids(printed))
+    assert seconds < 20
+
+
+@SLOW
+def test_after_ctrl_c_the_workers_serve_the_next_call() -> None:
+    then = """
+import torch
+before = opt.parameters.clone()
+try:
+    opt.step(x, y)
+except KeyboardInterrupt:
+    print("CAUGHT", bool(torch.equal(before, opt.parameters)), opt.eval_counter, flush=True)
+"""
+    hooks = WORK.replace("time.sleep(60)", "time.sleep(1.5)")
+    last = "opt.prehook = None\nopt.load(x, y)\nprint(abs(opt.evaluate().item() - expected) < 1e-6, [w.restarts for w in opt.workers])"
+    code, printed, _ = interrupted(SCRIPT + hooks + then + last, signal.SIGINT)
+    assert code == 0 and "CAUGHT True 1" in printed and printed.endswith("True [0, 0]\n"), printed
+
+
+# ---- a worker ends, or should not
+
+
+def test_what_a_worker_started_ends_with_it() -> None:
+    def start(worker: Worker) -> list[int]:
+        """A process, and a fork that holds all files of the worker."""
+        child = subprocess.Popen(["sleep", "60"]).pid
+        fork = os.fork()
+        if fork == 0:
+            time.sleep(60)
+            os._exit(0)
+        return [child, fork]
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), parallelize=2) as opt:
+        started = opt.run_on_workers(start)
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+        assert_works(opt)
+        assert_gone(started[0])
+        assert all(psutil.pid_exists(pid) for pid in started[1])
+    assert_gone(started[1])
+
+
+def test_a_worker_that_writes_the_parameters_ends_and_they_are_untouched() -> None:
+    def spoil(worker: Worker, sample: object) -> None:
+        assert worker.module is not None
+        for parameter in worker.module.parameters():
+            parameter.data.clamp_(min=0)
+
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, parallelize=2, prehook=spoil, max_restarts=0) as opt:
+        before = opt.parameters.clone()
+        with pytest.raises(batchopt.AllWorkersLostError, match=r"SIGSEGV.*read-only") as lost:
+            opt.step(case.inputs, case.targets)
+        assert torch.equal(opt.parameters, before)
+        assert "in spoil" in str(lost.value)  # the tail of standard error has the place
+
+
+def test_a_worker_of_other_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = versions()
+    monkeypatch.setattr("batchopt.backends.pool.versions", lambda: theirs.replace("torch ", "torch 9"))
+    with pytest.raises(batchopt.WorkerStartError, match=r"runs with Python .*, this process with .*torch 9"):
+        BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2)
+
+
+@SLOW
+def test_a_hundred_replaced_workers_leave_no_descriptor_and_no_process() -> None:
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, parallelize=2, chunk_size=4, max_restarts=1000) as opt:
+        opt.step(case.inputs, case.targets)
+        opt.run_on_workers(lambda worker: None)
+        before = psutil.Process().num_fds()
+        for round_ in range(15):
+            os.kill(opt.workers[round_ % 2].pid, signal.SIGKILL)
+            opt.step(case.inputs, case.targets)
+            opt.run_on_workers(lambda worker: None)  # waits for the new one
+        assert psutil.Process().num_fds() <= before + 2
+        assert len(psutil.Process().children()) == 2
+        assert sum(worker.restarts for worker in opt.workers) == 15
+
+
+@SLOW
+def test_too_few_descriptors_are_an_error_that_says_so() -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n"
+    ended = python("-c", limit + SCRIPT.replace("parallelize=2", "parallelize=4"))
+    assert ended.returncode == 1
+    assert "open files" in ended.stderr or "Too many open files" in ended.stderr
+    assert "Traceback" in ended.stderr and "leaked" not in ended.stderr
+
+
+# ---- who else is there
+
+
+def test_workers_outlive_the_thread_that_made_them() -> None:
+    made: list[BatchOptimizer] = []
+    thread = threading.Thread(target=lambda: made.append(BatchOptimizer(Mlp().double(), nn.MSELoss(), parallelize=2)))
+    thread.start()
+    thread.join()
+    with made[0] as opt:
+        assert_works(opt)
+        assert [worker.restarts for worker in opt.workers] == [0, 0]
+
+
+def test_a_fork_of_the_parent_has_no_workers_and_hides_nothing() -> None:
+    """Not even the parent's death: the fork holds the ends of all pipes."""
+    then = """
+import os, sys
+fork = os.fork()
+if fork == 0:
+    try:
+        opt.evaluate()
+    except batchopt.BatchoptError as error:
+        os.write(1, f"REFUSED {'belongs to process' in str(error)}\\n".encode())
+    del opt
+    import time
+    time.sleep(60)
+    os._exit(0)
+opt.load(x, y)
+assert abs(opt.evaluate().item() - expected) < 1e-6
+print("FORK", fork, fork, flush=True)
+input()
+"""
+    program = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + then], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with program:
+        assert program.stdout is not None
+        printed = ""
+        while "FORK" not in printed or "REFUSED" not in printed:
+            line = program.stdout.readline()
+            assert line, printed
+            printed += line
+        assert "REFUSED True" in printed
+        program.kill()
+    assert_gone(pids(printed))
+    os.kill(pids(printed, "FORK")[0], signal.SIGKILL)
+
+
+def test_a_second_thread_is_refused_while_the_first_is_at_it() -> None:
+    case = mlp()
+    inside, done = threading.Event(), threading.Event()
+
+    class Waiting(BatchOptimizer):
+        def optimize(self) -> None:
+            inside.set()
+            assert done.wait(30)
+            super().optimize()
+
+    opt = Waiting(case.module, case.criterion, optimizer="sgd")
+    thread = threading.Thread(target=opt.step, args=(case.inputs, case.targets), name="the first")
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(batchopt.BatchoptError, match="running in thread 'the first'"):
+        opt.load(case.inputs, case.targets)
+    done.set()
+    thread.join()
+    opt.step(case.inputs, case.targets)
+    assert opt.batch_counter == 2
+    opt.close()
+
+
+@SLOW
+def test_a_worker_may_have_workers_of_its_own() -> None:
+    def nested(worker: Worker) -> tuple[float, list[int]]:
+        import torch
+
+        import batchopt
+
+        torch.manual_seed(0)
+        with batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2, optimizer=None) as opt:
+            opt.load(torch.ones(4, 2), torch.ones(4, 1))
+            return opt.evaluate().item(), [inner.pid for inner in opt.workers]
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), parallelize=2) as opt:
+        (one, first), (two, second) = opt.run_on_workers(nested)
+        assert one == two and len({*first, *second}) == 4
+        assert_gone([*first, *second])
+
+
+@SLOW
+def test_threads_of_the_parent_do_not_freeze_workers() -> None:
+    busy = "import torch\ntorch.set_num_threads(4)\n(torch.randn(500, 500) @ torch.randn(500, 500)).sum()\n"
+    ended = python("-c", busy + SCRIPT)
+    assert ended.returncode == 0, ended.stderr
+
+
+# ---- between steps
+
+
+def test_workers_are_added_and_removed_between_steps() -> None:
+    case, alone = mlp(), mlp()
+    made: dict[str, Any] = {"chunk_size": 4, "optimizer": "sgd", "precode": lambda w: w.state.update(born=w.rank)}
+    with (
+        BatchOptimizer(case.module, case.criterion, parallelize=2, **made) as opt,
+        BatchOptimizer(alone.module, alone.criterion, **made) as oracle,
+    ):
+        for workers in (2, 3, 1, 2):
+            opt.resize(workers)
+            assert len(opt.workers) == workers
+            assert opt.run_on_workers(lambda w: (w.rank, w.world_size, w.state["born"])) == [
+                (rank, workers, rank) for rank in range(workers)
+            ]
+            assert opt.step(case.inputs, case.targets) == oracle.step(alone.inputs, alone.targets)
+        assert opt.fingerprint() == oracle.fingerprint()
+        with pytest.raises(ValueError, match="`parallelize` must be >= 1"):
+            opt.resize(0)
+
+
+@SLOW
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+def test_a_killed_program_goes_on_from_its_checkpoint_with_other_workers(tmp_path: Path, optimizer: str) -> None:
+    script = f"""
+import os, sys, torch, batchopt
+from tests.workloads import mlp
+def run(parallelize, first, last, kill):
+    case = mlp()
+    factories = dict(sgd=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lbfgs=lambda p: torch.optim.LBFGS(p, max_iter=4))
+    with batchopt.BatchOptimizer(case.module, case.criterion, optimizer=factories[{optimizer!r}], chunk_size=5, parallelize=parallelize) as opt:
+        if first:
+            opt.load_checkpoint({str(tmp_path / "run")!r})
+        for step in range(first, last):
+            opt.step(case.inputs, case.targets)
+            if kill:
+                opt.save({str(tmp_path / "run")!r})
+        if kill:
+            os.kill(os.getpid(), 9)
+        return opt.fingerprint()
+if sys.argv[1] == "killed":
+    run(2, 0, 3, True)
+print(run(3, 3, 6, False) == run(1, 0, 6, False))
+"""
+    assert python("-c", script, "killed").returncode == -signal.SIGKILL
+    ended = python("-c", script, "goes on")
+    assert ended.stdout == "True\n", ended.stderr
