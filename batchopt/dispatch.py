@@ -1,12 +1,13 @@
 """Who evaluates which chunk during one evaluation, whatever workers do: decisions without input or output.
 
 Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
-order: a run that nobody evaluates (its worker died, or is still busy with something else); the second half of what the
-slowest worker has not begun; a copy of a chunk that is late. A chunk counts once, whoever reports it first.
+order: a run that nobody evaluates (its worker died, or is still busy with something else); half of what the slowest
+worker has not begun (all, behind a chunk that is late); a copy of a chunk that is late. A chunk counts once, whoever reports it first.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,10 +49,12 @@ class Limit(NamedTuple):
 
 @dataclass
 class _Task:
-    """What a worker is at: chunk `next` since `since` (seconds on any clock), then those up to `last`."""
+    """What a worker is at: chunk `next` since `since` (seconds on any clock), then those up to `last`; it was given those
+    up to `given`, and may have begun one of them before it was told of a limit."""
 
     next: int
     last: int
+    given: int
     since: float
 
 
@@ -83,7 +86,7 @@ class Dispatch:
     def reported(self, worker: int, done: int, now: float) -> None:
         """The worker has evaluated its chunks before `done`. Raises `ValueError` if it was not given those."""
         task = self._tasks.get(worker)
-        if task is None or not task.next <= done <= len(self._missing):
+        if task is None or not task.next <= done <= task.given:
             raise ValueError(f"worker {worker} reports chunk {done - 1}, which it was not given")
         for chunk in range(task.next, done):
             self.missing -= self._missing[chunk]
@@ -95,21 +98,26 @@ class Dispatch:
         """The worker has no task any more; what it left undone waits for somebody."""
         task = self._tasks.pop(worker, None)
         if task is not None:
-            self._leave(task)
+            self._leave(Run(task.next, task.last), first=True)
 
     def lost(self, worker: int) -> int | None:
-        """The worker is dead. Returns the chunk that it was at if that one has killed too many."""
+        """The worker is dead. Returns the chunk that it was at if that one has killed too many.
+
+        That chunk is tried again last: if it is to blame, the others are done by then.
+        """
         task = self._tasks.pop(worker, None)
         if task is None or task.next >= task.last:
             return None
-        self._leave(task)
+        self._leave(Run(task.next + 1, task.last), first=True)
+        self._leave(Run(task.next, task.next + 1), first=False)
         self._deaths[task.next] += 1
         return task.next if self._deaths[task.next] >= POISONOUS and self._missing[task.next] else None
 
-    def _leave(self, task: _Task) -> None:
-        run = self._trimmed(Run(task.next, task.last))
-        if run is not None:
-            self._pending.insert(0, (None, run))
+    def _leave(self, run: Run, first: bool) -> None:
+        """Let the run wait for somebody, before all others or after them."""
+        trimmed = self._trimmed(run)
+        if trimmed is not None:
+            self._pending.insert(0 if first else len(self._pending), (None, trimmed))
 
     def _trimmed(self, run: Run) -> Run | None:
         """Without the chunks at both ends that are done; None if nothing remains."""
@@ -149,25 +157,39 @@ class Dispatch:
     def _give(self, worker: int, run: Run | None, now: float) -> list[Assign | Limit]:
         if run is None:
             return []
-        self._tasks[worker] = _Task(run.first, run.last, now)
+        self._tasks[worker] = _Task(run.first, run.last, run.last, now)
         return [Assign(worker, *run)]
 
     def _steal(self, worker: int, estimate: Estimate, now: float) -> list[Assign | Limit]:
-        """Half of the most that any worker has before it and has not begun."""
+        """Half of the most that any worker has before it and has not begun; all, if it is late with what it is at."""
 
         def ahead(victim: int) -> float:
-            task = self._tasks[victim]
-            each = estimate(victim, task.next) if task.next < task.last else None
-            return (task.last - task.next - 1) * (WORTHWHILE if each is None else each)
+            run = self._behind(victim)
+            if run is None:
+                return 0.0
+            seconds = estimate(victim, run.first)
+            late = self._due(victim, estimate) <= now
+            return math.inf if late else (run.last - run.first) * (WORTHWHILE if seconds is None else seconds)
 
         victim = max(self._tasks, key=ahead, default=None)
         if victim is None or ahead(victim) < WORTHWHILE:
             return []
-        task = self._tasks[victim]
-        middle = task.last - (task.last - task.next) // 2
-        run = self._trimmed(Run(middle, task.last))
-        task.last = middle
-        return [Limit(victim, middle), *self._give(worker, run, now)]
+        run = self._behind(victim)
+        assert run is not None
+        middle = run.first if ahead(victim) == math.inf else run.first + (run.last - run.first) // 2
+        self._tasks[victim].last = middle
+        return [Limit(victim, middle), *self._give(worker, Run(middle, run.last), now)]
+
+    def _behind(self, worker: int) -> Run | None:
+        """What the worker has not begun and nobody has done; None if there is nothing."""
+        task = self._tasks[worker]
+        return self._trimmed(Run(task.next + 1, task.last))
+
+    def _due(self, worker: int, estimate: Estimate) -> float:
+        """When the worker is late with the chunk at hand."""
+        task = self._tasks[worker]
+        seconds = estimate(worker, task.next)
+        return math.inf if seconds is None else task.since + max(PATIENCE, LATE * seconds)
 
     def _late(self, estimate: Estimate, now: float) -> Run | None:
         """A chunk that is at hand somewhere, and late with all who are at it."""
@@ -181,11 +203,11 @@ class Dispatch:
         dues: dict[int, float] = {}
         for worker, task in self._tasks.items():
             if task.next < task.last and self._missing[task.next]:
-                seconds = estimate(worker, task.next)
-                due = float("inf") if seconds is None else task.since + max(PATIENCE, LATE * seconds)
+                due = self._due(worker, estimate)
                 dues[task.next] = max(due, dues.get(task.next, due))
         return dues
 
     def next_late(self, estimate: Estimate) -> float:
-        """When the next chunk becomes late; infinity if none will."""
-        return min(self._dues(estimate).values(), default=float("inf"))
+        """When something can be given to an idle worker because it becomes late; infinity if that cannot be known."""
+        blocked = [self._due(worker, estimate) for worker in self._tasks if self._behind(worker) is not None]
+        return min([*self._dues(estimate).values(), *blocked], default=math.inf)

@@ -60,10 +60,20 @@ def test_the_run_of_a_worker_that_is_busy_with_something_else_goes_to_one_that_h
 
 
 def test_what_a_dead_worker_left_is_taken_before_anything_is_stolen() -> None:
-    dispatch = begun((0, 4), (4, 20), None)
+    dispatch = begun((0, 4), (4, 20), None, None)
     dispatch.reported(0, 1, 0.1)
     assert dispatch.lost(0) is None
-    assert dispatch.decide([2], pace(1.0, 1.0, 1.0), 0.2) == [Assign(2, 1, 4)]
+    assert dispatch.decide([2, 3], pace(1.0, 1.0, 1.0, 1.0), 0.2) == [Assign(2, 2, 4), Assign(3, 1, 2)]
+
+
+def test_the_chunk_that_a_worker_died_at_is_tried_last() -> None:
+    dispatch = Dispatch([Run(0, 2), Run(2, 4), None], 4)
+    dispatch.decide([0], unknown, 0.0)
+    dispatch.lost(0)
+    for first, last in [(1, 2), (2, 4), (0, 1)]:
+        assert dispatch.decide([2], unknown, 0.0) == [Assign(2, first, last)]
+        dispatch.reported(2, last, 0.0)
+        dispatch.ended(2)
 
 
 def test_what_a_worker_left_undone_when_its_order_ended_waits_for_somebody() -> None:
@@ -185,6 +195,14 @@ def test_chunks_that_a_worker_began_before_it_read_its_limit_count() -> None:
     assert dispatch.missing == 0
 
 
+def test_what_its_owner_did_past_the_limit_is_not_stolen_on() -> None:
+    dispatch = begun((0, 8), None, None)
+    dispatch.decide([1], pace(1.0, 1.0, 1.0), 0.0)
+    dispatch.reported(0, 7, 0.5)
+    dispatch.ended(0)
+    assert dispatch.decide([2], pace(1.0, 1.0, 1.0), 0.5) == [Limit(1, 7), Assign(2, 7, 8)]
+
+
 # ---- late chunks
 
 
@@ -197,10 +215,31 @@ def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
     assert dispatch.decide([1], pace(each, each), due) == [Assign(1, 0, 1)]
 
 
-def test_only_the_chunk_that_is_late_is_copied() -> None:
-    dispatch = begun((0, 3), None)
+def test_of_a_late_worker_all_that_it_has_not_begun_is_taken_and_then_its_chunk_is_copied() -> None:
+    dispatch = begun((0, 6), None, None)
     dispatch.reported(0, 1, 0.0)
-    assert dispatch.decide([1], pace(1e-4, 1e-4), 1.0) == [Assign(1, 1, 2)]
+    estimate = pace(1.0, 100.0, 100.0)
+    assert dispatch.decide([1], estimate, LATE) == [Limit(0, 2), Assign(1, 2, 6)]
+    dispatch.reported(1, 6, LATE)
+    assert dispatch.decide([2], estimate, LATE) == [Assign(2, 1, 2)]
+
+
+def test_of_a_worker_that_is_not_late_yet_half_is_taken() -> None:
+    dispatch = begun((0, 5), None)
+    assert dispatch.decide([1], pace(1.0, 1.0), LATE - 1e-6) == [Limit(0, 3), Assign(1, 3, 5)]
+
+
+def test_what_is_behind_a_late_chunk_is_taken_however_little_it_is() -> None:
+    dispatch = begun((0, 2), None)
+    estimate = pace(1e-5, 1e-5)
+    assert dispatch.decide([1], estimate, PATIENCE - 1e-6) == []
+    assert dispatch.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
+
+
+def test_two_idle_workers_share_what_a_late_one_has() -> None:
+    dispatch = begun((0, 3), None, None)
+    estimate = pace(1e-5, 1e-5, 1e-5)
+    assert dispatch.decide([1, 2], estimate, 1.0) == [Limit(0, 1), Assign(1, 1, 3), Assign(2, 0, 1)]
 
 
 def test_a_chunk_is_copied_again_only_if_late_with_all_who_are_at_it() -> None:
@@ -265,6 +304,13 @@ def test_a_chunk_that_is_done_elsewhere_is_not_late() -> None:
     assert dispatch.decide([2], estimate, 50.0) == []
 
 
+def test_a_worker_that_is_done_up_to_its_limit_is_at_no_chunk() -> None:
+    dispatch = begun((0, 4), None)
+    dispatch.decide([1], pace(1.0, 1.0), 0.0)
+    dispatch.reported(0, 2, 0.5)
+    assert dispatch.next_late(pace(100.0, 1.0)) == LATE
+
+
 # ---- poison
 
 
@@ -275,7 +321,7 @@ def lose(dispatch: Dispatch, worker: int, now: float) -> int | None:
 
 
 def test_the_chunk_that_three_workers_died_at_is_named() -> None:
-    dispatch = begun((0, 3))
+    dispatch = begun((0, 2))
     dispatch.reported(0, 1, 0.0)
     assert POISONOUS == 3
     assert dispatch.lost(0) is None
@@ -285,11 +331,11 @@ def test_the_chunk_that_three_workers_died_at_is_named() -> None:
 
 def test_deaths_at_other_chunks_poison_nothing() -> None:
     dispatch = begun((0, 9))
-    for chunk in range(8):
-        dispatch.reported(0, chunk + 1, 0.0)
+    for chunk in range(9):
+        assert dispatch.at_hand(0) == chunk
         assert dispatch.lost(0) is None
         dispatch.decide([0], unknown, 0.0)
-    assert dispatch.missing == 1
+    assert dispatch.missing == 9
 
 
 def test_a_chunk_that_was_done_elsewhere_is_no_poison() -> None:
@@ -311,6 +357,17 @@ def test_a_worker_that_dies_with_all_done_is_no_sign_of_poison() -> None:
     dispatch.reported(0, 1, 0.0)
     assert dispatch.lost(0) is None
     assert dispatch.missing == 0
+
+
+def test_a_death_at_the_limit_is_not_held_against_the_next_chunk() -> None:
+    dispatch = begun((0, 2), None)
+    for _ in range(2):
+        dispatch.decide([1], pace(1.0, 1.0), 0.0)
+        assert dispatch.lost(1) is None
+    dispatch.reported(0, 1, 0.5)
+    assert dispatch.lost(0) is None
+    dispatch.decide([0], unknown, 0.5)
+    assert dispatch.lost(0) == 1
 
 
 def test_one_who_had_nothing_to_do_may_die() -> None:
@@ -352,22 +409,40 @@ def test_a_report_after_the_order_ended_is_an_error() -> None:
         dispatch.reported(0, 1, 0.0)
 
 
-@pytest.mark.xfail(reason="`reported` accepts any chunk of the batch from a worker that has some task")
 def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
-    dispatch = begun((0, 2), (2, 8))
-    with pytest.raises(ValueError, match="not given"):
-        dispatch.reported(0, 8, 0.0)
+    dispatch = begun((0, 8), (8, 16), None)
+    assert dispatch.decide([2], pace(1.0, 1e-4, 1.0), 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
+    with pytest.raises(ValueError, match="worker 0 reports chunk 8, which it was not given"):
+        dispatch.reported(0, 9, 0.0)
+    dispatch.reported(0, 8, 0.0)
+    with pytest.raises(ValueError, match="worker 2 reports chunk 15, which it was not given"):
+        dispatch.reported(2, 16, 0.0)
+    assert dispatch.missing == 8
 
 
-@pytest.mark.xfail(reason="less than WORTHWHILE behind a late chunk that was copied is neither stolen nor late")
-def test_what_is_behind_a_late_chunk_is_not_left_with_the_one_who_hangs() -> None:
-    dispatch = begun((0, 4), None)
-    estimate = pace(1e-4, 1e-4)
-    assert dispatch.decide([1], estimate, 1.0) == [Assign(1, 0, 1)]
-    dispatch.reported(1, 1, 1.001)
-    dispatch.ended(1)
-    dispatch.decide([1], estimate, 1.001)
-    assert dispatch.workers == [0, 1] or dispatch.next_late(estimate) < math.inf
+def test_no_worker_idles_for_a_turn_while_there_is_work_to_steal() -> None:
+    dispatch = begun((0, 8), (8, 16), None)
+    estimate = pace(1.0, 0.1, 1.0)
+    assert dispatch.decide([2], estimate, 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
+    dispatch.reported(0, 8, 1.0)  # past its limit, and all of what worker 2 is at
+    dispatch.reported(1, 9, 1.0)
+    dispatch.ended(0)
+    dispatch.decide([0], estimate, 1.0)
+    assert 0 in dispatch.workers
+
+
+def test_it_is_known_when_what_is_behind_a_chunk_that_was_done_elsewhere_can_be_taken() -> None:
+    dispatch = begun((0, 8), None)
+    estimate = pace(1e-3, 1e-3)
+    assert dispatch.decide([1], estimate, 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
+    dispatch.reported(0, 5, 0.005)  # it had begun chunk 4; worker 1 hangs
+    dispatch.ended(0)
+    assert dispatch.decide([0], estimate, 0.005) == [Limit(1, 6), Assign(0, 6, 8)]
+    dispatch.reported(0, 8, 0.007)
+    dispatch.ended(0)
+    assert dispatch.decide([0], estimate, 0.007) == []
+    assert dispatch.missing == 1
+    assert dispatch.next_late(estimate) == PATIENCE
 
 
 # ---- all together
@@ -425,9 +500,7 @@ class Hand:
 
     def work(self) -> None:
         """It finishes the chunk at hand, says so, and begins the next unless it was told not to."""
-        self.rows[self._young] = [int(chunk == self.at) for chunk in range(self._chunks)]
-        self._fold.add(Node(0, self.at), self._young)
-        self.at += 1
+        self.finish()
         if self.at < self.last:
             self._say(final=False)
             self.last = min(self.last, self.limit)
@@ -437,14 +510,35 @@ class Hand:
         else:
             self._begin()
 
+    def finish(self) -> None:
+        """It merges the chunk at hand, and has not said so."""
+        self.rows[self._young] = [int(chunk == self.at) for chunk in range(self._chunks)]
+        self._fold.add(Node(0, self.at), self._young)
+        self.at += 1
+
     def _say(self, final: bool) -> None:
         held = tuple(self._fold.partials)
         self.outbox.append(Said(self.number, self.evaluation, self.at, final, held))
 
 
-RANKS = 4
+class Turn(NamedTuple):
+    """How many chunks each worker finishes, whom of them the parent does not hear, and how long it takes."""
+
+    chunks: tuple[int, ...]
+    unheard: set[int]
+    seconds: float
+
+
+RANKS = 3
 WHO = st.integers(0, RANKS - 1)
-PACES = st.sampled_from([None, 1e-4, 0.0015, 0.01, 1.0])
+PACES = st.tuples(*[st.sampled_from([0.01, 1.0, 1e-4, 0.0015, None])] * RANKS)
+TURNS = st.builds(
+    Turn,
+    chunks=st.tuples(*[st.sampled_from([0, 1, 2, 9])] * RANKS),
+    unheard=st.sets(WHO, max_size=RANKS - 1),
+    seconds=st.sampled_from([0.001, 0.06, 4.0]),
+)
+CUTS = st.tuples(*[st.integers(0, 32)] * (RANKS - 1))
 
 
 class Evaluations(RuleBasedStateMachine):
@@ -453,18 +547,19 @@ class Evaluations(RuleBasedStateMachine):
     At the end of each one the partials that were reported are reduced: every chunk has to be in there once.
     """
 
-    @initialize(chunks=st.integers(1, 24), data=st.data())
-    def set_up(self, chunks: int, data: st.DataObject) -> None:
+    @initialize(chunks=st.integers(1, 32), paces=PACES, cuts=CUTS)
+    def set_up(self, chunks: int, paces: tuple[float | None, ...], cuts: tuple[int, ...]) -> None:
         self.chunks = chunks
         self.now, self.numbers, self.evaluation = 0.0, 0, 0
         self.hands = {rank: Hand() for rank in range(RANKS)}
-        self.paces: dict[int, float | None] = dict.fromkeys(range(RANKS), data.draw(PACES))
-        self._plan(data.draw(st.lists(st.integers(0, chunks), min_size=RANKS - 1, max_size=RANKS - 1)))
+        self.paces = paces
+        self._plan(cuts)
 
     def _plan(self, cuts: Sequence[int]) -> None:
         """A new evaluation, whatever workers are still at."""
-        self.bounds = [0, *sorted(cuts), self.chunks]
-        runs = [Run(first, last) if first < last else None for first, last in pairwise(self.bounds)]
+        self.cuts = cuts
+        bounds = [0, *sorted(min(cut, self.chunks) for cut in cuts), self.chunks]
+        runs = [Run(first, last) if first < last else None for first, last in pairwise(bounds)]
         self.dispatch = Dispatch(runs, self.chunks)
         self.evaluation += 1
         self.missing = set(range(self.chunks))
@@ -472,6 +567,7 @@ class Evaluations(RuleBasedStateMachine):
         self.heard: dict[Hand, Said] = {}
         self.deaths: Counter[int] = Counter()
         self.poisoned = False
+        self.turns = 0
 
     # ---- the parent
 
@@ -483,6 +579,7 @@ class Evaluations(RuleBasedStateMachine):
 
     def _direct(self, ranks: Sequence[int]) -> None:
         """As `ProcessBackend._direct`."""
+        self.turns += 1
         for command in self.dispatch.decide(ranks, self._estimate, self.now):
             if isinstance(command, Limit):
                 self._limit(command)
@@ -502,7 +599,8 @@ class Evaluations(RuleBasedStateMachine):
     def _assign(self, command: Assign) -> None:
         worker, first, last = command
         assert worker not in self.told, "a second task"
-        assert {first, last - 1} <= self.missing, "a run begins or ends with what is done"
+        assert first < last
+        assert set(range(first, last)) <= self.missing, "what is done is given again"
         self.told[worker] = Run(first, last)
         self.numbers += 1
         self.hands[worker].start(self.numbers, self.evaluation, Run(first, last), self.chunks)
@@ -546,75 +644,58 @@ class Evaluations(RuleBasedStateMachine):
 
     # ---- what happens
 
+    @rule(turns=st.lists(TURNS, min_size=1, max_size=4))
+    def some_work_and_some_are_heard(self, turns: list[Turn]) -> None:
+        """Those who work unheard get ahead of what the parent knows, past limits too."""
+        for turn in turns:
+            for rank, hand in self.hands.items():
+                for _ in range(turn.chunks[rank]):
+                    if hand.busy and not hand.stopped:
+                        hand.work()
+            self.now += turn.seconds
+            for rank in self.hands.keys() - turn.unheard:
+                self._hear_all(rank)
+            self._direct([rank for rank in self._idle() if rank not in turn.unheard])
+
     @rule()
-    def all_idle_workers_are_directed(self) -> None:
+    def nobody_says_anything_until_a_chunk_is_late(self) -> None:
         self._direct(self._idle())
-
-    @rule(ranks=st.sets(WHO))
-    def some_idle_workers_are_directed(self, ranks: set[int]) -> None:
-        self._direct([rank for rank in self._idle() if rank in ranks])
-
-    @rule(rank=WHO, chunks=st.integers(1, 6), unheard=st.booleans())
-    def a_worker_works(self, rank: int, chunks: int, unheard: bool) -> None:
-        """Unheard, it gets ahead of what the parent knows: past limits too."""
-        hand = self.hands.get(rank)
-        for _ in range(chunks):
-            if hand is not None and hand.busy and not hand.stopped:
-                hand.work()
-        if hand is not None and not unheard:
-            self._hear_all(rank)
-
-    @rule(rank=WHO)
-    def a_worker_is_heard(self, rank: int) -> None:
-        if rank in self.hands:
-            self._hear_all(rank)
-
-    @rule(rank=WHO)
-    def a_report_comes_twice(self, rank: int) -> None:
-        hand = self.hands.get(rank)
-        if hand is not None and hand in self.heard and not hand.outbox:
-            self._hear(rank, self.heard[hand])
-
-    @rule(seconds=st.sampled_from([0.001, 0.06, 0.5, 4.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule()
-    def a_chunk_becomes_late(self) -> None:
         due = self.dispatch.next_late(self._estimate)
         self.now = max(self.now, due) if due < math.inf else self.now
         self._direct(self._idle())
 
-    @rule(rank=WHO, seconds=PACES)
-    def a_pace_changes(self, rank: int, seconds: float | None) -> None:
-        self.paces[rank] = seconds
+    @rule(ranks=st.sets(WHO))
+    def these_are_stopped_and_the_others_continue(self, ranks: set[int]) -> None:
+        for rank, hand in self.hands.items():
+            hand.stopped = rank in ranks
 
-    @rule(rank=WHO)
-    def a_worker_stops(self, rank: int) -> None:
-        if rank in self.hands:
-            self.hands[rank].stopped = True
-
-    @rule(rank=WHO)
-    def a_worker_continues(self, rank: int) -> None:
-        if rank in self.hands:
-            self.hands[rank].stopped = False
-
-    @rule(rank=WHO, unsaid=st.booleans())
-    def a_worker_dies(self, rank: int, unsaid: bool) -> None:
-        """In the middle of a chunk, or when it had merged it and not said so."""
+    @rule(rank=WHO, when=st.sampled_from(["in a chunk", "before it says so", "before it says that it was the last"]))
+    def a_worker_dies(self, rank: int, when: str) -> None:
         hand = self.hands.get(rank)
         if hand is None:
             return
-        if unsaid and hand.busy:
-            said = hand.outbox.copy()
+        if hand.busy and when == "before it says so":
+            hand.finish()
+        elif hand.busy and when == "before it says that it was the last":
             hand.work()
-            hand.outbox = said
+            if not hand.busy:
+                hand.outbox.pop()
         self._lose(rank)
 
-    @rule(rank=WHO)
-    def a_worker_joins_again(self, rank: int) -> None:
-        self.hands.setdefault(rank, Hand())
+    @rule(paces=PACES)
+    def the_dead_join_again_and_paces_change(self, paces: tuple[float | None, ...]) -> None:
+        self.paces = paces
+        for rank in range(RANKS):
+            self.hands.setdefault(rank, Hand())
 
+    @precondition(lambda self: self.heard)
+    @rule()
+    def the_last_reports_come_twice(self) -> None:
+        for rank, hand in self.hands.items():
+            if hand in self.heard and not hand.outbox:
+                self._hear(rank, self.heard[hand])
+
+    @precondition(lambda self: self.told)
     @rule(rank=WHO)
     def an_order_ends_early(self, rank: int) -> None:
         """With an error, say; the chunk at hand is not finished."""
@@ -625,43 +706,45 @@ class Evaluations(RuleBasedStateMachine):
             if rank in self.told:
                 self._end(rank)
 
-    @rule(cuts=st.lists(st.integers(0, 24), min_size=RANKS - 1, max_size=RANKS - 1))
-    def an_evaluation_is_abandoned(self, cuts: list[int]) -> None:
-        """By Ctrl-C or for poison: the next one begins while workers are still at this one."""
+    @precondition(lambda self: self.turns >= 8)
+    @rule(shut_down=st.booleans(), cuts=CUTS)
+    def the_evaluation_is_abandoned(self, shut_down: bool, cuts: Sequence[int]) -> None:
+        """By Ctrl-C or for poison: the next one begins while workers are still at this one, or with new ones."""
         self._call_off()
-        self._plan([min(cut, self.chunks) for cut in cuts])
-
-    @rule()
-    def all_are_shut_down_and_started_anew(self) -> None:
-        for rank in list(self.hands):
-            self._lose(rank)
-        assert self.dispatch.workers == []
-        self.hands = {rank: Hand() for rank in range(RANKS)}
+        if shut_down:
+            for rank in list(self.hands):
+                self._lose(rank)
+            assert self.dispatch.workers == []
+            self.hands = {rank: Hand() for rank in range(RANKS)}
+        self._plan(cuts)
 
     @precondition(lambda self: self.poisoned)
     @rule()
     def poison_ends_the_evaluation(self) -> None:
-        self.an_evaluation_is_abandoned(self.bounds[1:-1])
+        self.the_evaluation_is_abandoned(False, self.cuts)
 
-    @rule(alive=st.integers(1, RANKS), meanwhile=st.booleans())
-    def from_now_on_workers_behave(self, alive: int, meanwhile: bool) -> None:
-        """Then the evaluation completes, even with one worker; and counts each chunk once."""
-        for rank in range(alive):
-            self.hands.setdefault(rank, Hand())
+    @precondition(lambda self: self.turns >= 8)
+    @rule(hanging=st.sets(WHO, max_size=RANKS - 1), paces=PACES, meanwhile=st.booleans())
+    def from_now_on_workers_behave(self, hanging: set[int], paces: tuple[float | None, ...], meanwhile: bool) -> None:
+        """All but those that hang: then the evaluation completes, and counts each chunk once."""
+        self.paces = tuple(pace or 0.01 for pace in paces) if hanging else paces
+        for rank in range(RANKS):
+            if rank not in hanging:
+                self.hands.setdefault(rank, Hand())
         rounds = 0
         while self.dispatch.missing:
-            self._round()
+            self._round(hanging)
             rounds += 1
             assert rounds <= (RANKS + 1) * (self.chunks + 1)
         self._complete(meanwhile)
-        self._plan(self.bounds[1:-1])
+        self._plan(self.cuts)
 
-    def _round(self) -> None:
+    def _round(self, hanging: set[int]) -> None:
         self._direct(self._idle())
-        self.now += 0.001
+        self.now += LATE if hanging else 0.001
         for rank, hand in self.hands.items():
-            hand.stopped = False
-            if hand.busy:
+            hand.stopped = rank in hanging
+            if hand.busy and not hand.stopped:
                 hand.work()
             self._hear_all(rank)
 
@@ -705,7 +788,7 @@ class Evaluations(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "chunks"):
-            self.from_now_on_workers_behave(1, True)
+            self.from_now_on_workers_behave(set(), self.paces, True)
 
 
 def _answer(hand: Hand, said: Said) -> Answer:
@@ -718,4 +801,4 @@ def _answer(hand: Hand, said: Said) -> Answer:
 
 
 TestEvaluations = Evaluations.TestCase
-TestEvaluations.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
+TestEvaluations.settings = settings(deadline=None, max_examples=100, stateful_step_count=50, report_multiple_bugs=False)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import ctypes
 import os
 import sys
 import tempfile
 import weakref
+from contextlib import suppress
 
 TAIL = 2**12  # bytes shown in an error
-_LARGEST = 2**20  # bytes kept before the file is emptied
+_PIECE = 2**20  # bytes after which the memory of what was passed on is given back
+_PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
 
 
 class Stderr:
@@ -24,11 +28,12 @@ class Stderr:
         else:
             with tempfile.TemporaryFile() as file:
                 self.fd = os.dup(file.fileno())
-        # One writer after the other, each at the end, also after the file was emptied.
+        # One writer after the other, each at the end, whoever else has the file.
         self.writer = os.open(f"/dev/fd/{self.fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd).atexit = False  # when workers end they are still read
         self._passed_on = 0
         self._tail = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def close_writer(self) -> None:
         """Once the worker has it."""
@@ -40,14 +45,17 @@ class Stderr:
         if size <= self._passed_on:
             return
         new = os.pread(self.fd, size - self._passed_on, self._passed_on)
-        self._passed_on += len(new)
         self._tail = (self._tail + new)[-TAIL:]
-        if self._passed_on > _LARGEST:
-            os.ftruncate(self.fd, 0)
-            self._passed_on = 0
-        if sys.stderr is not None and not sys.stderr.closed:
-            sys.stderr.write(new.decode("utf-8", "replace"))
-            sys.stderr.flush()
+        if size // _PIECE > self._passed_on // _PIECE:
+            self._give_back(size)
+        self._passed_on += len(new)
+        with suppress(Exception):  # of whatever the user has put in place of it
+            print(self._decoder.decode(new), end="", file=sys.stderr, flush=True)
+
+    def _give_back(self, size: int) -> None:
+        """Take the memory of what was passed on from the file; not what a worker may be writing at its end."""
+        with suppress(AttributeError):  # not on Linux
+            ctypes.CDLL(None).fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size))
 
     @property
     def tail(self) -> str:

@@ -50,7 +50,7 @@ def play(folder: Path, faults: Sequence[Fault], program: str = "tests.faults.pro
     (folder / "plan.json").write_text(json.dumps([vars(fault) for fault in faults]))
     environment = os.environ | {
         "BATCHOPT_TEST_FAULTS": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]),
     }
     arguments = [sys.executable, "-W", "error", "-m", program, json.dumps(case), str(folder)]
     with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as process:

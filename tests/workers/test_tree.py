@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.tree import Fold, Node, most_held
+from batchopt_workers.tree import Fold, Node, maximal, most_held
 
 
 def join(left: str, right: str) -> str:
@@ -96,6 +96,107 @@ def test_most_held_is_an_upper_bound_that_is_reached(count: int, data: st.DataOb
         held.append(len(fold) + 1)
         fold.add(Node(0, chunk), str(chunk))
     assert most_held(first, last, count) == max(held)
+
+
+@st.composite
+def evaluated(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """Every chunk of a batch by at least one of up to five workers, in any order, some by several."""
+    count = draw(st.integers(1, 40))
+    workers: list[list[int]] = [[] for _ in range(draw(st.integers(1, 5)))]
+    for chunk in draw(st.permutations(range(count))):
+        for worker in draw(st.sets(st.integers(0, len(workers) - 1), min_size=1)):
+            workers[worker].append(chunk)
+    return count, workers
+
+
+def nodes_of(chunks: list[int], count: int) -> dict[Node, str]:
+    """What a worker holds that evaluated these chunks in this order."""
+    fold = Fold(count, join)
+    for chunk in chunks:
+        fold.add(Node(0, chunk), str(chunk))
+    return dict(fold.partials)
+
+
+def below(node: Node, count: int) -> set[int]:
+    """Its chunks."""
+    return set(range(node.first_chunk, min(node.first_chunk + 2**node.level, count)))
+
+
+@given(st.integers(1, 100), st.data())
+@settings(deadline=None)
+def test_most_held_counts_what_the_worker_holds_already(count: int, data: st.DataObject) -> None:
+    fold = Fold(count, join)
+    for chunk in data.draw(st.lists(st.integers(0, count - 1), unique=True)):
+        fold.add(Node(0, chunk), str(chunk))
+    held = tuple(data.draw(st.permutations([node for node, _ in fold.partials])))
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first, count))
+    rows = [0]
+    for chunk in range(first, last):
+        rows.append(len(fold) + 1)
+        fold.add(Node(0, chunk), str(chunk))
+    assert most_held(first, last, count, held) == max(rows)
+
+
+def test_a_worker_that_holds_two_runs_needs_a_row_for_each_and_one_to_work_in() -> None:
+    assert most_held(4, 5, 8) == 1
+    assert most_held(4, 5, 8, (Node(0, 0), Node(0, 2))) == 3
+    assert most_held(3, 3, 8, (Node(0, 0), Node(0, 2))) == 0
+
+
+@given(evaluated())
+@settings(deadline=None)
+def test_maximal_nodes_are_disjoint_and_cover_what_was_evaluated(work: tuple[int, list[list[int]]]) -> None:
+    count, workers = work
+    found = [node for chunks in workers for node in nodes_of(chunks, count)]
+    kept = maximal(found, count)
+    assert kept <= set(found)
+    assert sorted(chunk for node in kept for chunk in below(node, count)) == list(range(count))
+
+
+@given(evaluated())
+@settings(deadline=None)
+def test_maximal_nodes_merge_into_the_whole_with_each_chunk_once(work: tuple[int, list[list[int]]]) -> None:
+    count, workers = work
+    found = {node: partial for chunks in workers for node, partial in nodes_of(chunks, count).items()}
+    whole = Fold(count, join)
+    for node in maximal(found, count):
+        whole.add(node, found[node])
+    assert whole.root == reference(top(count), count)
+
+
+@st.composite
+def some_nodes(draw: st.DrawFn) -> tuple[int, list[Node]]:
+    """Any nodes of a tree, whether anybody would hold them or not."""
+    count = draw(st.integers(1, 40))
+    tree = [Node(level, p) for level in range(top(count).level + 1) for p in range((count - 1 >> level) + 1)]
+    return count, draw(st.lists(st.sampled_from(tree)))
+
+
+@given(some_nodes())
+@settings(deadline=None)
+def test_a_node_is_maximal_unless_another_contains_it(drawn: tuple[int, list[Node]]) -> None:
+    count, nodes = drawn
+
+    def contains(outer: Node, inner: Node) -> bool:
+        return outer.level > inner.level and inner.position >> (outer.level - inner.level) == outer.position
+
+    expected = {node for node in nodes if not any(contains(other, node) for other in nodes)}
+    assert maximal(nodes, count) == expected
+
+
+@pytest.mark.parametrize(
+    "nodes, kept",
+    [
+        ([], set()),
+        ([Node(0, 1), Node(1, 0)], {Node(1, 0)}),
+        ([Node(0, 1), Node(2, 0), Node(0, 4)], {Node(2, 0), Node(0, 4)}),
+        ([Node(0, 4), Node(2, 1)], {Node(2, 1)}),
+        ([Node(3, 0), Node(0, 0), Node(2, 1)], {Node(3, 0)}),
+    ],
+)
+def test_what_lies_below_another_is_not_maximal(nodes: list[Node], kept: set[Node]) -> None:
+    assert maximal(nodes, 5) == kept
 
 
 def test_a_partial_that_is_none_is_merged_like_any_other() -> None:

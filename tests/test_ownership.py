@@ -1,0 +1,196 @@
+"""One process and one thread at a time: anything else is told so, and does no harm."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from batchopt.errors import BatchoptError
+from batchopt.ownership import Owner, exclusive
+
+
+class Counter:
+    """Something that one thread at a time may use."""
+
+    def __init__(self) -> None:
+        self._owner = Owner()
+        self.value = 0
+
+    @exclusive
+    def add(self, amount: int, *, times: int = 1) -> int:
+        """Add `amount`, so many times."""
+        for _ in range(times):
+            self.value += amount
+        return self.value
+
+    @exclusive
+    def call(self, function: Callable[[], object]) -> object:
+        """What `function` returns, called inside."""
+        return function()
+
+
+@contextmanager
+def in_use(counter: Counter, name: str) -> Iterator[None]:
+    """A thread of that name is inside."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        inside.set()
+        return leave.wait(10)
+
+    thread = threading.Thread(target=counter.call, args=(wait,), name=name)
+    thread.start()
+    try:
+        assert inside.wait(10)
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
+def elsewhere(function: Callable[[], object]) -> object:
+    """What `function` returns, called in a thread that ends."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(10)
+
+
+def test_arguments_and_the_result_pass_through() -> None:
+    counter = Counter()
+    assert counter.add(2, times=3) == 6
+    assert counter.add(amount=1) == 7
+
+
+def test_a_method_keeps_its_name_and_its_docstring() -> None:
+    assert Counter.add.__name__ == "add"
+    assert Counter.add.__qualname__ == "Counter.add"
+    assert Counter.add.__doc__ == "Add `amount`, so many times."
+
+
+def test_the_thread_that_is_inside_may_enter_again() -> None:
+    counter = Counter()
+    assert counter.call(lambda: counter.call(lambda: counter.add(3))) == 3
+    assert elsewhere(lambda: counter.add(1)) == 4
+
+
+def test_it_stays_in_use_until_the_outermost_call_returns() -> None:
+    counter = Counter()
+
+    def inner_returns_first() -> object:
+        counter.add(1)
+        with pytest.raises(BatchoptError, match="is running in thread"):
+            elsewhere(lambda: counter.add(1))
+        return counter.value
+
+    assert counter.call(inner_returns_first) == 1
+
+
+def test_another_thread_is_told_which_one_uses_it() -> None:
+    counter = Counter()
+    with in_use(counter, "the-first-one"):
+        with pytest.raises(BatchoptError, match="is running in thread 'the-first-one'"):
+            counter.add(1)
+        with pytest.raises(BatchoptError, match="is running in thread 'the-first-one'"):
+            elsewhere(lambda: counter.add(1))
+    assert counter.value == 0
+
+
+def test_threads_may_use_it_one_after_the_other() -> None:
+    counter = Counter()
+    counter.add(1)
+    assert elsewhere(lambda: counter.add(1)) == 2
+    with in_use(counter, "second"):
+        pass
+    assert counter.add(1) == 3
+    with in_use(counter, "third"), pytest.raises(BatchoptError, match="thread 'third'"):
+        counter.add(1)
+
+
+def test_a_thread_that_was_turned_away_takes_nothing_with_it() -> None:
+    counter = Counter()
+    with in_use(counter, "first"):
+        for _ in range(3):
+            with pytest.raises(BatchoptError):
+                counter.add(1)
+    assert elsewhere(lambda: counter.add(1)) == 1
+    assert counter.add(1) == 2
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_exception_passes_through_and_leaves_it_free(error: type[BaseException]) -> None:
+    counter = Counter()
+
+    def fail() -> None:
+        raise error("the user's")
+
+    with pytest.raises(error, match="the user's"):
+        counter.call(lambda: counter.call(fail))
+    assert elsewhere(lambda: counter.add(1)) == 1
+
+
+def test_two_objects_know_nothing_of_each_other() -> None:
+    counter, other = Counter(), Counter()
+    with in_use(counter, "busy"):
+        assert other.add(1) == 1
+
+
+def in_a_fork(function: Callable[[], object]) -> str:
+    """What `function` returns or raises in a forked child, as text."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = f"returned {function()}"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writer, text.encode())
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return said.replace(str(pid), "CHILD")
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+# Python 3.12 warns of forks in a process that has threads, as torch's have.
+forks_with_threads = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@needs_fork
+@forks_with_threads
+def test_a_forked_child_is_told_whose_it_is() -> None:
+    counter = Counter()
+    said = in_a_fork(lambda: counter.add(1))
+    assert said.startswith("BatchoptError: ")
+    assert f"belongs to process {os.getpid()}" in said
+    assert "this is process CHILD" in said
+    assert counter.add(1) == 1
+
+
+@needs_fork
+@forks_with_threads
+def test_a_child_that_is_forked_inside_is_not_inside() -> None:
+    counter = Counter()
+    said = counter.call(lambda: in_a_fork(lambda: counter.add(1)))
+    assert isinstance(said, str)
+    assert f"belongs to process {os.getpid()}" in said
+
+
+@needs_fork
+@forks_with_threads
+def test_a_child_that_is_forked_while_another_thread_is_inside_does_not_wait() -> None:
+    counter = Counter()
+    with in_use(counter, "busy"):
+        assert f"belongs to process {os.getpid()}" in in_a_fork(lambda: counter.add(1))
+
+
+@needs_fork
+@forks_with_threads
+def test_a_child_may_have_one_of_its_own() -> None:
+    assert in_a_fork(lambda: Counter().add(5)) == "returned 5"
