@@ -191,6 +191,7 @@ class BatchFunction:
             self._backend.load(batch)
             self._batch = batch
             self._history = replace(self._history, steps=self._history.steps + 1)
+            self._speeds = self._speeds.without(worker.rank for worker in self.workers if worker.lost)
             if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
                 self.calibrate()
             self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)

@@ -54,9 +54,7 @@ def run(case: Workload, **options: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize(
-    "parallelize", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("parallelize", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 8))])
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
 def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int) -> None:
     make = WORKLOADS[workload]
@@ -64,7 +62,9 @@ def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: i
     assert run(make(torch.float32), chunk_size=5, parallelize=parallelize) == expected
 
 
-@pytest.mark.parametrize("speeds", [[1, 1, 1], [5, 0, 1], [1, 2, 10]])
+@pytest.mark.parametrize(
+    "speeds", [[5, 0, 1], *(pytest.param(s, marks=pytest.mark.slow) for s in ([1, 1, 1], [1, 2, 10]))]
+)
 def test_any_speeds_give_the_same_bits(speeds: list[float]) -> None:
     expected = run(cnn(torch.float32), chunk_size=3)
     assert run(cnn(torch.float32), chunk_size=3, parallelize=3, speeds=speeds) == expected

@@ -1,4 +1,4 @@
-"""Who evaluates which chunk: each rule by example, and all of them together against workers that do whatever they like."""
+"""Who evaluates which chunk: each rule by example, and all together against workers that do whatever they like."""
 
 from __future__ import annotations
 
@@ -305,9 +305,9 @@ def test_a_chunk_that_is_done_elsewhere_is_not_late() -> None:
 
 
 def test_a_worker_that_is_done_up_to_its_limit_is_at_no_chunk() -> None:
-    dispatch = begun((0, 4), None)
+    dispatch = begun((0, 2), None)
     dispatch.decide([1], pace(1.0, 1.0), 0.0)
-    dispatch.reported(0, 2, 0.5)
+    dispatch.reported(0, 1, 0.5)
     assert dispatch.next_late(pace(100.0, 1.0)) == LATE
 
 
@@ -464,8 +464,8 @@ UNFINISHED = -(10**6)
 class Hand:
     """A worker process, at the level of its chunks: how often each chunk is counted stands where its gradient would be.
 
-    As in `loop` and `evaluate`: it looks at limits only after it has sent a report, and merges into the row of the younger
-    partial.
+    As in `loop` and `evaluate`: it looks at limits only after it has sent a report, and merges into the row of the
+    younger partial.
     """
 
     def __init__(self) -> None:
@@ -587,8 +587,17 @@ class Evaluations(RuleBasedStateMachine):
                 assert command.worker in ranks
                 self._assign(command)
         if any(rank not in self.told for rank in ranks):
-            at_work = {chunk for run in self.told.values() for chunk in range(*run)}
-            assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
+            self._nothing_is_left_to_give()
+
+    def _nothing_is_left_to_give(self) -> None:
+        at_work = {chunk for run in self.told.values() for chunk in range(*run)}
+        assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
+        for rank, (first, last) in self.told.items():
+            behind = self.missing & set(range(first + 1, last))
+            seconds = self.paces[rank]
+            assert len(behind) * (WORTHWHILE if seconds is None else seconds) < WORTHWHILE, "work that could be stolen"
+        if self.missing and None not in self.paces:
+            assert self.dispatch.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
 
     def _limit(self, command: Limit) -> None:
         first, last = self.told[command.worker]
@@ -681,6 +690,15 @@ class Evaluations(RuleBasedStateMachine):
             if not hand.busy:
                 hand.outbox.pop()
         self._lose(rank)
+
+    @rule(rank=WHO)
+    def a_worker_and_its_successors_die(self, rank: int) -> None:
+        """Of the same chunk, if there is no other."""
+        for _ in range(POISONOUS):
+            if rank in self.hands:
+                self._lose(rank)
+            self.hands[rank] = Hand()
+            self._direct([rank])
 
     @rule(paces=PACES)
     def the_dead_join_again_and_paces_change(self, paces: tuple[float | None, ...]) -> None:

@@ -77,7 +77,7 @@ PLANTED: dict[str, tuple[Any, Any, dict[str, Any], Culprit, str]] = {
 }
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("parallelize", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> None:
     kind, criterion, options, culprit, detail = PLANTED[fault]
@@ -103,7 +103,7 @@ def test_workers_that_lack_something_are_found() -> None:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_the_doctor_is_silent_on_the_healthy(workload: str, dtype: torch.dtype) -> None:
     case = WORKLOADS[workload](dtype)
     with BatchOptimizer(case.module, case.criterion, parallelize=1 if dtype is torch.float64 else 2) as opt:

@@ -274,6 +274,8 @@ def _any_module(data: st.DataObject, activation: nn.Module | None) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, 4), _scores(activation)).double()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* idle")
 @settings(deadline=None, max_examples=6)
 @given(data=st.data())
 def test_any_module_and_speeds_in_worker_processes(data: st.DataObject) -> None:

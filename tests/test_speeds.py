@@ -26,6 +26,16 @@ def test_a_worker_not_measured_counts_as_the_median_of_the_others() -> None:
     assert speeds.relative() == [10.0, 20.0, 30.0, 20.0]
 
 
+def test_an_absent_worker_gets_nothing_and_keeps_its_estimate() -> None:
+    speeds = Speeds((2.0, 8.0, None)).without([1])
+    assert speeds.relative() == [2.0, 0.0, 5.0]
+    assert speeds.observed([2, 0, 2], [1.0, 0.0, 1.0]).relative() == [2.0, 0.0, 2.0]
+    assert speeds.improves_on([1, 1, 1]) and not Speeds((1.0, 1.0)).without([1]).improves_on([4, 0])
+    assert speeds.without([]).relative() == [2.0, 8.0, 5.0]
+    assert not speeds.measured and Speeds((1.0, None)).without([1]).measured
+    assert Speeds((1.0, 3.0), fixed=True).without([0]).relative() == [0.0, 3.0]
+
+
 @given(st.lists(RATES, min_size=1, max_size=10))
 @settings(deadline=None)
 def test_no_worker_is_starved_by_one_measurement(rates: list[float]) -> None:

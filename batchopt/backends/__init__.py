@@ -25,7 +25,7 @@ BACKENDS = {"serial": "batchopt.backends.serial:SerialBackend", "process": "batc
 class WorkerInfo:
     """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user
     fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often its process was replaced;
-    `alive` is False while there is none that can work."""
+    `alive` is False while there is none that can work, and `lost` True once there will be none any more."""
 
     rank: int
     pid: int
@@ -36,6 +36,7 @@ class WorkerInfo:
     busy_seconds: float = 0.0
     restarts: int = 0
     alive: bool = True
+    lost: bool = False
 
 
 @dataclass(frozen=True)

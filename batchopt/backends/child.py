@@ -60,6 +60,7 @@ class Child:
         self.rows: Rows | None = None
         self.cut: Cut | None = None
         self.told: dict[str, tuple[Call, ...]] = {}
+        self.knows: dict[str, tuple[Call, ...]] | None = None  # all topics, once it was told them
         self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
         self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it

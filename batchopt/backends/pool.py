@@ -17,7 +17,7 @@ from typing import Protocol
 
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
-from batchopt.backends.child import EVALUATING, REAPING, STARTING, Asked, Call, Child
+from batchopt.backends.child import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child
 from batchopt.errors import AllWorkersLostError, RemoteTraceback, WorkerError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
@@ -67,18 +67,18 @@ class Pool:
     # ---- what has to be
 
     def resize(self, infos: list[WorkerInfo]) -> None:
-        """Have as many workers as `infos`, and wait until each can work.
+        """Have as many workers as `infos`, and wait until each can work; those whose info is new start anew.
 
         Raises `WorkerStartError` for one that ends before, `WorkerError` if the user's code raises in one.
         """
-        for rank in range(len(infos), len(self.infos)):
+        new = [info for info in infos if all(info is not other for other in self.infos)]
+        for rank in {*range(len(infos), len(self.infos)), *(info.rank for info in new)}:
             self._given_up.pop(rank, None)
             self._failures.pop(rank, None)
             if rank in self.children:
                 child = self.children.pop(rank)
                 self._unwatch(child)
                 _end([child])
-        new = [info for info in infos if all(info is not other for other in self.infos)]
         self._restarts += len(new)  # the first start of each is none
         self.infos = infos
         until = float("inf")
@@ -105,7 +105,7 @@ class Pool:
 
     def tell(self, topic: str, *calls: Call) -> None:
         """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
-        self._topics[topic] = calls
+        self._topics = {**self._topics, topic: calls}
         self._brief()
 
     @property
@@ -122,7 +122,19 @@ class Pool:
             self._watch(child)
             self.hear(child, _Nobody())  # what an interrupt left, which wakes nobody up
         self.call_off()
+        self._end_functions()
         self.pump(_Nobody(), 0.0)
+
+    def _end_functions(self) -> None:
+        """Replace workers that are still in a function which an interrupt or a loss has left behind."""
+        until = time.monotonic() + GRACE
+        while left := [child for child in self.children.values() if child.asked and child.asked.what == FUNCTION]:
+            if time.monotonic() < until:
+                self.pump(_Nobody(), until)
+                continue
+            for child in left:
+                child.kill("was left in a function that nobody waits for")
+            return
 
     def call_off(self) -> None:
         """Let the workers end the evaluation that they are at after the present chunk."""
@@ -200,6 +212,7 @@ class Pool:
         if self._topics.get(asked.topic) is not asked.calls:  # something else is told by now
             return
         child.told.pop(asked.topic, None)
+        child.knows = None
         child.forget_answered()  # not to be heard again
         error = error_of(child.rank, Failure.decode(reply.body), asked.what)
         if child.joined:
@@ -248,7 +261,8 @@ class Pool:
     def _replenish(self) -> None:
         """Start what is missing, as far as it is allowed."""
         for rank, info in enumerate(self.infos):
-            if rank in self.children or rank in self._given_up:
+            info.lost = rank in self._given_up
+            if rank in self.children or info.lost:
                 continue
             if self._restarts <= 0:
                 self._given_up[rank] = WorkerLostError(f"max_restarts is spent; the last worker lost: {self.ending}")
@@ -272,7 +286,7 @@ class Pool:
     def _brief(self) -> None:
         """Tell each worker what it was not told yet."""
         for child in self.children.values():
-            if len(child.told) == len(self._topics) and all(child.told[t] is c for t, c in self._topics.items()):
+            if child.knows is self._topics:
                 continue
             for topic, calls in self._topics.items():
                 if child.told.get(topic) is not calls:
@@ -280,6 +294,7 @@ class Pool:
                         for call in calls:
                             child.ask(call, topic, calls)
                     child.told[topic] = calls
+            child.knows = self._topics
 
     def _watch(self, child: Child) -> None:
         known = self._selector.get_map()

@@ -143,8 +143,8 @@ class ProcessBackend(Backend):
     def resize(self, workers: int) -> None:
         self._size = workers
         host = socket.gethostname()
-        kept = self._pool.infos[:workers]
-        infos = [*kept, *(WorkerInfo(rank, 0, host, self._device, alive=False) for rank in range(len(kept), workers))]
+        kept = {info.rank: info for info in self._pool.infos if not info.lost}
+        infos = [kept.get(rank, WorkerInfo(rank, 0, host, self._device, alive=False)) for rank in range(workers)]
         self._pool.tell("world", call(STARTING, "set_world", workers, self._threads()))
         self._pool.resize(infos)
 

@@ -39,7 +39,9 @@ def assert_works(opt: BatchOptimizer) -> None:
 # ---- the parent ends
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", pytest.param("raise RuntimeError('on purpose')", marks=SLOW)])
+@pytest.mark.parametrize(
+    "ending", ["", *(pytest.param(e, marks=SLOW) for e in ("sys.exit(3)", "raise RuntimeError('on purpose')"))]
+)
 def test_a_program_ends_though_a_worker_is_stopped(ending: str) -> None:
     stop = "\nimport os, signal\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\n"
     started = time.monotonic()
@@ -123,6 +125,24 @@ except KeyboardInterrupt:
     last = "opt.prehook = None\nopt.load(x, y)\nprint(abs(opt.evaluate().item() - expected) < 1e-6, [w.restarts for w in opt.workers])"
     code, printed, _ = interrupted(SCRIPT + hooks + then + last, signal.SIGINT)
     assert code == 0 and "CAUGHT True 1" in printed and printed.endswith("True [0, 0]\n"), printed
+
+
+@SLOW
+def test_after_ctrl_c_in_a_function_that_hangs_there_are_new_workers() -> None:
+    then = """
+def hang(worker):
+    import time
+    print("BUSY", flush=True)
+    time.sleep(1e6)
+try:
+    opt.run_on_workers(hang)
+except KeyboardInterrupt:
+    print("CAUGHT", flush=True)
+opt.load(x, y)
+print(abs(opt.evaluate().item() - expected) < 1e-6, [worker.restarts for worker in opt.workers])
+"""
+    code, printed, _ = interrupted(SCRIPT + then, signal.SIGINT)
+    assert code == 0 and "CAUGHT" in printed and printed.endswith("True [1, 1]\n"), printed
 
 
 # ---- a worker ends, or should not

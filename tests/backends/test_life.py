@@ -69,7 +69,7 @@ def assert_gone(processes: list[int]) -> None:
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("way", ["file", "stdin", "-c", "-m"])
+@pytest.mark.parametrize("way", ["file", "stdin", *(pytest.param(way, marks=pytest.mark.slow) for way in ("-c", "-m"))])
 def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     arguments = {"file": ["program.py"], "stdin": ["-"], "-c": ["-c", SCRIPT], "-m": ["-m", "program"]}[way]
@@ -79,6 +79,7 @@ def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path,
     assert_gone(pids(ended.stdout))
 
 
+@pytest.mark.slow
 def test_a_notebook_works(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
@@ -100,7 +101,16 @@ def test_a_notebook_works(tmp_path: Path) -> None:
     assert nbclient is not None
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise RuntimeError('on purpose')", "del opt"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        *(
+            pytest.param(e, marks=pytest.mark.slow)
+            for e in ("sys.exit(3)", "raise RuntimeError('on purpose')", "del opt")
+        ),
+    ],
+)
 def test_workers_end_with_the_program(ending: str) -> None:
     ended = python("-c", SCRIPT + ending)
     expected = 3 if "3" in ending else 1 if "raise" in ending else 0

@@ -194,6 +194,18 @@ def test_where_there_is_no_standard_error_the_tail_is_kept(worker: Worker, monke
     assert worker.stderr.tail == "why it ended"
 
 
+@pytest.mark.xfail(reason="print(file=None) writes to standard output")
+def test_where_there_is_no_standard_error_nothing_goes_to_standard_output_instead(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", None)
+    worker.write(b"why it ended\n")
+    worker.stderr.pass_on()
+    assert stdout.getvalue() == ""
+
+
 def test_where_standard_error_is_closed_the_tail_is_kept(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
