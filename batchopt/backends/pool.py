@@ -101,7 +101,7 @@ class Pool:
     def _complete(self) -> bool:
         ranks = [info.rank for info in self.infos if info.rank not in self._given_up]
         everyone = all(rank in self.children and self.children[rank].joined for rank in ranks)
-        return everyone and len(ranks) > 0
+        return everyone and (len(ranks) > 0 or not self.infos)
 
     def tell(self, topic: str, *calls: Call) -> None:
         """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
@@ -192,6 +192,7 @@ class Pool:
         except ProtocolError as error:
             child.kill(f"said what is no message ({error})")
             self._bury(child, listener)
+            return
         if not child.joined and child.told.keys() >= self._topics.keys() and child.idle:
             child.joined = True
             self._failures[child.rank] = 0

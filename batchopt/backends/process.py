@@ -145,8 +145,16 @@ class ProcessBackend(Backend):
         host = socket.gethostname()
         kept = {info.rank: info for info in self._pool.infos if not info.lost}
         infos = [kept.get(rank, WorkerInfo(rank, 0, host, self._device, alive=False)) for rank in range(workers)]
-        self._pool.tell("world", call(STARTING, "set_world", workers, self._threads()))
-        self._pool.resize(infos)
+        before = self._pool.infos
+        try:
+            self._pool.tell("world", call(STARTING, "set_world", workers, self._threads()))
+            self._pool.resize(infos)
+        except BaseException:
+            self._size = len(before)
+            if before:
+                self._pool.tell("world", call(STARTING, "set_world", self._size, self._threads()))
+            self._pool.resize(before)
+            raise
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         for name, hook in (("`prehook`", prehook), ("`posthook`", posthook)):

@@ -333,6 +333,20 @@ def test_workers_are_added_and_removed_between_steps() -> None:
 
 
 @SLOW
+def test_workers_that_cannot_be_added_leave_those_that_there_are() -> None:
+    def fail(worker: Worker) -> None:
+        if worker.rank == 2:
+            raise OSError("no third device")
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), parallelize=2, precode=fail) as opt:
+        with pytest.raises(batchopt.WorkerError, match="OSError in worker 2, running precode: no third device"):
+            opt.resize(3)
+        assert_works(opt)
+        assert [(worker.rank, worker.alive, worker.restarts) for worker in opt.workers] == [(0, True, 0), (1, True, 0)]
+        assert opt.run_on_workers(lambda worker: worker.world_size) == [2, 2]
+
+
+@SLOW
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 def test_a_killed_program_goes_on_from_its_checkpoint_with_other_workers(tmp_path: Path, optimizer: str) -> None:
     script = f"""
