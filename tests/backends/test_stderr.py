@@ -298,18 +298,19 @@ def test_a_process_that_writes_much_does_not_wait_for_a_reader(ours: Ours) -> No
     assert equal(ours.taken(), "x" * 3_000_000)
 
 
-def test_writers_append_to_each_other_also_after_memory_was_given_back(worker: Worker, ours: Ours) -> None:
-    other = os.dup(worker.stderr.writer)
+def test_whoever_else_has_the_file_is_not_overwritten(worker: Worker, ours: Ours) -> None:
     worker.write(b"a" * MUCH)
+    other = os.open(f"/dev/fd/{worker.stderr.writer}", os.O_WRONLY | os.O_APPEND)  # as /dev/stderr in the worker
     os.write(other, b"b")
+    worker.write(b"c")
     worker.stderr.pass_on()
     assert worker.size() <= PAGE
-    assert equal(ours.taken(), "a" * MUCH + "b")
-    os.write(other, b"c")
-    worker.write(b"d")
+    assert equal(ours.taken(), "a" * MUCH + "bc")
+    os.write(other, b"d")
+    worker.write(b"e")
     os.close(other)
     worker.stderr.pass_on()
-    assert ours.taken() == "cd"
+    assert ours.taken() == "de"
 
 
 def test_its_descriptor_is_closed_when_it_is_forgotten() -> None:

@@ -101,7 +101,8 @@ def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     run: Play, undisturbed: Callable[[str], Ended], when: str, parallelize: int, optimizer: str
 ) -> None:
     fault = DEATHS[when]
-    ended = run(fault, parallelize=parallelize, optimizer=optimizer)
+    # a death is noticed as such, not as a hang
+    ended = run(fault, parallelize=parallelize, optimizer=optimizer, options={"timeout": 1000.0})
     check(ended, undisturbed(optimizer), fault, expected_extra(fault))
 
 
