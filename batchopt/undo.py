@@ -41,7 +41,9 @@ class Undo:
             return
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+        groups = self._optimizer.param_groups
+        del groups[len(self._groups) :]
+        for group, before in zip(groups, self._groups, strict=True):
             group.update(before)
         self._state = {}
 

@@ -46,9 +46,11 @@ class Stderr:
             return
         new = os.pread(self.fd, size - self._passed_on, self._passed_on)
         self._tail = (self._tail + new)[-TAIL:]
-        if size // _PIECE > self._passed_on // _PIECE:
-            self._give_back(size)
-        self._passed_on += len(new)
+        before, self._passed_on = self._passed_on, self._passed_on + len(new)
+        if self._passed_on // _PIECE > before // _PIECE:
+            self._give_back(self._passed_on)
+        if sys.stderr is None:
+            return
         with suppress(Exception):  # of whatever the user has put in place of it
             print(self._decoder.decode(new), end="", file=sys.stderr, flush=True)
 

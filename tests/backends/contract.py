@@ -335,7 +335,14 @@ class Contract:
 
     # ---- optimizers
 
-    @pytest.mark.parametrize("name", ["lbfgs", "sgd", "adam", "asgd", "adagrad", "rprop"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "lbfgs",
+            "adam",
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "asgd", "adagrad", "rprop")),
+        ],
+    )
     def test_any_torch_optimizer_goes_the_way_it_goes_alone(self, make: Make, name: str) -> None:
         kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
             "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
@@ -518,7 +525,9 @@ class Contract:
         opt.prehook = None
         self.check(opt, case)
 
-    @pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, StopIteration])
+    @pytest.mark.parametrize(
+        "kind", [SystemExit, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (GeneratorExit, StopIteration))]
+    )
     def test_exceptions_that_end_programs_do_not_end_workers(self, make: Make, kind: type[BaseException]) -> None:
         def leave(worker: Worker) -> None:
             raise kind("leaving")

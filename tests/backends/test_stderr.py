@@ -194,7 +194,6 @@ def test_where_there_is_no_standard_error_the_tail_is_kept(worker: Worker, monke
     assert worker.stderr.tail == "why it ended"
 
 
-@pytest.mark.xfail(reason="print(file=None) writes to standard output")
 def test_where_there_is_no_standard_error_nothing_goes_to_standard_output_instead(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
