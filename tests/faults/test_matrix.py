@@ -159,6 +159,18 @@ def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, when: s
 
 
 @SLOW
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_fails_while_speeds_are_measured_is_left_out(
+    run: Play, undisturbed: Callable[[str], Ended], way: str
+) -> None:
+    ended = run(
+        Fault("worker.forward", way, who=1), optimizer="lbfgs", late=True, options={"speeds": None, "timeout": 20.0}
+    )
+    assert ended.fired == [1]
+    same_bits(ended.outcome, undisturbed("lbfgs").outcome)
+
+
+@SLOW
 def test_a_stopped_worker_is_not_waited_for(run: Play, undisturbed: Callable[[str], Ended]) -> None:
     """Its chunk is copied long before it counts as hung; what it says when it goes on is of no interest."""
     ended = run(Fault("worker.backward", "stop and continue", chunk=5, nth=2), optimizer="lbfgs", late=True)
