@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Under a limit that shows where everybody was."""
     faulthandler.dump_traceback_later(50, exit=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     vars(batchopt.function)["start_backend"] = start
     if not case.get("late"):  # so that each chunk is evaluated once, but for the fault
