@@ -12,9 +12,10 @@ import torch.multiprocessing as mp
 from batchopt.backends.channel import Channel
 from batchopt.backends.launch import WorkerProcess, worker_environment
 from batchopt.backends.stderr import Stderr
+from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers import loop
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, Cut, Kind, Order
+from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
 from batchopt_workers.packing import dumps
 from batchopt_workers.rows import Rows
 
@@ -168,6 +169,13 @@ class Child:
     def close(self) -> None:
         """Hang up; the process may end by itself."""
         self.channel.close()
+
+
+def error_of(rank: int, failure: Failure, doing: str) -> WorkerError:
+    """The exception for what a worker reports of the user's code."""
+    error = WorkerError(rank, failure.type_name, failure.message, failure.samples, "" if failure.samples else doing)
+    error.__cause__ = RemoteTraceback(failure.traceback)
+    return error
 
 
 def _signal_name(number: int) -> str:

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
-from batchopt.backends.child import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child
-from batchopt.errors import AllWorkersLostError, RemoteTraceback, WorkerError, WorkerLostError, WorkerStartError
+from batchopt.backends.child import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of
+from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
 
@@ -331,13 +331,6 @@ class _Nobody:
 
     def lost(self, child: Child) -> None:
         """Nothing."""
-
-
-def error_of(rank: int, failure: Failure, doing: str) -> WorkerError:
-    """The exception for what a worker reports of the user's code."""
-    error = WorkerError(rank, failure.type_name, failure.message, failure.samples, "" if failure.samples else doing)
-    error.__cause__ = RemoteTraceback(failure.traceback)
-    return error
 
 
 def _end(children: Iterable[Child]) -> None:

@@ -27,9 +27,9 @@ import torch
 
 from batchopt.backends import Answer, Backend, Setup, WorkerInfo
 from batchopt.backends.channel import Reply
-from batchopt.backends.child import FUNCTION, STARTING, Asked, Child, call
+from batchopt.backends.child import FUNCTION, STARTING, Asked, Child, call, error_of
 from batchopt.backends.constants import Constants
-from batchopt.backends.pool import OTHERS, Pool, error_of
+from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Probe, Round
 from batchopt.captures import blame
 from batchopt.cores import usable_cores

@@ -16,6 +16,9 @@ from batchopt_workers import faults
 from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report
 from batchopt_workers.tree import Node
 
+# A worker that needs this many times as long in a probe as the slowest so far, and a second more, is not waited for.
+SLOWEST = 10.0
+
 
 class Round:
     """Takes in what workers say of one evaluation. `pace` (seconds a sample, by rank) is kept current."""
@@ -141,7 +144,3 @@ class Probe:
     def lost(self, child: Child) -> None:
         """It will not answer."""
         self.waiting.discard(child)
-
-
-# A worker that needs this many times as long as the slowest so far, and a second more, is not waited for.
-SLOWEST = 10.0

@@ -6,9 +6,10 @@ import codecs
 import ctypes
 import os
 import sys
-import tempfile
 import weakref
 from contextlib import suppress
+
+from batchopt_workers.memory import anonymous_file
 
 TAIL = 2**12  # bytes shown in an error
 _PIECE = 2**20  # bytes after which the memory of what was passed on is given back
@@ -23,11 +24,7 @@ class Stderr:
     """
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("batchopt-stderr", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
+        self.fd = anonymous_file()
         # One writer after the other, each at the end, whoever else has the file.
         self.writer = os.open(f"/dev/fd/{self.fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd).atexit = False  # when workers end they are still read

@@ -23,7 +23,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _open() -> int:
+def anonymous_file() -> int:
     """A descriptor of a new, empty file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("batchopt", os.MFD_CLOEXEC)
@@ -77,7 +77,7 @@ class SharedBlock:
         if free is not None and nbytes > free:  # the kernel would take what there is, then kill for the rest
             raise MemoryError(_shortage(nbytes, free))
         try:
-            fd = _open()
+            fd = anonymous_file()
         except OSError as error:
             raise _explained(error, nbytes, free) from error
         try:
