@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from batchopt.backends import template
+
 pytest.register_assert_rewrite("tests.backends.contract")
 
 # Seconds that a process may need to be gone after its optimizer is.
@@ -49,6 +51,12 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
+def is_template(process: psutil.Process) -> bool:
+    """Whether it is the process that the next workers will be forked from."""
+    latest = template._latest
+    return latest is not None and latest._process.pid == process.pid
+
+
 @pytest.fixture(scope="session", autouse=True)
 def imports_frozen() -> None:
     """The hundred thousands of objects that imports made are no garbage: without them a collection takes no time."""
@@ -64,7 +72,7 @@ def nothing_left_behind() -> Iterator[None]:
     children = {child.pid for child in me.children(recursive=True)}
     yield
     gc.collect()
-    left = [child for child in me.children(recursive=True) if child.pid not in children]
+    left = [child for child in me.children(recursive=True) if child.pid not in children and not is_template(child)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
     assert not left, f"processes left: {[process.cmdline() for process in left]}"
     assert shared_memory() <= names

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch.multiprocessing as mp
 
 from batchopt.backends.channel import Channel
-from batchopt.backends.launch import WorkerProcess, worker_environment
 from batchopt.backends.stderr import Stderr
+from batchopt.backends.template import fork_worker
 from batchopt.errors import RemoteTraceback, WorkerError
-from batchopt_workers import loop
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
 from batchopt_workers.packing import dumps
@@ -67,16 +66,9 @@ class Child:
         self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
         self._asked: deque[Asked] = deque([Asked(0, STARTING)])
         self.writing = False  # whether the pipe is watched for room
-        self.process = WorkerProcess(
-            worker_environment(threads),
-            stderr=self.stderr.writer,
-            target=loop.main,
-            args=(theirs, rank, world_size, threads),
-            name=f"batchopt-worker-{rank}",
-        )
         try:
             with theirs:
-                self.process.start()
+                self.process = fork_worker(theirs, self.stderr.writer, rank, world_size, threads)
         except BaseException:
             self.channel.close()
             raise
@@ -86,7 +78,7 @@ class Child:
     @property
     def pid(self) -> int:
         """Of the process."""
-        return self.process.pid or 0
+        return self.process.pid
 
     @property
     def idle(self) -> bool:
@@ -151,11 +143,13 @@ class Child:
 
     def ending(self) -> str:
         """How the process ended, in words, and the tail of its standard error."""
-        code = self.process.exitcode
+        code = self.process.exitcode if self.process.ended else None
         if self.verdict:
             ended = f"{self.verdict} and was killed"
-        elif code is None:
+        elif not self.process.ended:
             ended = "cannot be ended: the kernel holds it"
+        elif code is None:
+            ended = "ended"
         elif code < 0:
             ended = f"was ended by {_signal_name(-code)}"
         else:

@@ -88,7 +88,11 @@ class Pool:
                 until = min(until, time.monotonic() + OTHERS)
             if self._complete or len(failed) == len(new) > 0 or time.monotonic() >= until:
                 break
-            self.pump(_Nobody(), until)
+            try:
+                self.pump(_Nobody(), until)
+            except AllWorkersLostError:
+                if not new:
+                    raise
         if failed:
             raise self._given_up[failed[0]]
 
@@ -166,7 +170,7 @@ class Pool:
             if gone:
                 child.channel.drain()
                 child.process.join(HANGING_UP)
-                if child.process.exitcode is None:
+                if not child.process.ended:
                     child.kill("closed its pipe")
             self.hear(child, listener)
             if gone and self.children.get(child.rank) is child:

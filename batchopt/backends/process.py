@@ -29,8 +29,10 @@ from batchopt.backends import Answer, Backend, Setup, WorkerInfo
 from batchopt.backends.channel import Reply
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Child, call, error_of
 from batchopt.backends.constants import Constants
+from batchopt.backends.launch import preparation
 from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Probe, Round
+from batchopt.backends.template import worker_environment
 from batchopt.captures import blame
 from batchopt.cores import usable_cores
 from batchopt.dispatch import Assign, Limit
@@ -84,7 +86,7 @@ class ProcessBackend(Backend):
         self._timeout = setup.timeout
         self._pace: dict[int, float] = {}  # seconds a sample, by rank
         self._batch_block: SharedBlock | None = None
-        self._size = 0
+        self._size = setup.workers
         self._pool = Pool(self._start, setup.restarts, self._allowance)
         self._tell_program(setup, setup.flat.block)
         self.set_hooks(setup.prehook, setup.posthook)
@@ -105,6 +107,8 @@ class ProcessBackend(Backend):
         self._constants = Constants(program.module, packed, block)
         self._flags = self._constants.flags(setup.parameters)
         what = "receiving the module"
+        environment = worker_environment(self._threads())
+        self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
         self._pool.tell("torch", call(STARTING, "set_torch", TorchSettings.current()))
         if setup.precode is not None:
             self._pool.tell("precode", precode)

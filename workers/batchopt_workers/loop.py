@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -72,6 +72,13 @@ class Session:
 
     def settle(self) -> None:
         """Nothing: once this is answered, whatever was asked before is over."""
+
+    def prepare(self, environment: dict[str, str], preparation: dict[str, Any]) -> None:
+        """Be the process that the parent would have started: its environment, path, arguments, working directory."""
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        spawn.prepare(preparation)
 
     def set_torch(self, settings: TorchSettings) -> None:
         """Compute as the parent does."""
@@ -244,13 +251,16 @@ def _end(code: int) -> None:
 def _end_with_parent() -> None:
     """Wait for the parent's death, and do not outlive it."""
     parent = multiprocessing.parent_process()
-    assert parent is not None
+    assert parent is not None and parent.pid is not None
     watched = [parent.sentinel]
     if hasattr(os, "pidfd_open"):  # for somebody else may hold the other end of the sentinel
-        with suppress(ProcessLookupError):
-            watched.append(os.pidfd_open(os.getppid()))
-    if os.getppid() == parent.pid:
-        wait(watched)
+        try:
+            watched.append(os.pidfd_open(parent.pid))
+        except ProcessLookupError:
+            _end(1)
+        except OSError:  # not allowed in this container
+            pass
+    wait(watched)
     _end(1)
 
 

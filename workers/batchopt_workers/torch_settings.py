@@ -27,7 +27,12 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Make them those of this process."""
+        """Make them those of this process.
+
+        Only what differs: torch's switch of deterministic algorithms imports a compiler, half a second's work.
+        """
+        now = TorchSettings.current()
         torch.set_default_dtype(self.default_dtype)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns_only)
+        if (now.deterministic, now.deterministic_warns_only) != (self.deterministic, self.deterministic_warns_only):
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns_only)
         torch.set_float32_matmul_precision(self.matmul_precision)
