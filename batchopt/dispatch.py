@@ -78,10 +78,10 @@ class Dispatch:
         """Who has something to do."""
         return list(self._tasks)
 
-    def at_hand(self, worker: int) -> int | None:
-        """The chunk that the worker is at, as far as one knows."""
-        task = self._tasks.get(worker)
-        return None if task is None or task.next >= task.last else task.next
+    @property
+    def all_begun(self) -> bool:
+        """Whether no chunk waits for a worker to begin it: then only one that is late can be given to another."""
+        return not self._pending and all(task.next + 1 >= task.last for task in self._tasks.values())
 
     def reported(self, worker: int, done: int, now: float) -> None:
         """The worker has evaluated its chunks before `done`. Raises `ValueError` if it was not given those."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -14,19 +14,20 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from batchopt import arguments
-from batchopt.backends import Answer, Backend, Setup, WorkerInfo, start_backend
+from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo, start_backend
 from batchopt.batches import Reading, read_batch
 from batchopt.calibrate import measure
 from batchopt.errors import BatchoptError
 from batchopt.flatten import flatten
 from batchopt.history import History
-from batchopt.nonfinite import explain, is_finite
+from batchopt.nonfinite import explain
 from batchopt.ownership import Owner, exclusive
 from batchopt.plan import Plan, choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers
 from batchopt.report import Report
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
+from batchopt.timeline import PARENT, Timeline
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
@@ -60,6 +61,8 @@ class BatchFunction:
         self._chunks: int | None
         self._movable = True  # whether chunks may be cut anew during a step
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._timeline: Timeline | None = None
+        self._meanwhile: Meanwhile | None = None  # to do once the workers are busy
         self._numbers = count(1)  # of evaluations, as the workers see them
         self._history = History() if history is None else history
         self.hook_results: list[Any] = []
@@ -182,13 +185,28 @@ class BatchFunction:
         for data that is no batch, and if X is no longer the module's.
         """
         self._check_open()
-        self._end_step()
         self._flat.check(self._module, self._params)
-        batch = read_batch(inputs, targets, options, self._reading)
-        with self._undone_if_it_fails():
+        self._begin(self._prepare(inputs, targets, options))
+
+    def _prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
+        """Read the batch, and bring it to where the workers can read it; it has to be the next one that is begun.
+        `ahead`: while the present one is still needed; else that one is gone."""
+        with self._doing("read ahead" if ahead else "load"):
+            batch = read_batch(inputs, targets, options, self._reading)
+            if not ahead:
+                self._end_step()
+                self._batch = None
+            return self._backend.prepare(batch, ahead)
+
+    def _begin(self, prepared: Prepared) -> None:
+        """Begin a step on what was prepared."""
+        self._flat.check(self._module, self._params)
+        self._end_step()
+        batch = prepared.batch
+        with self._doing("load"), self._undone_if_it_fails():
             self._batch = None
             self._buffers.begin_step()
-            self._backend.load(batch)
+            self._backend.load(prepared)
             self._batch = batch
             self._history = replace(self._history, steps=self._history.steps + 1)
             self._speeds = self._speeds.without(worker.rank for worker in self.workers if worker.lost)
@@ -198,6 +216,24 @@ class BatchFunction:
             self._plan = make_plan(batch.size, self._chunks, self._speeds)
             self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
             self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
+
+    @contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Record who does what when, inside a `with` statement; costs nothing outside of it.
+
+        `with opt.timeline() as timeline: ...`; then `print(timeline)` for each worker's utilisation and split,
+        `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a picture.
+        """
+        self._timeline = Timeline()
+        try:
+            yield self._timeline
+        finally:
+            self._timeline.close()
+            self._timeline = None
+
+    def _doing(self, name: str) -> AbstractContextManager[None]:
+        """What is inside, as an event of the timeline."""
+        return nullcontext() if self._timeline is None else self._timeline.doing(name)
 
     @contextmanager
     def _undone_if_it_fails(self) -> Iterator[None]:
@@ -236,16 +272,21 @@ class BatchFunction:
         user's code raised, and `NonFiniteError` for an infinite or NaN result; X is untouched then, gradients are of no
         use.
         """
-        started = time.perf_counter()
+        began = time.perf_counter()
         answers = self.map()
+        mapped = time.perf_counter()
         faults.point("parent.reduce")
         loss = self.reduce(answers)
+        ended = time.perf_counter()
         past = self._history
         self._history = replace(
             past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item())
         )
-        seconds = time.perf_counter() - started
-        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, seconds, answers)
+        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, ended - began, answers)
+        if self._timeline is not None:
+            self._timeline.add(PARENT, "map", began, mapped - began, evaluation=self.eval_counter, loss=self.output)
+            self._timeline.add(PARENT, "reduce", mapped, ended - mapped)
+            self._timeline.add_answers(answers, self._plan.cut.bounds)
         return loss
 
     def map(self) -> list[Answer]:
@@ -256,7 +297,9 @@ class BatchFunction:
         self._loaded()
         if self._movable:
             self._plan = follow(self._plan, self._chunks, self._speeds)
-        answers = self._backend.evaluate(self._plan.cut, self._plan.orders(self._next_number(), self._history.steps))
+        answers = self._backend.evaluate(
+            self._plan.cut, self._plan.orders(self._next_number(), self._history.steps), self._meanwhile
+        )
         samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
         results: dict[int, list[Any]] = {}
         for answer in answers:
@@ -272,18 +315,15 @@ class BatchFunction:
 
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
-        whole = reduce_answers(answers, self._plan.cut.chunks)
-        with torch.no_grad():
-            self._grad.copy_(whole.gradient)
+        whole = reduce_answers(answers, self._plan.cut.chunks, self._grad)
         for parameter, view, used in zip(self._params, self._grad_views, whole.used, strict=True):
             parameter.grad = view if used else None
         self._changes = whole.changes.clone()
-        finite = is_finite(whole.loss, self._grad)
-        if not finite and self._settings.on_nonfinite == "raise":
+        if not whole.finite and self._settings.on_nonfinite == "raise":
             self._changes = None
             with self._without_hooks():
                 raise explain(self._backend, self._plan.cut, self._next_number, self._history)
-        return torch.tensor(whole.loss if finite else math.inf, dtype=torch.float64)
+        return torch.scalar_tensor(whole.loss if whole.finite else math.inf, dtype=torch.float64)
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
         """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all

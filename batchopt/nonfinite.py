@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from batchopt.backends import Answer, Backend
 from batchopt.errors import NonFiniteError, WorkerError
 from batchopt.history import History
+from batchopt.reduce import all_finite
 from batchopt.split import runs, split_batch
 from batchopt_workers.messages import Cut, Order
 
@@ -23,13 +22,6 @@ class Place:
     chunk: int
     samples: range
     what: str
-
-
-def is_finite(loss: float, gradient: torch.Tensor) -> bool:
-    """Whether both are. A sum is finite if its terms are, but for an overflow, so one cheap pass mostly is enough."""
-    if not math.isfinite(loss):
-        return False
-    return math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all())
 
 
 def explain(backend: Backend, cut: Cut, number: Callable[[], int], history: History) -> NonFiniteError:
@@ -88,6 +80,6 @@ def _what(answer: Answer) -> str:
     for _, partial in answer.partials:
         if not math.isfinite(partial.loss):
             return f"loss is {partial.loss}"
-        if not is_finite(partial.loss, partial.gradient):
+        if not all_finite(partial.gradient):
             return "gradient is not finite"
     return ""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from batchopt import checkpoint
+from batchopt.ahead import Ahead, as_arguments
+from batchopt.backends import Prepared
 from batchopt.choice import OptimizerChoice, choose_optimizer
 from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
@@ -18,8 +20,10 @@ from batchopt.flatten import trainable
 from batchopt.function import BatchFunction
 from batchopt.history import History
 from batchopt.ownership import exclusive
+from batchopt.reduce import LARGE
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
+from batchopt.threads import torch_threads
 from batchopt.undo import Undo
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
@@ -121,12 +125,15 @@ class BatchOptimizer(BatchFunction):
 
         Whatever it raises, Ctrl-C included: parameters, buffers, counters and the optimizer's state are as before.
         """
+        return self._step(lambda: self.load(inputs, targets, options))
+
+    def _step(self, load: Callable[[], None]) -> float:
         self._check_open()
         self._end_step()
         self._undo.take()
         try:
-            with self._undone_if_it_fails():
-                self.load(inputs, targets, options)
+            with self._doing("step"), self._undone_if_it_fails():
+                load()
                 self.optimize()
                 self._end_step()
                 past = self._history
@@ -137,13 +144,41 @@ class BatchOptimizer(BatchFunction):
             raise
         return self.output
 
+    def steps(self, batches: Iterable[Any]) -> Iterator[float]:
+        """Step on each of `batches`, and yield its loss; while the workers compute, the next batch is read, and copied
+        to where they will read it.
+
+        Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as a `DataLoader`
+        makes them; anything else is the inputs. What `batches` raises is raised when its turn has come. Raises what `step`
+        raises. Between two steps nothing else may load a batch.
+        """
+        ahead = Ahead(batches, lambda batch: self._prepare(*as_arguments(batch), ahead=True))
+
+        def fetch() -> None:
+            with torch_threads(1):  # the workers have the cores
+                ahead.fetch()
+
+        for prepared in ahead:
+            self._meanwhile = fetch
+            try:
+                loss = self._step_on(prepared)
+            finally:
+                self._meanwhile = None
+            yield loss
+
+    @exclusive
+    def _step_on(self, prepared: Prepared) -> float:
+        return self._step(lambda: self._begin(prepared))
+
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer,
         evaluate once."""
         if self.optimizer is None:
             self.evaluate()
         else:
-            self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
+            small = len(self.workers) > 1 and self.parameters.numel() < LARGE
+            with torch_threads(1 if small else None):
+                self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
 
     @exclusive
     def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:

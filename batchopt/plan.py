@@ -12,10 +12,11 @@ from batchopt_workers.messages import Cut, Order
 
 @dataclass(frozen=True)
 class Plan:
-    """A cut of the batch, and how many of its chunks each worker gets, in order."""
+    """A cut of the batch, and how many of its chunks each worker gets, in order; `age` is how often it was followed."""
 
     cut: Cut
     shares: tuple[int, ...]
+    age: int = 0
 
     def orders(self, evaluation: int, step: int) -> list[Order | None]:
         """Each worker's order; None for a worker without a share."""
@@ -27,6 +28,11 @@ class Plan:
         return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
 
 
+# A plan gives way to another one that is expected to save more than this part of an evaluation; one that is new, to one
+# that saves much more: its measurements are few.
+WORTHWHILE, MUCH = 0.02, 0.1
+# Evaluations for which a plan is new.
+NEW = 4
 # How many chunks a batch is cut into where the caller wants the same bits always, and gives no chunk size.
 DETERMINISTIC_CHUNKS = 32
 
@@ -56,8 +62,8 @@ def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
 
     Fixed chunks stay as they are, and only change hands.
     """
-    if speeds.fixed or not speeds.improves_on(plan.samples()):
-        return plan
+    if speeds.fixed or not speeds.gain(plan.samples(), MUCH if plan.age < NEW else WORTHWHILE):
+        return replace(plan, age=plan.age + 1)
     if chunk_size is None:
         return make_plan(plan.cut.bounds[-1], None, speeds)
-    return replace(plan, shares=tuple(split_batch(plan.cut.chunks, speeds.relative())))
+    return Plan(plan.cut, tuple(split_batch(plan.cut.chunks, speeds.relative())))

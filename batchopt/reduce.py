@@ -2,31 +2,120 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
+from threading import Thread
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchopt.backends import Answer, Partial
 from batchopt_workers.tree import Fold, maximal
 
+# Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is
+# looked at again.
+BLOCK = 2**20
+# Elements from which on it pays to start threads.
+LARGE = 2**20
 
-def merge(left: Partial, right: Partial) -> Partial:
-    """The sum of two neighbours, in the memory of the left one."""
-    left.gradient.add_(right.gradient)
-    left.changes.add_(right.changes)
-    used = bytes(map(max, left.used, right.used))
-    return Partial(left.loss + right.loss, left.gradient, left.changes, used)
+Vector = npt.NDArray[Any]
 
 
-def reduce_answers(answers: Sequence[Answer], chunks: int) -> Partial:
-    """The partial of the whole batch of `chunks` chunks; its tensors are the workers' memory.
+class Whole(NamedTuple):
+    """What the partials of all chunks sum to: the loss, the changes of buffers, which parameters have a gradient, and
+    whether the loss and each element of the gradient are finite."""
+
+    loss: float
+    changes: torch.Tensor
+    used: bytes
+    finite: bool
+
+
+def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:
+    """Sum the partials of the whole batch of `chunks` chunks; writes df/dX to `gradient` (shape `(n,)`) and overwrites
+    the workers' memory.
 
     Its bits do not depend on who evaluated what. A chunk that several workers evaluated counts once. Raises
-    `LookupError` if a chunk is missing.
+    `LookupError` if a chunk is missing. Each partial is read once.
     """
-    fold: Fold[Partial] = Fold(chunks, merge)
     found = {node: partial for answer in answers for node, partial in answer.partials}
+    nodes = list(found)
+    if sum(node.chunks(chunks) for node in nodes) != chunks:
+        nodes = list(maximal(found, chunks))
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def merge(left: Partial, right: Partial) -> Partial:
+        """The sum of two neighbours, in the memory of the left one."""
+        pairs.append((left.gradient, right.gradient))
+        if len(left.changes):
+            left.changes.add_(right.changes)
+        used = left.used if left.used == right.used else bytes(map(max, left.used, right.used))
+        return Partial(left.loss + right.loss, left.gradient, left.changes, used)
+
     with torch.no_grad():
-        for node in sorted(maximal(found, chunks), key=lambda node: node.first_chunk):
+        fold: Fold[Partial] = Fold(chunks, merge)
+        for node in sorted(nodes, key=lambda node: node.first_chunk):
             fold.add(node, found[node])
-    return fold.root
+        root = fold.root
+        finite = _sum(pairs, root.gradient, gradient) and math.isfinite(root.loss)
+    return Whole(root.loss, root.changes, root.used, finite)
+
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _sum(pairs: Pairs, root: torch.Tensor, out: torch.Tensor) -> bool:
+    """Add the second of each pair to the first, in order, the last pair into `out`; or copy `root` there if there is
+    none. Returns whether the result is finite.
+
+    By NumPy: torch's threads would spin for milliseconds after, on cores that the workers need for the next evaluation.
+    """
+    if out.device.type != "cpu" or out.dtype != root.dtype:
+        return _sum_and_round(pairs, root, out)
+    vectors = [(left.numpy(), right.numpy()) for left, right in pairs], root.numpy(), out.numpy()
+    if len(out) < LARGE:
+        return _sum_slice(*vectors, slice(0, len(out)))
+    threads = torch.get_num_threads()
+    bounds = [i * len(out) // threads for i in range(threads + 1)]
+    finite: list[bool] = []
+    parts = [slice(*ends) for ends in pairwise(bounds)]
+    helpers = [Thread(target=lambda part=part: finite.append(_sum_slice(*vectors, part))) for part in parts[1:]]
+    for helper in helpers:
+        helper.start()
+    finite.append(_sum_slice(*vectors, parts[0]))
+    for helper in helpers:
+        helper.join()
+    return all(finite)
+
+
+def _sum_slice(pairs: Sequence[tuple[Vector, Vector]], root: Vector, out: Vector, part: slice) -> bool:
+    """The same for a part of the vectors."""
+    finite = True
+    with np.errstate(all="ignore"):  # what overflows is looked at
+        for start in range(part.start, part.stop, BLOCK):
+            block = slice(start, min(start + BLOCK, part.stop))
+            for left, right in pairs[:-1]:
+                np.add(left[block], right[block], out=left[block])
+            result = out[block]
+            if pairs:
+                np.add(pairs[-1][0][block], pairs[-1][1][block], out=result)
+            else:
+                result[...] = root[block]
+            finite = finite and (math.isfinite(result.sum()) or bool(np.isfinite(result).all()))
+    return finite
+
+
+def _sum_and_round(pairs: Pairs, root: torch.Tensor, out: torch.Tensor) -> bool:
+    for left, right in pairs:
+        left.add_(right)
+    out.copy_(pairs[-1][0] if pairs else root)
+    return all_finite(out)
+
+
+def all_finite(vector: torch.Tensor) -> bool:
+    """Whether each element is. A sum is finite if its terms are, but for an overflow, so one cheap pass mostly is
+    enough."""
+    return math.isfinite(vector.sum().item()) or bool(vector.isfinite().all())

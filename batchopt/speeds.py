@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,22 +11,22 @@ from batchopt.split import split_batch
 
 # A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
 LARGEST_RATIO = 16.0
-# The part of the estimate that each new measurement replaces.
-GAIN = 0.5
-# Shares are cut anew when that is expected to save more than this part of an evaluation.
-WORTHWHILE = 0.1
+# The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves nothing.
+RECENT = 5
 
 
 @dataclass(frozen=True)
 class Speeds:
     """The estimated speed of each worker, in samples per second; None as long as it was not measured.
 
-    `fixed`: given by the user, relative to each other, and never changed. `absent`: workers that get nothing.
+    `fixed`: given by the user, relative to each other, and never changed. `absent`: workers that get nothing. `recent`:
+    the last measurements of each.
     """
 
     values: tuple[float | None, ...]
     fixed: bool = False
     absent: frozenset[int] = frozenset()
+    recent: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def unknown(cls, workers: int) -> Speeds:
@@ -34,7 +35,8 @@ class Speeds:
 
     def resized(self, workers: int) -> Speeds:
         """Those of so many workers, of which the first are the same."""
-        return Speeds((self.values + (None,) * workers)[:workers], self.fixed)
+        recent = (self.recent + ((),) * workers)[:workers]
+        return Speeds((self.values + (None,) * workers)[:workers], self.fixed, recent=recent)
 
     def without(self, absent: Iterable[int]) -> Speeds:
         """The same, but that the workers of these ranks get nothing."""
@@ -62,19 +64,22 @@ class Speeds:
         if self.fixed:
             return self
         values = list(self.values)
+        recent = list(self.recent) or [() if value is None else (value,) for value in values]
         for i, (count, spent) in enumerate(zip(samples, seconds, strict=True)):
             if count > 0 and spent > 0:
-                old = values[i]
-                values[i] = count / spent if old is None else old + GAIN * (count / spent - old)
-        return replace(self, values=tuple(values))
+                recent[i] = (*recent[i][1 - RECENT :], count / spent)
+                values[i] = statistics.median(recent[i])
+        return replace(self, values=tuple(values), recent=tuple(recent))
 
-    def improves_on(self, shares: Sequence[int]) -> bool:
-        """Whether splitting anew would shorten an evaluation noticeably, compared with `shares`."""
+    def gain(self, shares: Sequence[int], worthwhile: float = 0.0) -> float:
+        """The part of an evaluation in `shares` that splitting anew would save; 0 where it is less than `worthwhile`."""
         speeds = self.relative()
 
         def makespan(counts: Sequence[int]) -> float:
-            return max((c / s for c, s in zip(counts, speeds, strict=True) if c), default=0.0)
+            return max((c / s if s else math.inf for c, s in zip(counts, speeds, strict=True) if c), default=0.0)
 
-        if any(count and not speed for count, speed in zip(shares, speeds, strict=True)):
-            return True
-        return makespan(split_batch(sum(shares), speeds)) < (1 - WORTHWHILE) * makespan(shares)
+        now = makespan(shares)
+        if sum(shares) == 0 or sum(shares) / sum(speeds) >= (1 - worthwhile) * now:  # no split is faster than that
+            return 0.0
+        saved = 1 - makespan(split_batch(sum(shares), speeds)) / now
+        return saved if saved > worthwhile else 0.0

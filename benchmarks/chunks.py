@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,8 +21,19 @@ from pathlib import Path
 import torch
 
 import batchopt
-from benchmarks.evaluation import interleave
 from benchmarks.workloads import WORKLOADS, build
+
+
+def interleave(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The median seconds of each way, all in turn, after two rounds that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 2):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            if turn >= 2:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(some) for name, some in times.items()}
 
 
 def measure(name: str, parallelize: int, counts: list[int], repeats: int) -> dict[int, float]:

@@ -21,6 +21,12 @@ from batchopt.reduce import reduce_answers
 from batchopt_workers.tree import Fold, Node
 
 
+def at_hand(dispatch: Dispatch, worker: int) -> int | None:
+    """The chunk that the worker is at, as far as one knows."""
+    task = dispatch._tasks.get(worker)
+    return None if task is None or task.next >= task.last else task.next
+
+
 def unknown(worker: int, chunk: int) -> float | None:
     """Nobody knows how long anything takes."""
     return None
@@ -80,7 +86,7 @@ def test_what_a_worker_left_undone_when_its_order_ended_waits_for_somebody() -> 
     dispatch = begun((0, 4), None)
     dispatch.reported(0, 1, 0.1)
     dispatch.ended(0)
-    assert dispatch.workers == []
+    assert not dispatch.workers
     assert dispatch.decide([1], unknown, 0.2) == [Assign(1, 1, 4)]
 
 
@@ -122,7 +128,7 @@ def test_workers_without_a_run_and_empty_runs_are_no_work() -> None:
     dispatch = Dispatch([None, Run(2, 2), Run(0, 2)], 2)
     assert dispatch.missing == 2
     assert dispatch.decide([0, 1], pace(1e-4, 1e-4, 1e-4), 0.0) == [Assign(0, 0, 2)]
-    assert dispatch.workers == [0]
+    assert list(dispatch.workers) == [0]
 
 
 def test_an_evaluation_without_chunks_is_complete() -> None:
@@ -187,7 +193,7 @@ def test_chunks_that_a_worker_began_before_it_read_its_limit_count() -> None:
     dispatch.decide([1], pace(1.0, 1.0), 0.0)
     dispatch.reported(0, 3, 0.5)
     assert dispatch.missing == 1
-    assert dispatch.at_hand(0) is None
+    assert at_hand(dispatch, 0) is None
     dispatch.ended(0)
     dispatch.reported(1, 3, 0.6)
     assert dispatch.missing == 1
@@ -332,7 +338,7 @@ def test_the_chunk_that_three_workers_died_at_is_named() -> None:
 def test_deaths_at_other_chunks_poison_nothing() -> None:
     dispatch = begun((0, 9))
     for chunk in range(9):
-        assert dispatch.at_hand(0) == chunk
+        assert at_hand(dispatch, 0) == chunk
         assert dispatch.lost(0) is None
         dispatch.decide([0], unknown, 0.0)
     assert dispatch.missing == 9
@@ -374,7 +380,7 @@ def test_one_who_had_nothing_to_do_may_die() -> None:
     dispatch = begun((0, 1), None)
     assert dispatch.lost(1) is None
     dispatch.ended(1)
-    assert dispatch.workers == [0]
+    assert list(dispatch.workers) == [0]
 
 
 # ---- what is known of a worker
@@ -382,15 +388,15 @@ def test_one_who_had_nothing_to_do_may_die() -> None:
 
 def test_at_hand_is_the_chunk_after_the_last_report() -> None:
     dispatch = Dispatch([Run(2, 4), Run(0, 2)], 4)
-    assert dispatch.at_hand(0) is None
+    assert at_hand(dispatch, 0) is None
     dispatch.decide([0, 1], unknown, 0.0)
-    assert (dispatch.at_hand(0), dispatch.at_hand(1)) == (2, 0)
+    assert (at_hand(dispatch, 0), at_hand(dispatch, 1)) == (2, 0)
     dispatch.reported(0, 3, 0.0)
-    assert dispatch.at_hand(0) == 3
+    assert at_hand(dispatch, 0) == 3
     dispatch.reported(0, 4, 0.0)
-    assert dispatch.at_hand(0) is None
+    assert at_hand(dispatch, 0) is None
     dispatch.lost(1)
-    assert dispatch.at_hand(1) is None
+    assert at_hand(dispatch, 1) is None
 
 
 @pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9)])
@@ -732,7 +738,7 @@ class Evaluations(RuleBasedStateMachine):
         if shut_down:
             for rank in list(self.hands):
                 self._lose(rank)
-            assert self.dispatch.workers == []
+            assert not self.dispatch.workers
             self.hands = {rank: Hand() for rank in range(RANKS)}
         self._plan(cuts)
 
@@ -774,8 +780,10 @@ class Evaluations(RuleBasedStateMachine):
             self._hear_all(rank)
             if meanwhile and hand.busy:
                 hand.work()
-        whole = reduce_answers([_answer(hand, said) for hand, said in self.heard.items()], self.chunks)
-        assert whole.gradient.tolist() == [1.0] * self.chunks
+        gradient = torch.zeros(self.chunks)
+        answers = [_answer(hand, said) for hand, said in self.heard.items()]
+        whole = reduce_answers(answers, self.chunks, gradient)
+        assert gradient.tolist() == [1.0] * self.chunks
         assert whole.loss == self.chunks
 
     # ---- what holds at any time
@@ -789,8 +797,14 @@ class Evaluations(RuleBasedStateMachine):
         assert set(self.dispatch.workers) == self.told.keys() <= self.hands.keys()
         for rank in range(RANKS):
             run = self.told.get(rank)
-            at_hand = run.first if run is not None and run.first < run.last else None
-            assert self.dispatch.at_hand(rank) == at_hand
+            assert at_hand(self.dispatch, rank) == (run.first if run is not None and run.first < run.last else None)
+
+    @invariant()
+    def once_all_have_begun_only_what_is_late_is_given_out(self) -> None:
+        spare = copy.deepcopy(self.dispatch)
+        begun = spare.all_begun
+        given = spare.decide(range(RANKS), unknown, 0.0)
+        assert not (begun and given)
 
     @invariant()
     def nothing_is_lost(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a loss and a gradient are finite."""
+"""Whether a gradient is finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.nonfinite import is_finite
+from batchopt.reduce import all_finite
 
 BAD = [math.nan, math.inf, -math.inf]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -17,9 +17,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 
 @DTYPES
 def test_finite_numbers_are_finite(dtype: torch.dtype) -> None:
-    assert is_finite(0.0, torch.zeros(3, dtype=dtype))
-    assert is_finite(-1e300, torch.tensor([-1.0, 2.0, -3.0], dtype=dtype))
-    assert is_finite(1.0, torch.zeros(0, dtype=dtype))
+    assert all_finite(torch.zeros(3, dtype=dtype))
+    assert all_finite(torch.tensor([-1.0, 2.0, -3.0], dtype=dtype))
+    assert all_finite(torch.zeros(0, dtype=dtype))
 
 
 @DTYPES
@@ -27,12 +27,7 @@ def test_finite_numbers_are_finite(dtype: torch.dtype) -> None:
 def test_a_sum_that_overflows_has_finite_terms(dtype: torch.dtype, sign: float) -> None:
     gradient = torch.full((1000,), sign * torch.finfo(dtype).max, dtype=dtype)
     assert math.isinf(gradient.sum().item())
-    assert is_finite(1.0, gradient)
-
-
-@pytest.mark.parametrize("loss", BAD)
-def test_a_loss_that_is_not_finite_is_enough(loss: float) -> None:
-    assert not is_finite(loss, torch.zeros(3))
+    assert all_finite(gradient)
 
 
 @DTYPES
@@ -40,10 +35,10 @@ def test_a_loss_that_is_not_finite_is_enough(loss: float) -> None:
 def test_one_bad_number_among_those_that_overflow_is_seen(dtype: torch.dtype, bad: float) -> None:
     gradient = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
     gradient[500] = bad
-    assert not is_finite(1.0, gradient)
+    assert not all_finite(gradient)
 
 
 @given(st.lists(st.floats(width=32), max_size=50))
 @settings(deadline=None)
 def test_a_gradient_is_finite_if_each_of_its_numbers_is(numbers: list[float]) -> None:
-    assert is_finite(1.0, torch.tensor(numbers, dtype=torch.float32)) == all(map(math.isfinite, numbers))
+    assert all_finite(torch.tensor(numbers, dtype=torch.float32)) == all(map(math.isfinite, numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -103,13 +104,16 @@ def test_a_plan_made_by_the_present_speeds_is_followed_unchanged(
     n: int, chunk_size: int | None, speeds: Speeds
 ) -> None:
     plan = make_plan(n, chunk_size, speeds)
-    assert follow(plan, chunk_size, speeds) == plan
+    for age in range(1, 10):
+        after = follow(plan, chunk_size, speeds)
+        assert after == replace(plan, age=age) or (after.age == 0 and after.shares == plan.shares)
+        plan = replace(after, age=age)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_fixed_speeds_never_change_the_plan(chunk_size: int | None) -> None:
     plan = make_plan(100, chunk_size, Speeds.unknown(2))
-    assert follow(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) is plan
+    assert follow(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) == replace(plan, age=1)
 
 
 def test_fixed_chunks_only_change_hands() -> None:
@@ -123,3 +127,13 @@ def test_free_chunks_are_cut_anew() -> None:
     after = follow(make_plan(100, None, Speeds.unknown(2)), None, Speeds((1.0, 4.0)))
     assert after == make_plan(100, None, Speeds((1.0, 4.0)))
     assert after.samples() == [20, 80]
+
+
+def test_a_plan_that_is_new_gives_way_only_to_one_that_is_much_better() -> None:
+    plan = make_plan(100, None, Speeds((1.0, 1.0)))
+    shares = []
+    for _ in range(6):
+        plan = follow(plan, None, Speeds((1.0, 1.1)))  # 5 % to gain
+        shares.append(plan.samples())
+    assert shares == [[50, 50]] * 4 + [[48, 52]] * 2
+    assert follow(make_plan(100, None, Speeds((1.0, 1.0))), None, Speeds((1.0, 1.3))).samples() == [43, 57]

@@ -10,11 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt import reduce
 from batchopt.backends import Answer, Partial
-from batchopt.reduce import merge, reduce_answers
+from batchopt.reduce import Whole, reduce_answers
 from batchopt_workers.tree import Fold, Node
 
 SIZE = 5
+
+
+def merge(left: Partial, right: Partial) -> Partial:
+    """As a worker does."""
+    gradient, changes = left.gradient + right.gradient, left.changes + right.changes
+    return Partial(left.loss + right.loss, gradient, changes, bytes(map(max, left.used, right.used)))
+
+
+def reduced(answers: list[Answer], chunks: int) -> tuple[Whole, torch.Tensor]:
+    """The whole, and its gradient."""
+    gradient = torch.full((SIZE,), torch.nan)
+    return reduce_answers(answers, chunks, gradient), gradient
 
 
 def partial_of(chunk: int) -> Partial:
@@ -33,45 +46,66 @@ def answer_of(rank: int, first: int, last: int, chunks: int) -> Answer:
     return Answer(rank, last - first, 0.0, fold.partials)
 
 
-def bits(partial: Partial) -> tuple[str, list[int], list[int], bytes]:
-    gradient, changes = partial.gradient.view(torch.int32), partial.changes.view(torch.int32)
-    return partial.loss.hex(), gradient.tolist(), changes.tolist(), partial.used
+def bits(found: tuple[Whole, torch.Tensor]) -> tuple[str, list[int], list[int], bytes]:
+    whole, gradient = found
+    return whole.loss.hex(), gradient.view(torch.int32).tolist(), whole.changes.view(torch.int32).tolist(), whole.used
 
 
 @given(st.integers(1, 40), st.data())
 @settings(deadline=None)
 def test_the_bits_do_not_depend_on_who_evaluated_what(chunks: int, data: st.DataObject) -> None:
-    alone = reduce_answers([answer_of(0, 0, chunks, chunks)], chunks)
+    alone = reduced([answer_of(0, 0, chunks, chunks)], chunks)
     inner = data.draw(st.sets(st.integers(1, chunks - 1))) if chunks > 1 else set()
     runs = list(pairwise([0, *sorted(inner), chunks]))
     answers = [answer_of(rank, first, last, chunks) for rank, (first, last) in enumerate(runs)]
-    assert bits(reduce_answers(data.draw(st.permutations(answers)), chunks)) == bits(alone)
+    assert bits(reduced(data.draw(st.permutations(answers)), chunks)) == bits(alone)
 
 
 @given(st.integers(1, 40))
 @settings(deadline=None)
 def test_the_whole_is_the_sum_of_the_chunks(chunks: int) -> None:
-    whole = reduce_answers([answer_of(0, 0, chunks, chunks)], chunks)
+    whole, gradient = reduced([answer_of(0, 0, chunks, chunks)], chunks)
     parts = [partial_of(chunk) for chunk in range(chunks)]
     magnitude = sum(part.gradient.double().abs() for part in parts)
-    error = (whole.gradient.double() - sum(part.gradient.double() for part in parts)).abs()
+    error = (gradient.double() - sum(part.gradient.double() for part in parts)).abs()
     assert (error <= 1e-6 * magnitude).all()
     assert whole.loss == pytest.approx(math.fsum(p.loss for p in parts), abs=1e-12 * sum(abs(p.loss) for p in parts))
     assert whole.used == bytes([1, chunks > 1, 0])
 
 
-def test_neighbours_merge_into_the_memory_of_the_left_one() -> None:
-    left = Partial(1.0, torch.tensor([1.0, 2.0]), torch.tensor([3.0]), bytes([1, 0]))
-    right = Partial(0.5, torch.tensor([10.0, 20.0]), torch.tensor([30.0]), bytes([0, 0]))
-    merged = merge(left, right)
-    assert merged.gradient is left.gradient
-    assert (merged.loss, merged.gradient.tolist(), merged.changes.tolist()) == (1.5, [11.0, 22.0], [33.0])
-    assert merged.used == bytes([1, 0])
-    assert right.gradient.tolist() == [10.0, 20.0]
+def test_a_chunk_that_two_workers_evaluated_counts_once() -> None:
+    twice = [answer_of(0, 0, 5, 7), answer_of(1, 4, 7, 7)]
+    assert bits(reduced(twice, 7)) == bits(reduced([answer_of(0, 0, 7, 7)], 7))
+
+
+def test_long_vectors_are_summed_in_blocks_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> list[Answer]:
+        return [answer_of(rank, rank, rank + 1, 5) for rank in range(5)]
+
+    at_once = bits(reduced(answers(), 5))
+    monkeypatch.setattr(reduce, "BLOCK", 2)
+    monkeypatch.setattr(reduce, "LARGE", 1)
+    assert bits(reduced(answers(), 5)) == at_once
+
+
+def test_a_gradient_of_less_precision_is_the_rounded_sum() -> None:
+    gradient = torch.zeros(SIZE, dtype=torch.float16)
+    partials = [Partial(0.0, torch.full((SIZE,), value), torch.zeros(0), b"\1") for value in (2048.0, 1.0)]
+    answers = [Answer(rank, 1, 0.0, [(Node(0, rank), partial)]) for rank, partial in enumerate(partials)]
+    assert reduce_answers(answers, 2, gradient).finite
+    assert torch.equal(gradient, torch.full((SIZE,), 2049.0).half())
+
+
+@pytest.mark.parametrize("loss, element", [(math.inf, 0.0), (math.nan, 0.0), (0.0, math.inf), (0.0, math.nan)])
+def test_what_is_not_finite_is_noticed(loss: float, element: float) -> None:
+    bad = torch.zeros(SIZE)
+    bad[-1] = element
+    answer = Answer(0, 1, 0.0, [(Node(0, 0), Partial(loss, bad, torch.zeros(0), b"\1"))])
+    assert not reduced([answer, answer_of(1, 1, 2, 2)], 2)[0].finite
 
 
 @pytest.mark.parametrize("chunks, missing", [(1, 0), (2, 0), (7, 3), (8, 7)])
 def test_a_missing_chunk_is_noticed(chunks: int, missing: int) -> None:
     answers = [answer_of(0, 0, missing, chunks), answer_of(1, missing + 1, chunks, chunks)]
     with pytest.raises(LookupError, match=r"some chunks are missing"):
-        reduce_answers(answers, chunks)
+        reduced(answers, chunks)

@@ -30,7 +30,7 @@ def test_an_absent_worker_gets_nothing_and_keeps_its_estimate() -> None:
     speeds = Speeds((2.0, 8.0, None)).without([1])
     assert speeds.relative() == [2.0, 0.0, 5.0]
     assert speeds.observed([2, 0, 2], [1.0, 0.0, 1.0]).relative() == [2.0, 0.0, 2.0]
-    assert speeds.improves_on([1, 1, 1]) and not Speeds((1.0, 1.0)).without([1]).improves_on([4, 0])
+    assert speeds.gain([1, 1, 1]) == 1.0 and not Speeds((1.0, 1.0)).without([1]).gain([4, 0])
     assert speeds.without([]).relative() == [2.0, 8.0, 5.0]
     assert not speeds.measured and Speeds((1.0, None)).without([1]).measured
     assert Speeds((1.0, 3.0), fixed=True).without([0]).relative() == [0.0, 3.0]
@@ -53,11 +53,29 @@ def test_fixed_speeds_are_used_as_given_and_never_change() -> None:
     assert speeds.relative() == [1.0, 1000.0, 0.0]
 
 
-def test_the_first_measurement_counts_in_full_and_later_ones_by_half() -> None:
-    once = Speeds.unknown(2).observed([100, 30], [2.0, 1.0])
-    assert once.values == (50.0, 30.0)
-    assert once.measured
-    assert once.observed([100, 30], [1.0, 1.0]).values == (75.0, 30.0)
+def test_the_estimate_is_the_median_of_the_last_measurements() -> None:
+    speeds = Speeds.unknown(2).observed([100, 30], [2.0, 1.0])
+    assert speeds.values == (50.0, 30.0)
+    assert speeds.measured
+    for seconds in (2.0, 20.0, 2.0):  # one is spoilt
+        speeds = speeds.observed([100, 30], [seconds, 1.0])
+        assert speeds.values[1] == 30.0
+    assert speeds.values[0] == 50.0
+
+
+def test_a_worker_that_has_become_slow_is_seen_after_three_evaluations() -> None:
+    speeds = Speeds.unknown(1)
+    for _ in range(20):
+        speeds = speeds.observed([100], [1.0])
+    for expected in (100.0, 100.0, 50.0, 50.0):
+        speeds = speeds.observed([100], [2.0])
+        assert speeds.values == (expected,)
+
+
+def test_workers_that_come_have_no_measurements_and_those_that_stay_keep_theirs() -> None:
+    speeds = Speeds.unknown(2).observed([100, 30], [1.0, 1.0]).resized(3).observed([0, 10, 5], [1.0, 1.0, 1.0])
+    assert speeds.recent == ((100.0,), (30.0, 10.0), (5.0,))
+    assert Speeds((7.0,)).observed([5], [1.0]).recent == ((7.0, 5.0),)  # as from a checkpoint
 
 
 def test_a_worker_that_idled_or_was_not_timed_keeps_its_speed() -> None:
@@ -77,26 +95,27 @@ def test_the_estimate_reaches_a_steady_speed(before: float, now: float) -> None:
 @settings(deadline=None)
 def test_nothing_improves_on_the_split_by_the_same_speeds(n: int, rates: list[float]) -> None:
     speeds = Speeds(tuple(rates))
-    assert not speeds.improves_on(split_batch(n, speeds.relative()))
+    assert not speeds.gain(split_batch(n, speeds.relative()))
 
 
 @pytest.mark.parametrize(
-    "shares, worthwhile",
+    "shares, gain",
     [
-        ([50, 50], False),
-        ([54, 46], False),  # 7 % to gain
-        ([56, 44], True),  # 11 % to gain
-        ([44, 56], True),
-        ([100, 0], True),
-        ([1, 0], False),  # one sample cannot be split
-        ([0, 0], False),
+        ([50, 50], 0.0),
+        ([54, 46], 0.0),  # 7 % to gain
+        ([56, 44], 6 / 56),
+        ([44, 56], 6 / 56),
+        ([100, 0], 0.5),
+        ([1, 0], 0.0),  # one sample cannot be split
+        ([0, 0], 0.0),
     ],
 )
-def test_a_new_split_must_save_a_tenth(shares: list[int], worthwhile: bool) -> None:
-    assert Speeds((3.0, 3.0)).improves_on(shares) is worthwhile
+def test_what_a_new_split_saves(shares: list[int], gain: float) -> None:
+    assert Speeds((3.0, 3.0)).gain(shares, 0.1) == pytest.approx(gain)
+    assert Speeds((3.0, 3.0)).gain([54, 46], 0.05) == pytest.approx(4 / 54)
 
 
 def test_samples_at_a_worker_of_speed_zero_are_worth_moving() -> None:
     speeds = Speeds((0.0, 1.0), fixed=True)
-    assert speeds.improves_on([1, 99])
-    assert not speeds.improves_on([0, 100])
+    assert speeds.gain([1, 99]) == pytest.approx(1.0)
+    assert not speeds.gain([0, 100])

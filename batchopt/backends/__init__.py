@@ -67,16 +67,37 @@ class Partial(NamedTuple):
     used: bytes
 
 
+class Span(NamedTuple):
+    """Chunks `first` up to `last` were evaluated in `seconds`, from `began` (on `time.perf_counter`) on."""
+
+    began: float
+    seconds: float
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one worker contributed to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of two
-    answers may contain the same chunk), and what the posthook returned, by chunk."""
+    answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy."""
 
     rank: int
     samples: int
     seconds: float
     partials: list[tuple[Node, Partial]]
     results: dict[int, list[Any]] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch that workers can read; each backend adds what it needs to know of it."""
+
+    batch: Batch
+
+
+# Something to do in this process while the workers compute.
+Meanwhile = Callable[[], None]
 
 
 class Backend(ABC):
@@ -92,13 +113,18 @@ class Backend(ABC):
         """Use these hooks from now on. Raises what pickling them raises."""
 
     @abstractmethod
-    def load(self, batch: Batch) -> None:
-        """Begin a step on `batch`, with the module's present buffers, constants and modes."""
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        """Bring `batch` to where the workers can read it. `ahead`: while the present one is still needed."""
 
     @abstractmethod
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
+    def load(self, prepared: Prepared) -> None:
+        """Begin a step on what was prepared last, with the module's present buffers, constants and modes."""
+
+    @abstractmethod
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         """Evaluate the chunks of all orders: `orders[i]` is meant for worker `i`, but what it does not get done another
-        one does. Answers come in rank order.
+        one does. Answers come in rank order. Where workers are other processes, `meanwhile` is called as soon as they
+        are busy.
 
         Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `PoisonChunkError` and
         `AllWorkersLostError`.

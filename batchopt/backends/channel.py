@@ -86,6 +86,10 @@ class Channel:
         self._queue(number, number, kind, body, block)
         self.flush()
 
+    def queue(self, number: int, kind: Kind, body: bytes) -> None:
+        """Queue message `number`; it leaves at the next `flush`."""
+        self._queue(number, number, kind, body, None)
+
     def send_about(self, number: int, kind: Kind, body: bytes) -> None:
         """Queue a message about message `number`, which nothing answers."""
         self._queue(self.sent, number, kind, body, None)
@@ -171,6 +175,12 @@ class Channel:
                 self.answered = max(self.answered, number)
             yield Reply(number, kind, body)
             self._incoming = (stream, at)
+
+    @property
+    def unread(self) -> bool:
+        """Whether something came that was not handed out."""
+        stream, at = self._incoming
+        return stream.tell() > at
 
     @property
     def pending(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch.multiprocessing as mp
@@ -65,6 +66,7 @@ class Child:
         self.since = time.monotonic()  # of the last sign of progress
         self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
         self._asked: deque[Asked] = deque([Asked(0, STARTING)])
+        self._engaged = -1  # the number of the last order or function
         self.writing = False  # whether the pipe is watched for room
         try:
             with theirs:
@@ -86,6 +88,11 @@ class Child:
         return self.channel.idle
 
     @property
+    def calm(self) -> bool:
+        """Whether it can work, has answered everything, and every answer was dealt with."""
+        return self.joined and self.channel.idle and not self.channel.unread
+
+    @property
     def asked(self) -> Asked | None:
         """What it is at; None if it is idle."""
         self.forget_answered()
@@ -100,8 +107,13 @@ class Child:
     def free(self) -> bool:
         """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still have
         something to take in."""
+        return self.channel.answered >= self._engaged
+
+    def is_behind(self, topic: str) -> bool:
+        """Whether it still evaluates what it was asked before it was told what it was told last of `topic`."""
         self.forget_answered()
-        return all(asked.order is None and asked.what != FUNCTION for asked in self._asked)
+        before = list(takewhile(lambda asked: asked.topic != topic, self._asked))
+        return len(before) < len(self._asked) and any(asked.order is not None for asked in before)
 
     def ask(self, message: Call, topic: str | None = None, calls: tuple[Call, ...] = ()) -> None:
         """Queue a call. Raises `OSError` if the worker is gone."""
@@ -109,14 +121,25 @@ class Child:
         self._ask(asked, Kind.CALL, message.body, message.block)
 
     def order(self, order: Order) -> None:
-        """Queue an order. Raises `OSError` if the worker is gone."""
-        self._ask(Asked(self.channel.number(), EVALUATING, order=order), Kind.EVALUATE, order.encode())
+        """Queue an order, which leaves at the next `flush`."""
+        asked = Asked(self.channel.number(), EVALUATING, order=order)
+        self._note(asked)
+        self.channel.queue(asked.number, Kind.EVALUATE, order.encode())
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the pipe takes it. Raises `OSError` if the worker is gone."""
+        self.channel.flush()
 
     def _ask(self, asked: Asked, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
+        self._note(asked)
+        self.channel.send(asked.number, kind, body, block)
+
+    def _note(self, asked: Asked) -> None:
         if self.idle:
             self.since = time.monotonic()
         self._asked.append(asked)
-        self.channel.send(asked.number, kind, body, block)
+        if asked.order is not None or asked.what == FUNCTION:
+            self._engaged = asked.number
 
     def find(self, number: int) -> Asked | None:
         """What message `number` was, if it was not answered before."""

@@ -62,6 +62,8 @@ class Pool:
         self._given_up: dict[int, BaseException] = {}
         self._selector = selectors.DefaultSelector()
         self._check_at = 0.0
+        self.changes = 0  # how often a worker has joined or was lost
+        self._amiss = True  # whether something may not be as it has to be
         self._shut_down = util.Finalize(self, _shut_down, (self.children, self._selector), exitpriority=100)
 
     # ---- what has to be
@@ -79,6 +81,7 @@ class Pool:
                 child = self.children.pop(rank)
                 self._unwatch(child)
                 _end([child])
+        self._amiss = True
         self._restarts += len(new)  # the first start of each is none
         self.infos = infos
         until = float("inf")
@@ -109,7 +112,9 @@ class Pool:
 
     def tell(self, topic: str, *calls: Call) -> None:
         """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
-        self._topics = {**self._topics, topic: calls}
+        self._amiss = True
+        others = {name: told for name, told in self._topics.items() if name != topic}
+        self._topics = {**others, topic: calls}  # a new worker is told in the order in which the others were
         self._brief()
 
     @property
@@ -122,6 +127,8 @@ class Pool:
 
         Raises `AllWorkersLostError` if there is no worker and will be none.
         """
+        if not self._amiss and all(child.calm for child in self.children.values()):
+            return
         for child in list(self.children.values()):
             self._watch(child)
             self.hear(child, _Nobody())  # what an interrupt left, which wakes nobody up
@@ -151,10 +158,13 @@ class Pool:
 
     def pump(self, listener: Listener, until: float) -> None:
         """Mend, wait until something happens (or until that time), and tell `listener`."""
-        self._replenish()
-        self._brief()
+        if self._amiss:
+            self._replenish()
+            self._brief()
+            self._amiss = len(self.children) + len(self._given_up) < len(self.infos)
         for child in self.children.values():
-            self._listen(child)
+            if child.writing != child.channel.pending:
+                self._listen(child)
         now = time.monotonic()
         timeout = min(until, self._check_at) - now
         for key, _ in self._selector.select(max(0.0, timeout)):
@@ -199,6 +209,7 @@ class Pool:
             return
         if not child.joined and child.told.keys() >= self._topics.keys() and child.idle:
             child.joined = True
+            self.changes += 1
             self._failures[child.rank] = 0
             self.infos[child.rank].alive = True
 
@@ -216,6 +227,7 @@ class Pool:
         assert asked.topic is not None
         if self._topics.get(asked.topic) is not asked.calls:  # something else is told by now
             return
+        self._amiss = True
         child.told.pop(asked.topic, None)
         child.knows = None
         child.forget_answered()  # not to be heard again
@@ -244,6 +256,8 @@ class Pool:
 
     def _bury(self, child: Child, listener: Listener) -> None:
         """The worker is dead, or as good as: see to it that it is, and tell `listener`."""
+        self._amiss = True
+        self.changes += 1
         asked = child.asked
         child.bury()
         self._unwatch(child)
@@ -310,10 +324,9 @@ class Pool:
 
     def _listen(self, child: Child) -> None:
         """Wake up when its pipe takes more, if there is more."""
-        if child.writing != child.channel.pending:
-            child.writing = child.channel.pending
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.writing else 0)
-            self._selector.modify(child.channel, events, (child, False))
+        child.writing = child.channel.pending
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.writing else 0)
+        self._selector.modify(child.channel, events, (child, False))
 
     def _unwatch(self, child: Child) -> None:
         for watched in (child.channel, child.process.sentinel):

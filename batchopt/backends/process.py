@@ -20,14 +20,15 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from batchopt.backends import Answer, Backend, Setup, WorkerInfo
+from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.channel import Reply
-from batchopt.backends.child import FUNCTION, STARTING, Asked, Child, call, error_of
+from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
 from batchopt.backends.constants import Constants
 from batchopt.backends.launch import preparation
 from batchopt.backends.pool import OTHERS, Pool
@@ -47,6 +48,8 @@ from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
 
+# Seconds that a worker stays awake after a short order, where each has a core.
+AWAKE = 3e-4
 # Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; while nobody
 # knows how long something should take; and, once that is known, so many times as long but no less than the floor.
 STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
@@ -72,6 +75,15 @@ def _check_parameters_are_only_read(module: torch.nn.Module) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Placed(Prepared):
+    """A batch in shared memory."""
+
+    slot: int
+    memory: SharedBlock
+    load: Call
+
+
 class ProcessBackend(Backend):
     """`setup.workers` processes. They end with this object, with this process, or at `close`."""
 
@@ -85,7 +97,10 @@ class ProcessBackend(Backend):
         self._setup = setup
         self._timeout = setup.timeout
         self._pace: dict[int, float] = {}  # seconds a sample, by rank
-        self._batch_block: SharedBlock | None = None
+        # memory of two batches, of which the workers read the one at `_slot`; and what they were told to map
+        self._slots: list[SharedBlock | None] = [None, None]
+        self._slot = 0
+        self._attached: dict[str, SharedBlock] = {}
         self._size = setup.workers
         self._pool = Pool(self._start, setup.restarts, self._allowance)
         self._tell_program(setup, setup.flat.block)
@@ -127,6 +142,12 @@ class ProcessBackend(Backend):
     def _threads(self) -> int:
         return self._setup.threads or max(1, usable_cores() // self._size)
 
+    def _tell_world(self, workers: int) -> None:
+        self._size = workers
+        threads = self._threads()
+        awake = AWAKE if workers * threads <= usable_cores() else 0.0
+        self._pool.tell("world", call(STARTING, "set_world", workers, threads, awake))
+
     def _start(self, rank: int) -> Child:
         return Child(rank, self._size, self._threads())
 
@@ -145,18 +166,16 @@ class ProcessBackend(Backend):
         return UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest)
 
     def resize(self, workers: int) -> None:
-        self._size = workers
         host = socket.gethostname()
         kept = {info.rank: info for info in self._pool.infos if not info.lost}
         infos = [kept.get(rank, WorkerInfo(rank, 0, host, self._device, alive=False)) for rank in range(workers)]
         before = self._pool.infos
         try:
-            self._pool.tell("world", call(STARTING, "set_world", workers, self._threads()))
+            self._tell_world(workers)
             self._pool.resize(infos)
         except BaseException:
-            self._size = len(before)
             if before:
-                self._pool.tell("world", call(STARTING, "set_world", self._size, self._threads()))
+                self._tell_world(len(before))
             self._pool.resize(before)
             raise
 
@@ -166,33 +185,48 @@ class ProcessBackend(Backend):
                 dumps(hook)
         self._pool.tell("hooks", call("receiving the hooks", "set_hooks", prehook, posthook))
 
-    def load(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         with _sending("the batch", batch):
             packed = pack(batch)
+        slot = self._slot if not ahead and all(child.idle for child in self._pool.children.values()) else 1 - self._slot
+        memory = self._slots[slot]
+        # one that is late may still read the batch before the present one
+        late = slot != self._slot and any(child.is_behind("batch") for child in self._pool.children.values())
+        if memory is None or packed.nbytes > memory.nbytes or late:
+            memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
+        packed.place(memory)
+        load = call("receiving the batch", "load", f"batch {slot}", packed.data, packed.placements)
+        return _Placed(batch, slot, memory, load)
+
+    def load(self, prepared: Prepared) -> None:
+        assert isinstance(prepared, _Placed)
         self._pool.enter()
         self._constants.refresh()
         flags = self._constants.flags(self._setup.parameters)
-        what = "receiving the batch"
         if flags != self._flags:
-            self._pool.tell("flags", call(what, "set_flags", *flags))
+            self._pool.tell("flags", call(prepared.load.what, "set_flags", *flags))
             self._flags = flags
-        old = self._batch_block
-        all_idle = all(child.idle for child in self._pool.children.values())
-        if old is None or packed.nbytes > old.nbytes or not all_idle:  # a late worker may be reading the old one
-            self._batch_block = SharedBlock.create(packed.nbytes)
-            self._pool.tell("memory", call(what, "attach", "batch", block=self._batch_block))
-        assert self._batch_block is not None
-        packed.place(self._batch_block)
-        self._pool.tell("batch", call(what, "load", packed.data, packed.placements))
+        self._slot, name = prepared.slot, f"batch {prepared.slot}"
+        if self._attached.get(name) is not prepared.memory:
+            self._attached[name] = prepared.memory
+            self._pool.tell(name, call(prepared.load.what, "attach", name, block=prepared.memory))
+        self._pool.tell("batch", prepared.load)
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         self._pool.enter()
         round = Round(cut, orders, self._pace)
         try:
+            directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
-                self._direct(round)
-                idle = len(self._pool.available) > 0
-                self._pool.pump(round, round.dispatch.next_late(round.estimate) if idle else math.inf)
+                if directed != self._pool.changes or not round.dispatch.all_begun or time.monotonic() >= late:
+                    directed, late = self._pool.changes, math.inf
+                    self._direct(round)
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
+                if late == math.inf and len(round.dispatch.workers) < len(self._pool.children):
+                    late = round.dispatch.next_late(round.estimate)
+                self._pool.pump(round, late)
                 if round.poison is not None:
                     raise PoisonChunkError(*round.poison, self._pool.ending)
         finally:
@@ -206,18 +240,23 @@ class ProcessBackend(Backend):
 
     def _direct(self, round: Round) -> None:
         """Give those that have nothing to do something to do."""
-        idle = {child.rank: child for child in self._pool.available}
+        idle = [child.rank for child in self._pool.available]
         if not idle:
             return
-        for command in round.dispatch.decide(list(idle), round.estimate, time.monotonic()):
+        asked = []
+        for command in round.dispatch.decide(idle, round.estimate, time.monotonic()):
             child = self._pool.children[command.worker]
             try:
                 if isinstance(command, Limit):
                     child.limit(command.last)
                 else:
                     self._order(child, round, command)
+                    asked.append(child)
             except OSError:  # gone; the pool will find out
                 pass
+        for child in asked:  # one right after the other: a worker that wakes up may take this process's core
+            with suppress(OSError):
+                child.flush()
         faults.point("parent.dispatched")
 
     def _order(self, child: Child, round: Round, run: Assign) -> None:
@@ -268,6 +307,7 @@ class ProcessBackend(Backend):
                     child.cut = cut
                     self._make_room(child, most_held(order.first, order.last, cut.chunks))
                     child.order(order)
+                    child.flush()
                 except OSError:
                     continue
                 probe.asked(child)

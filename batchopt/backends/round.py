@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from batchopt.backends import Answer, Partial
+from batchopt.backends import Answer, Partial, Span
 from batchopt.backends.channel import ProtocolError, Reply
 from batchopt.backends.child import Asked, Child
 from batchopt.dispatch import Assign, Dispatch, Run
@@ -32,7 +32,7 @@ class Round:
         self._evaluation, self._step = some.evaluation, some.step
         self._pace = pace
         self._reports: dict[Child, Report] = {}
-        self._spent: dict[tuple[Child, int], tuple[int, float]] = {}  # samples and seconds, by order
+        self._spans: dict[tuple[Child, int], Span] = {}  # by order
         self._hooked: dict[int, tuple[Child, bytes]] = {}
 
     def order(self, run: Assign) -> Order:
@@ -72,12 +72,16 @@ class Round:
         except (ValueError, struct.error) as error:
             raise ProtocolError(str(error)) from error
         self._reports[child] = report
-        samples = self.cut.bounds[report.next] - self.cut.bounds[asked.order.first]
-        self._spent[child, reply.number] = samples, report.seconds
+        span = Span(report.began, report.seconds, asked.order.first, report.next)
+        self._spans[child, reply.number] = span
+        samples = self._samples(span)
         if samples > 0:
             self._pace[child.rank] = report.seconds / samples
         if reply.kind is Kind.DONE:
             self.dispatch.ended(child.rank)
+
+    def _samples(self, span: Span) -> int:
+        return self.cut.bounds[span.last] - self.cut.bounds[span.first]
 
     def _check(self, child: Child, report: Report) -> None:
         if report.evaluation != self._evaluation:
@@ -101,15 +105,17 @@ class Round:
         for chunk, (child, body) in self._hooked.items():
             # one that died between the two had said what the hook returned, and another evaluated the chunk again
             results[child if child in results else somebody][chunk] = pickle.loads(body)
+        spans: dict[Child, list[Span]] = {child: [] for child in self._reports}
+        for (child, _), span in self._spans.items():
+            spans[child].append(span)
         for child, report in sorted(self._reports.items(), key=lambda item: item[0].rank):
             assert child.rows is not None
             partials = []
             for summary in report.summaries:
                 row = child.rows[summary.row]
                 partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
-            spent = [work for (worker, _), work in self._spent.items() if worker is child]
-            samples, seconds = sum(work[0] for work in spent), sum(work[1] for work in spent)
-            found.append(Answer(child.rank, samples, seconds, partials, results[child]))
+            samples, seconds = sum(map(self._samples, spans[child])), sum(span.seconds for span in spans[child])
+            found.append(Answer(child.rank, samples, seconds, partials, results[child], spans[child]))
         return found
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from batchopt.backends import Answer, Backend, Partial, Setup, WorkerInfo
+from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
 from batchopt.errors import WorkerError
+from batchopt.threads import torch_threads
 from batchopt_workers.batch import Batch, realigned
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator
@@ -50,13 +48,16 @@ class SerialBackend(Backend):
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
 
-    def load(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         if self._setup.fixed_bits:
             targets = None if batch.targets is None else realigned(batch.targets)
             batch = replace(batch, inputs=realigned(batch.inputs), targets=targets)
-        self._evaluator.batch = batch
+        return Prepared(batch)
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None]) -> list[Answer]:
+    def load(self, prepared: Prepared) -> None:
+        self._evaluator.batch = prepared.batch
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         (order,) = orders
         if order is None:
             return []
@@ -66,7 +67,7 @@ class SerialBackend(Backend):
             self._rows = self._make_rows(needed)
         results = {}
         try:
-            with draws_kept(), _threads(self._setup.threads):
+            with draws_kept(), torch_threads(self._setup.threads):
                 for report, of_chunk in self._evaluator.evaluate(order, self._rows):
                     if of_chunk:
                         results[report.next - 1] = of_chunk
@@ -77,7 +78,8 @@ class SerialBackend(Backend):
         for summary in report.summaries:
             row = self._rows[summary.row]
             partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
-        return [Answer(0, samples, report.seconds, partials, results)]
+        span = Span(report.began, report.seconds, order.first, order.last)
+        return [Answer(0, samples, report.seconds, partials, results, [span])]
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order])}
@@ -91,17 +93,3 @@ class SerialBackend(Backend):
 
     def close(self) -> None:
         self._info.alive = False
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Run with `count` intra-op threads, and leave the caller's number as it was."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

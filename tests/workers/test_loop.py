@@ -62,7 +62,7 @@ class Parent:
     def load(self) -> None:
         packed = pack(Batch(Columns(INPUTS), Columns(TARGETS), None, MEAN))
         packed.place(self.share("batch", packed.nbytes))
-        self.session.load(packed.data, packed.placements)
+        self.session.load("batch", packed.data, packed.placements)
         self.session.set_cut(Cut((0, 6)))
         block = self.share("rows", rows_nbytes(self.layout, CHANGES, 1))
         self.session.add_rows(1)
@@ -224,7 +224,7 @@ def test_another_batch_takes_the_place_of_the_first() -> None:
     first = parent.evaluate().summaries[0].loss
     packed = pack(Batch(Columns(INPUTS), Columns(TARGETS + 1), None, MEAN))
     packed.place(parent.share("batch", packed.nbytes))
-    parent.session.load(packed.data, packed.placements)
+    parent.session.load("batch", packed.data, packed.placements)
     assert parent.evaluate().summaries[0].loss != first
 
 

@@ -77,6 +77,8 @@ class StepBuffers:
 
         All of them: batch normalisation updates its statistics without a trace in their version counters.
         """
+        if not self._places:
+            return
         with torch.no_grad():
             for places, own, start in zip(self._places, self._own, self._start, strict=True):
                 _set(places, own)
@@ -88,8 +90,10 @@ class StepBuffers:
         """Write to `out` (shape `(size,)`, float64) what a chunk made of the buffers: first each element, times
         `share` (its part of the batch), or in buffers of integers as it is if this is the `first` chunk; then 1 where
         it differs from the start, else 0."""
+        if not self.size:
+            return
         out.zero_()
-        values, flags = out.view(2, -1) if self.size else (out, out)
+        values, flags = out.view(2, -1)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
         for places, own, start, (value, flag) in zip(self._places, self._own, self._start, parts, strict=True):
             now = self._current(places, own).detach().flatten()

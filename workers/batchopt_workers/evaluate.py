@@ -67,10 +67,10 @@ class _Sums:
         self._rows[young.row].changes.add_(self._rows[old.row].changes)
         return _Partial(young.row, left.loss + right.loss, bytes(map(max, left.used, right.used)))
 
-    def report(self, done: int, seconds: float) -> Report:
-        """What there is once the chunks before `done` of the order were added."""
+    def report(self, done: int, began: float) -> Report:
+        """What there is once the chunks before `done` of the order, begun at `began`, were added."""
         summaries = tuple(Summary(node, p.row, p.loss, p.used) for node, p in self._fold.partials)
-        return Report(self.evaluation, done, seconds, summaries)
+        return Report(self.evaluation, done, time.perf_counter() - began, summaries, began)
 
 
 class Evaluator:
@@ -105,7 +105,7 @@ class Evaluator:
         """
         if self._sums is None or self._sums.evaluation != order.evaluation:
             self._sums = _Sums(order.evaluation, self.cut.chunks)
-        started = time.perf_counter()
+        began = time.perf_counter()
         for chunk in range(order.first, order.last):
             row = self._sums.free_row()
             results: list[Any] = []
@@ -113,7 +113,7 @@ class Evaluator:
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, _Partial(row, loss, used), rows)
             self.at_hand = range(0)
-            yield self._sums.report(chunk + 1, time.perf_counter() - started), results
+            yield self._sums.report(chunk + 1, began), results
 
     def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[float, bytes]:
         assert self.batch is not None

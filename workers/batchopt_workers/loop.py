@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,9 @@ from batchopt_workers.versions import versions
 from batchopt_workers.worker import Hook, Worker
 
 _F_SETSIG = 10  # Linux; Python does not name it
+# Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
+# takes a tenth of a millisecond.
+_SHORT = 0.01
 
 
 class Session:
@@ -44,6 +48,7 @@ class Session:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.worker = Worker(rank, world_size, torch.device("cpu"))
+        self.awake = 0.0
         self._blocks: dict[str, SharedBlock] = {}
         self._layout: Layout
         self._module: torch.nn.Module
@@ -115,9 +120,9 @@ class Session:
         """Replace the hooks."""
         self.evaluator.prehook, self.evaluator.posthook = prehook, posthook
 
-    def load(self, data: bytes, placements: Sequence[Placement]) -> None:
-        """Take the batch whose tensors are in block "batch", and begin a step."""
-        self.evaluator.batch = unpack(data, placements, self._blocks["batch"])
+    def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
+        """Take the batch whose tensors are in block `name`, and begin a step."""
+        self.evaluator.batch = unpack(data, placements, self._blocks[name])
         self._buffers.begin_step()
 
     def set_cut(self, cut: Cut) -> None:
@@ -131,8 +136,10 @@ class Session:
         else:
             self._rows.grow(count, self._blocks["rows"])
 
-    def set_world(self, size: int, threads: int) -> None:
-        """There are `size` workers now; compute with `threads` threads."""
+    def set_world(self, size: int, threads: int, awake: float) -> None:
+        """There are `size` workers now; compute with `threads` threads, and stay awake for `awake` seconds after a short
+        order."""
+        self.awake = awake
         self.worker.world_size = size
         torch.set_num_threads(threads)
 
@@ -152,9 +159,16 @@ class _Mailbox:
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
 
-    def take(self) -> bytes:
-        """The next message. Raises `EOFError` or `OSError` once the parent has hung up."""
-        return self._kept.popleft() if self._kept else self._connection.recv_bytes()
+    def take(self, awake: float) -> bytes:
+        """The next message; stays awake for so many seconds. Raises `EOFError` or `OSError` once the parent has hung
+        up."""
+        if self._kept:
+            return self._kept.popleft()
+        if awake:
+            until = time.perf_counter() + awake
+            while not self._poll.poll(0) and time.perf_counter() < until:
+                os.sched_yield()
+        return self._connection.recv_bytes()
 
     def limit(self, number: int, last: int) -> int:
         """The end of order `number`, whose end was `last`, by what the parent says now."""
@@ -185,15 +199,18 @@ class _Mailbox:
 def serve(connection: Connection, session: Session) -> None:
     """Obey until the parent hangs up; whatever the user's code raises is reported and survived."""
     mailbox = _Mailbox(connection)
+    awake = 0.0
     while True:
         try:
-            message = mailbox.take()
+            message = mailbox.take(awake)
+            awake = 0.0
             number, kind = HEAD.unpack_from(message)
             if kind == Kind.LIMIT:  # of an order that is over
                 continue
             try:
                 if kind == Kind.EVALUATE:
-                    _evaluate(mailbox, session, number, Order.decode(message[HEAD.size :]))
+                    seconds = _evaluate(mailbox, session, number, Order.decode(message[HEAD.size :]))
+                    awake = session.awake if seconds < _SHORT else 0.0
                 else:
                     mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
             except BaseException as error:  # of the pipe too: then this message does not get out either
@@ -212,7 +229,8 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
     return result
 
 
-def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> None:
+def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
+    """Returns the seconds that it took."""
     faults.point("worker.order", order.first)
     last, report = order.last, None
     for report, results in session.evaluate(order):
@@ -226,6 +244,7 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
             break
     assert report is not None
     mailbox.send(number, Kind.DONE, report.encode(), report.next - 1)
+    return report.seconds
 
 
 def describe(error: BaseException, samples: range) -> Failure:

@@ -79,21 +79,22 @@ class Summary:
 @dataclass(frozen=True)
 class Report:
     """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
-    came; `summaries` are all its merged partials of this evaluation, of earlier orders too. What they say stands until
+    came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of earlier orders too. What they say stands until
     the next report: a row that is not named any more may be overwritten."""
 
     evaluation: int
     next: int
     seconds: float
     summaries: tuple[Summary, ...]
+    began: float = 0.0
 
-    _HEAD = struct.Struct("<QIdII")
+    _HEAD = struct.Struct("<QIddII")
     _SUMMARY = struct.Struct("<IIId")
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
         width = len(self.summaries[0].used) if self.summaries else 0
-        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, len(self.summaries), width)]
+        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, self.began, len(self.summaries), width)]
         for s in self.summaries:
             parts += self._SUMMARY.pack(s.node.level, s.node.position, s.row, s.loss), s.used
         return b"".join(parts)
@@ -102,11 +103,11 @@ class Report:
     def decode(cls, frame: bytes) -> Report:
         """The inverse of `encode`; raises `ValueError` for anything else."""
         try:
-            evaluation, done, seconds, count, width = cls._HEAD.unpack_from(frame)
+            evaluation, done, seconds, began, count, width = cls._HEAD.unpack_from(frame)
             stride = cls._SUMMARY.size + width
             if len(frame) != cls._HEAD.size + count * stride:
                 raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
-            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride)))
+            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride)), began)
         except struct.error as error:
             raise ValueError(f"not a frame: {error}") from error
 

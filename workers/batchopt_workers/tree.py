@@ -36,6 +36,10 @@ class Node(NamedTuple):
         """The first chunk below this node."""
         return self.position << self.level
 
+    def chunks(self, count: int) -> int:
+        """How many of `count` chunks are below this node."""
+        return min((self.position + 1) << self.level, count) - self.first_chunk
+
 
 class Fold(Generic[T]):
     """Partials of some of `count` chunks, merged as far as the tree allows.

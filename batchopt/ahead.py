@@ -1,0 +1,55 @@
+"""Reading a batch ahead: the next one is fetched while the present one is worked on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """Iterates over `prepare(item)` of each item of `source`; `fetch` does so for the next one already, once.
+
+    What `source` or `prepare` raises is raised when its turn has come.
+    """
+
+    def __init__(self, source: Iterable[Any], prepare: Callable[[Any], T]) -> None:
+        self._source = iter(source)
+        self._prepare = prepare
+        self._next: T | None = None
+        self._error: BaseException | None = None
+
+    def fetch(self) -> None:
+        """Have the next one ready, unless it is."""
+        if self._next is None and self._error is None:
+            try:
+                self._next = self._prepare(next(self._source))
+            except Exception as error:
+                self._error = error
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        self.fetch()
+        if self._error is not None:
+            raise self._error
+        assert self._next is not None
+        found, self._next = self._next, None
+        return found
+
+
+def as_arguments(batch: Any) -> tuple[Any, Any, Any]:
+    """Inputs, targets and options of what a data loader yields: a tuple or list of one to three, or the inputs alone.
+
+    Raises `ValueError` for a longer one.
+    """
+    if not isinstance(batch, (tuple, list)) or hasattr(batch, "_fields"):
+        return batch, None, None
+    if not 1 <= len(batch) <= 3:
+        raise ValueError(
+            f"a batch must be (inputs,), (inputs, targets) or (inputs, targets, options); got {len(batch)} items"
+        )
+    inputs, targets, options = (*batch, None, None)[:3]
+    return inputs, targets, options

@@ -1,0 +1,173 @@
+"""Who did what when: recorded while one asks for it, saved for a trace viewer, drawn, and summed up in numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchopt.backends import Answer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARENT = -1  # the lane of this process
+
+
+class Event(NamedTuple):
+    """Lane `lane` (a worker's rank, or `PARENT`) was at `name` for `seconds` from `began` on (`time.perf_counter`)."""
+
+    lane: int
+    name: str
+    began: float
+    seconds: float
+    details: dict[str, Any]
+
+
+class Timeline:
+    """The events of some evaluations: one lane a worker, one for this process.
+
+    In the parent's lane `map` is an evaluation until the last worker has answered, `reduce` the putting together;
+    `load` brings a batch to the workers, `read ahead` the next one; what of a `step` is none of these is the
+    optimizer's own. A worker's lane has a `chunk` event for each run of chunks; between them it waits.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._open = True
+
+    def close(self) -> None:
+        """Record no more."""
+        self._open = False
+
+    @contextmanager
+    def doing(self, name: str, **details: Any) -> Iterator[None]:
+        """What is inside, as an event of the parent's lane."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(PARENT, name, began, time.perf_counter() - began, **details)
+
+    def add(self, lane: int, name: str, began: float, seconds: float, **details: Any) -> None:
+        """Record an event."""
+        if self._open:
+            self.events.append(Event(lane, name, began, seconds, details))
+
+    def add_answers(self, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
+        """Record what the workers did for an evaluation of a batch that was cut at `bounds`."""
+        for answer in answers:
+            for span in answer.spans:
+                samples = bounds[span.last] - bounds[span.first]
+                self.add(
+                    answer.rank, "chunks", span.began, span.seconds, chunks=span.last - span.first, samples=samples
+                )
+
+    @property
+    def lanes(self) -> list[int]:
+        """The parent's, and each worker's that did something."""
+        return sorted({event.lane for event in self.events})
+
+    def seconds(self, name: str, lane: int = PARENT) -> float:
+        """How long the lane was at `name` in all."""
+        return sum(event.seconds for event in self.events if event.lane == lane and event.name == name)
+
+    @property
+    def utilisation(self) -> dict[int, float]:
+        """The part of the time of all evaluations that each worker computed, by rank."""
+        whole = self.seconds("map") + self.seconds("reduce")
+        return {lane: self.seconds("chunks", lane) / whole for lane in self.lanes if lane != PARENT and whole}
+
+    @property
+    def split(self) -> dict[int, float]:
+        """The part of all samples that each worker evaluated, by rank."""
+        samples = {
+            lane: sum(event.details["samples"] for event in self.events if event.lane == lane)
+            for lane in self.lanes
+            if lane != PARENT
+        }
+        whole = sum(samples.values())
+        return {lane: count / whole for lane, count in samples.items()} if whole else {}
+
+    def __str__(self) -> str:
+        """The numbers: the parts of the time in the parent, and each worker's split and utilisation."""
+        evaluations = sum(event.name == "map" for event in self.events)
+        lines = [f"{evaluations} evaluations"]
+        for name in ("map", "reduce", "load", "read ahead", "step"):
+            if any(event.name == name for event in self.events):
+                lines.append(f"{name:>12}: {self.seconds(name) * 1e3:10.2f} ms")
+        split, utilisation = self.split, self.utilisation
+        lines += [f"{f'worker {i}':>12}: {split[i]:6.1%} of the samples, busy {utilisation[i]:6.1%}" for i in split]
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace (JSON, "Trace Event Format"): opens in https://ui.perfetto.dev and chrome://tracing."""
+        zero = min((event.began for event in self.events), default=0.0)
+        entries: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "tid": lane + 1, "name": "thread_name", "args": {"name": _title(lane)}}
+            for lane in self.lanes
+        ]
+        for event in self.events:
+            microseconds = {"ts": (event.began - zero) * 1e6, "dur": event.seconds * 1e6}
+            entries.append(
+                {"ph": "X", "pid": 0, "tid": event.lane + 1, "name": event.name, "args": event.details, **microseconds}
+            )
+        Path(path).write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """A picture, saved to `path` if one is given: a lane a worker and one for this process, time to the right.
+
+        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("drawing a timeline needs matplotlib: pip install 'batchopt[plot]'") from error
+        zero = min((event.began for event in self.events), default=0.0)
+        figure = Figure(figsize=(10, 1.2 + 0.5 * len(self.lanes)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        split, utilisation = self.split, self.utilisation
+        for height, lane in enumerate(reversed(self.lanes)):
+            for name, colour in _COLOURS.items():
+                bars = [
+                    ((event.began - zero) * 1e3, event.seconds * 1e3)
+                    for event in self.events
+                    if event.lane == lane and event.name == name
+                ]
+                if bars:
+                    axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.3)
+        axes.set_yticks(range(len(self.lanes)), [_label(i, split, utilisation) for i in reversed(self.lanes)])
+        axes.set_xlabel("ms")
+        used = [name for name in _COLOURS if any(event.name == name for event in self.events)]
+        patches = [axes.barh(0, 0, color=_COLOURS[name]) for name in used]
+        axes.legend(patches, used, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(used), frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+
+# In the order in which they are drawn: what is inside of another one comes later.
+_COLOURS = {
+    "step": "#e4e4e4",
+    "map": "#b9cbe0",
+    "read ahead": "#c5a3d6",
+    "load": "#e8c268",
+    "reduce": "#d1605e",
+    "chunks": "#4c8b67",
+}
+
+
+def _title(lane: int) -> str:
+    return "parent" if lane == PARENT else f"worker {lane}"
+
+
+def _label(lane: int, split: dict[int, float], utilisation: dict[int, float]) -> str:
+    if lane not in split:
+        return _title(lane)
+    return f"{_title(lane)}\n{split[lane]:.0%} of samples, busy {utilisation[lane]:.0%}"

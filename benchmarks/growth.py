@@ -1,0 +1,70 @@
+"""How much longer is an evaluation for each worker more, if the work itself takes the same time?
+
+Each worker sleeps 20 ms in its forward, all at once; so the machine needs no cores for it, and what grows with the
+number of workers is the asking, the answering and the putting together, and each worker's own few kernels. The slope
+of a line through the medians.
+
+    python -m benchmarks.growth [--workers 2 4 8 16 32] [--repeats 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import ExitStack
+
+import numpy
+import torch
+
+import batchopt
+from benchmarks.findings import Finding, publish
+
+NAP = 0.02
+
+
+def sleeping(module: torch.nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+    """Work that needs no core."""
+    time.sleep(NAP)
+    loss: torch.Tensor = module(inputs).sum()
+    return loss
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--repeats", type=int, default=30)
+    given = parser.parse_args()
+    seconds: dict[int, list[float]] = {count: [] for count in given.workers}
+    with ExitStack() as stack:
+        opts = {}
+        for count in given.workers:
+            opt = batchopt.BatchOptimizer(
+                torch.nn.Linear(1, 1),
+                loss_fn=sleeping,
+                optimizer=None,
+                parallelize=count,
+                reduction="sum",
+                speeds=[1.0] * count,
+            )
+            opts[count] = stack.enter_context(opt)
+            opt.load(torch.ones(count, 1))
+        for turn in range(given.repeats + 2):
+            for count, opt in opts.items():
+                started = time.perf_counter()
+                opt.evaluate()
+                if turn >= 2:
+                    seconds[count].append(time.perf_counter() - started)
+    medians = {count: statistics.median(some) for count, some in seconds.items()}
+    slope, _ = numpy.polyfit(list(medians), list(medians.values()), 1)
+    for count, median in medians.items():
+        print(f"{count:3} workers: {(median - NAP) * 1e6:8.0f} us over the nap")
+    findings = [
+        Finding(f"growth from {given.workers[0]} to {given.workers[-1]} workers, each", slope * 1e6, "us", most=30)
+    ]
+    publish("growth", findings, {"seconds": medians})
+
+
+if __name__ == "__main__":
+    main()
