@@ -3,6 +3,7 @@ spin, memory, settings) is not in the way of another, and what the machine does 
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
@@ -31,7 +32,18 @@ Make = Callable[..., Callable[[], object]]
 class Arm:
     """One way: `make(*arguments)` in `processes` new processes, which are timed together."""
 
-    def __init__(self, make: Make, *arguments: Any, processes: int = 1) -> None:
+    def __init__(
+        self, make: Make, *arguments: Any, processes: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            self._start(make, arguments, processes)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def _start(self, make: Make, arguments: Sequence[Any], processes: int) -> None:
         context = mp.get_context("spawn")
         self._ends: list[Connection] = []
         self._processes = []
@@ -50,11 +62,10 @@ class Arm:
         return [end.recv() for end in self._ends]
 
     def burst(self, count: int) -> list[float]:
-        """The seconds of each of `count` runs in a row, as its first process sees them."""
+        """The seconds of each of `count` runs in a row: of its slowest process."""
         for end in self._ends:
             end.send(count)
-        seconds: list[float] = self._answers()[0]
-        return seconds
+        return [max(seconds) for seconds in zip(*self._answers(), strict=True)]
 
     def close(self) -> None:
         """End the processes."""
@@ -102,6 +113,7 @@ class Plain:
     def __init__(self, workload: str, threads: int) -> None:
         torch.set_num_threads(threads)
         self._case = build(workload)
+        self.module = self._case.module
         self._parameters = list(self._case.module.parameters())
 
     def __call__(self) -> float:
@@ -110,6 +122,21 @@ class Plain:
         loss = self._case.loss(self._case.module, self._case.inputs, self._case.targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
+
+
+class Apart:
+    """The limit: an equal part of the batch on one thread in each process, and nothing in common; with the allocator
+    settings of our workers."""
+
+    def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
+        torch.set_num_threads(1)
+        self._case = share(build(workload), rank, ranks)
+        self._parameters = list(self._case.module.parameters())
+
+    def __call__(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._case.loss(self._case.module, self._case.inputs, self._case.targets).backward()  # type: ignore[no-untyped-call]
 
 
 class Ours:
@@ -121,7 +148,7 @@ class Ours:
             case.module, loss_fn=case.loss, optimizer=None, parallelize=parallelize, **options
         )
         self._opt.load(case.inputs, case.targets)
-        self.close = self._opt.close
+        self.module, self.close = case.module, self._opt.close
 
     def __call__(self) -> float:
         return self._opt.evaluate().item()
@@ -142,7 +169,8 @@ class Distributed:
         store = f"tcp://127.0.0.1:{port}"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         self._case = share(build(workload), rank, ranks)
-        self._module = DistributedDataParallel(self._case.module)
+        self.module = self._case.module
+        self._module = DistributedDataParallel(self.module)
         self._ranks = ranks
 
     def __call__(self) -> float:

@@ -1,8 +1,10 @@
 """How long does one evaluation of f and df/dX take, against what people use today?
 
 For each workload, in one run and in turn, each in a process of its own: plain torch on one thread, plain torch on all
-cores, DistributedDataParallel over gloo with one rank a core, and `parallelize=N`. `efficiency` is (one thread / N) /
-ours; the others are peer / ours: all are better when larger.
+cores, DistributedDataParallel over gloo with one rank a core, and `parallelize=N`. And the limit: N processes that have
+nothing in common, each with its part of the batch. `efficiency` is (one thread / N) / ours; the others are peer / ours:
+all are better when larger. `limit` is the efficiency of the limit: what the machine's memory, caches and neighbours
+leave of it.
 
     python -m benchmarks.evaluation [--workloads mlp cnn ...] [--parallelize 2] [--rounds 8]
 """
@@ -14,7 +16,8 @@ import statistics
 
 import torch
 
-from benchmarks.arms import ROUNDS, Arm, Distributed, Ours, Plain, take_turns
+from batchopt.backends.template import worker_environment
+from benchmarks.arms import ROUNDS, Apart, Arm, Distributed, Ours, Plain, take_turns
 from benchmarks.findings import Finding, publish
 from benchmarks.workloads import WORKLOADS
 
@@ -25,6 +28,7 @@ def measure(workload: str, parallelize: int, rounds: int) -> dict[str, float]:
         "one thread": Arm(Plain, workload, 1),
         "all cores": Arm(Plain, workload, torch.get_num_threads()),
         "ddp": Arm(Distributed, workload, processes=parallelize),
+        "limit": Arm(Apart, workload, processes=parallelize, environment=worker_environment(1)),
         "ours": Arm(Ours, workload, parallelize),
     }
     try:
@@ -38,11 +42,13 @@ def judge(results: dict[str, dict[str, float]], parallelize: int) -> list[Findin
     """The ratios, and what they should be on two cores."""
     efficiency = [times["one thread"] / parallelize / times["ours"] for times in results.values()]
     cores = [times["all cores"] / times["ours"] for times in results.values()]
+    limit = [times["one thread"] / parallelize / times["limit"] for times in results.values()]
     ddp = [times["ddp"] / times["ours"] for times in results.values()]
     mean = statistics.geometric_mean
     return [
         Finding(f"efficiency of parallelize={parallelize}, geometric mean", mean(efficiency), least=0.97),
         Finding(f"efficiency of parallelize={parallelize}, lowest", min(efficiency), least=0.86),
+        Finding("the same of processes that have nothing in common, geometric mean", mean(limit)),
         Finding("times as fast as torch on all cores, geometric mean", mean(cores), least=1.2),
         Finding("times as fast as torch on all cores, lowest", min(cores), least=0.9),
         Finding("times as fast as DistributedDataParallel, geometric mean", mean(ddp), least=1.25),
@@ -57,15 +63,16 @@ def main() -> None:
     parser.add_argument("--parallelize", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
-    columns = ["one thread", "all cores", "ddp", "ours"]
-    print(f"{'ms':8}" + "".join(f"{column:>14}" for column in [*columns, "efficiency", "all cores /", "ddp /"]))
+    columns = ["one thread", "all cores", "ddp", "limit", "ours"]
+    ratios = ["efficiency", "all cores /", "ddp /", "limit"]
+    print(f"{'ms':8}" + "".join(f"{column:>12}" for column in [*columns, *ratios]))
     results = {}
     for name in given.workloads:
         results[name] = times = measure(name, given.parallelize, given.rounds)
-        ratios = [times[peer] / times["ours"] for peer in columns[:3]]
-        ratios[0] /= given.parallelize
-        row = "".join(f"{times[column] * 1e3:14.2f}" for column in columns)
-        print(f"{name:8}{row}" + "".join(f"{ratio:14.2f}" for ratio in ratios), flush=True)
+        ideal = times["one thread"] / given.parallelize
+        found = [ideal / times["ours"], *(times[peer] / times["ours"] for peer in columns[1:3]), ideal / times["limit"]]
+        row = "".join(f"{times[column] * 1e3:12.2f}" for column in columns)
+        print(f"{name:8}{row}" + "".join(f"{ratio:12.2f}" for ratio in found), flush=True)
     details = {"parallelize": given.parallelize, "seconds": results}
     publish("evaluation", judge(results, given.parallelize), details)
 

@@ -73,3 +73,14 @@ def read(name: str) -> list[Finding]:
     """The findings that were published last; none if it never ran."""
     path = RESULTS / f"{name}.json"
     return [Finding(**f) for f in json.loads(path.read_text())["findings"]] if path.exists() else []
+
+
+def main() -> None:
+    """Print all findings that were published last."""
+    print(machine())
+    for path in sorted(RESULTS.glob("*.json")):
+        print(f"\n{path.stem}\n{table(read(path.stem))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 
 import torch.multiprocessing as mp
 
@@ -26,20 +27,23 @@ def bind(core: int) -> None:
     os.sched_setaffinity(0, {core})
 
 
-def spin(core: int) -> None:
+def spin(core: int, begun: Event) -> None:
     """Keep a core busy."""
     bind(core)
+    begun.wait()
     while True:
         pass
 
 
 @contextmanager
-def busy(core: int) -> Iterator[None]:
-    """Somebody else computes there."""
-    process = mp.get_context("spawn").Process(target=spin, args=(core,), daemon=True)
+def busy(core: int) -> Iterator[Callable[[], None]]:
+    """Somebody else computes there, once what this yields is called."""
+    context = mp.get_context("spawn")
+    begun = context.Event()
+    process = context.Process(target=spin, args=(core, begun), daemon=True)
     process.start()
     try:
-        yield
+        yield begun.set
     finally:
         process.kill()
         process.join()
@@ -76,7 +80,8 @@ def main() -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS), default="mlp")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
-    with busy(1):
+    with busy(1) as begin:
+        begin()
         arms = {
             "one thread": Arm(Bound, given.workload),
             "ddp": Arm(BoundRank, given.workload, processes=2),

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
@@ -73,6 +76,62 @@ class _Sums:
         return Report(self.evaluation, done, time.perf_counter() - began, summaries, began)
 
 
+# Elements of all gradients together from which on each is collected as soon as it is there: more are not in the
+# processor's cache any more when the backward is over.
+LARGE = 2**18
+
+
+class _Collector:
+    """Adds the parameters' gradients, times `weight`, to a row; in the row's precision, which is at least single.
+
+    A first gradient overwrites what the row held: cheaper than zeroing the row and accumulating there. Entered, it
+    collects each gradient when the backward has made it, which frees its memory for the next one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], row: Row, weight: float, used: bytearray, chunk: int
+    ) -> None:
+        self._parameters, self._row = parameters, row
+        self._weight, self._used, self._chunk = weight, used, chunk
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        if len(self._row.gradient) < LARGE:
+            return
+        for i, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and not getattr(parameter, "_post_accumulate_grad_hooks", None):  # the user's
+                hook = partial(self._collect, i)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def collect(self) -> None:
+        """Collect what is there."""
+        for i, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._collect(i, parameter)
+
+    @torch.no_grad()
+    def _collect(self, i: int, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        view = self._row.views[i]
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._used[i]:
+            view.add_(gradient, alpha=self._weight)
+        elif self._weight == 1.0:
+            view.copy_(gradient)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, self._weight, out=view)
+        else:
+            view.copy_(gradient).mul_(self._weight)
+        self._used[i] = 1
+        faults.point("worker.collect", self._chunk)
+
+
 class Evaluator:
     """Evaluates chunks of the loaded batch on one module.
 
@@ -125,8 +184,9 @@ class Evaluator:
         try:
             for piece in self.batch.pieces(start, stop):
                 weight = self.batch.weighting.of(piece.indices.start, piece.indices.stop)
-                loss += self._forward_backward(piece, weight, results)
-                self._collect(row, weight, used)
+                collector = _Collector(self._parameters, row, weight, used, self._at)
+                loss += self._forward_backward(piece, weight, collector, results)
+                collector.collect()
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
         finally:
             self._buffers.restore()
@@ -135,7 +195,7 @@ class Evaluator:
                 view.zero_()
         return loss, bytes(used)
 
-    def _forward_backward(self, piece: Piece, weight: float, results: list[Any]) -> float:
+    def _forward_backward(self, piece: Piece, weight: float, collector: _Collector, results: list[Any]) -> float:
         self.at_hand = piece.indices
         for parameter in self._parameters:
             parameter.grad = None
@@ -147,32 +207,9 @@ class Evaluator:
             sample.output, loss = self._objective(sample.inputs, sample.targets, piece.criterion_weight)
             faults.point("worker.backward", self._at)
             if weight != 0.0:  # nothing of it counts, and the mean of nothing is NaN
-                loss.backward()  # type: ignore[no-untyped-call]
+                with collector if self.posthook is None else nullcontext():  # a posthook may look at the gradients
+                    loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
         if self.posthook is not None:
             results.append(self.posthook(self.worker, sample))
         return sample.loss * weight if weight != 0.0 else 0.0
-
-    def _collect(self, row: Row, weight: float, used: bytearray) -> None:
-        """Add the parameters' gradients, times `weight`, to the row; in the row's precision, which is at least single.
-
-        A first gradient overwrites what the row held: cheaper than zeroing the row and accumulating there.
-        """
-        with torch.no_grad():
-            for i, (parameter, view) in enumerate(zip(self._parameters, row.views, strict=True)):
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                parameter.grad = None
-                if gradient.is_sparse:
-                    gradient = gradient.to_dense()
-                if used[i]:
-                    view.add_(gradient, alpha=weight)
-                elif weight == 1.0:
-                    view.copy_(gradient)
-                elif gradient.dtype == view.dtype:
-                    torch.mul(gradient, weight, out=view)
-                else:
-                    view.copy_(gradient).mul_(weight)
-                used[i] = 1
-                faults.point("worker.collect", self._at)
