@@ -110,6 +110,31 @@ def read_restarts(value: Any, workers: int) -> int:
     return 4 * workers if value is None else _integer("max_restarts", value, 0)
 
 
+def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
+    """The device of each worker, two or more; None: this machine's cores. `parallelize` is 1, or their number.
+
+    Raises `TypeError` or `ValueError` for anything else, and for an accelerator that is not there.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"`devices` must be a sequence, one device a worker, got {type(devices).__name__} {devices!r}")
+    if parallelize not in (1, len(devices)):
+        raise ValueError(f"`devices` has {len(devices)} entries for {parallelize} workers: leave `parallelize` out")
+    if len(devices) < 2:
+        raise ValueError("`devices` are of two workers or more: for one, use parallelize=1 and move the module there")
+    try:
+        found = tuple(torch.device(device) for device in devices)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"`devices` has an entry that is no device: {error}") from error
+    for device in found:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"`devices` must be 'cpu' or 'cuda:<index>', got '{device}'")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"`devices` has '{device}', and this machine has {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
 def read_speeds(speeds: Any, workers: int) -> Speeds:
     """The speeds given, one a worker, which stay fixed; None: not measured yet."""
     if speeds is None:

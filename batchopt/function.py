@@ -84,6 +84,7 @@ class BatchFunction:
                 settings.timeout,
                 settings.restarts,
                 settings.threads,
+                settings.devices,
                 settings.precode,
                 settings.prehook,
                 settings.posthook,
@@ -373,6 +374,8 @@ class BatchFunction:
         self._check_open()
         if self._speeds.fixed and speeds is None:
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
+        if self._settings.devices is not None:
+            raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
         workers = arguments.read_workers(parallelize, self._settings.backend)
         given = arguments.read_speeds(speeds, workers)
         settings = replace(self._settings, workers=workers, prehook=self._prehook, posthook=self._posthook)

@@ -57,6 +57,10 @@ class BatchOptimizer(BatchFunction):
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
         threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this
             process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
+        devices: of each worker, as `["cuda:0", "cuda:1", "cpu"]`, two or more; it settles `parallelize`. The module, the
+            batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses
+            once an evaluation. Unequal devices are balanced by their measured speed, and are equal to rounding only.
+            Default: all workers on the cores of this machine.
         timeout: seconds that a worker may make no progress (evaluate no chunk to its end, or be in one function of
             `run_on_workers`) before it is replaced. Default: 20 times what a chunk should take by its measured speed, but no
             less than 30 s, and 600 s before anything was measured; functions may take any time. What a worker does
@@ -89,6 +93,7 @@ class BatchOptimizer(BatchFunction):
         posthook: Hook | None = None,
         speeds: Sequence[float] | None = None,
         threads_per_worker: int | None = None,
+        devices: Sequence[str | torch.device] | None = None,
         timeout: float | None = None,
         max_restarts: int | None = None,
         seed: int = 0,
@@ -109,6 +114,7 @@ class BatchOptimizer(BatchFunction):
             posthook=posthook,
             speeds=speeds,
             threads_per_worker=threads_per_worker,
+            devices=devices,
             timeout=timeout,
             max_restarts=max_restarts,
             seed=seed,

@@ -37,6 +37,7 @@ class Settings:
     posthook: Hook | None
     speeds: Speeds
     threads: int | None
+    devices: tuple[torch.device, ...] | None
     timeout: float | None
     restarts: int
     seed: int
@@ -56,6 +57,7 @@ class Settings:
         denominators: Any,
         speeds: Any,
         threads_per_worker: Any,
+        devices: Any,
         chunk_size: Any,
         collate_fn: Any,
         precode: Any,
@@ -68,7 +70,8 @@ class Settings:
         verbose: Any,
     ) -> Settings:
         """Check every argument; raises `TypeError` or `ValueError` that names the first one that cannot work."""
-        workers = arguments.read_workers(parallelize, backend)
+        devices = arguments.read_devices(devices, parallelize)
+        workers = arguments.read_workers(parallelize if devices is None else len(devices), backend)
         arguments.check_criterion(criterion, loss_fn)
         arguments.check_hooks(precode=precode, prehook=prehook, posthook=posthook)
         arguments.check_callable("collate_fn", collate_fn, ("samples",))
@@ -92,6 +95,7 @@ class Settings:
             posthook=posthook,
             speeds=arguments.read_speeds(speeds, workers),
             threads=threads,
+            devices=devices,
             timeout=arguments.read_timeout(timeout),
             restarts=arguments.read_restarts(max_restarts, workers),
             seed=arguments.read_seed(seed),

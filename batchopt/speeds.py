@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from batchopt.split import split_batch
 
 # A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
-LARGEST_RATIO = 16.0
+LARGEST_RATIO = 1024.0
 # The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves nothing.
 RECENT = 5
 

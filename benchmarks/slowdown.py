@@ -4,7 +4,7 @@ Two workers, each bound to a core; before evaluation 30 somebody else begins to 
 evaluations later is the time of an evaluation within a tenth of what it settles at, and how far is that from the ideal; and is the path of the line searches the
 one that it takes when nothing happens: with `chunk_size` to the last bit, without to rounding (float64).
 
-    python -m benchmarks.slowdown [--workload logreg] [--iterations 60]
+    python -m benchmarks.slowdown [--workload pinn] [--iterations 80]
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def settled_after(opt: Timed) -> int:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=list(WORKLOADS), default="logreg")
-    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="pinn")
+    parser.add_argument("--iterations", type=int, default=80)
     given = parser.parse_args()
     findings, details = [], {}
-    for name, chunk_size in (("without chunk_size", None), ("with chunk_size", 64)):
+    for name, chunk_size in (("without chunk_size", None), ("with chunk_size", 250)):
         calm, disturbed = (run(given.workload, given.iterations, chunk_size, flag) for flag in (False, True))
         both = list(zip(calm.losses, disturbed.losses, strict=False))
         far = max(abs(a - b) for a, b in both) / calm.losses[0]

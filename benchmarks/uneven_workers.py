@@ -27,9 +27,10 @@ def bind(core: int) -> None:
     os.sched_setaffinity(0, {core})
 
 
-def spin(core: int, begun: Event) -> None:
+def spin(core: int, ready: Event, begun: Event) -> None:
     """Keep a core busy."""
     bind(core)
+    ready.set()
     begun.wait()
     while True:
         pass
@@ -39,10 +40,11 @@ def spin(core: int, begun: Event) -> None:
 def busy(core: int) -> Iterator[Callable[[], None]]:
     """Somebody else computes there, once what this yields is called."""
     context = mp.get_context("spawn")
-    begun = context.Event()
-    process = context.Process(target=spin, args=(core, begun), daemon=True)
+    ready, begun = context.Event(), context.Event()
+    process = context.Process(target=spin, args=(core, ready, begun), daemon=True)
     process.start()
     try:
+        ready.wait()
         yield begun.set
     finally:
         process.kill()

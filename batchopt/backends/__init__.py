@@ -48,6 +48,7 @@ class Setup:
     timeout: float | None
     restarts: int
     threads: int | None
+    devices: tuple[torch.device, ...] | None
     precode: Precode | None
     prehook: Hook | None
     posthook: Hook | None

@@ -91,7 +91,8 @@ class ProcessBackend(Backend):
         self._device = setup.flat.vector.device
         if setup.flat.block is None:
             raise ValueError(
-                f"parameters are on {self._device}; workers run on cpu: call module.cpu(), or use parallelize=1"
+                f"parameters are on {self._device}; workers run on cpu: call module.cpu(), and name other "
+                "devices of the workers with devices=[...]; or use parallelize=1"
             )
         _check_parameters_are_only_read(setup.program.module)
         self._setup = setup
@@ -124,6 +125,8 @@ class ProcessBackend(Backend):
         what = "receiving the module"
         environment = worker_environment(self._threads())
         self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
+        if setup.devices is not None:
+            self._pool.tell("devices", call(STARTING, "use", setup.devices))
         self._pool.tell("torch", call(STARTING, "set_torch", TorchSettings.current()))
         if setup.precode is not None:
             self._pool.tell("precode", precode)
@@ -168,7 +171,8 @@ class ProcessBackend(Backend):
     def resize(self, workers: int) -> None:
         host = socket.gethostname()
         kept = {info.rank: info for info in self._pool.infos if not info.lost}
-        infos = [kept.get(rank, WorkerInfo(rank, 0, host, self._device, alive=False)) for rank in range(workers)]
+        devices = self._setup.devices or (self._device,) * workers
+        infos = [kept.get(rank, WorkerInfo(rank, 0, host, devices[rank], alive=False)) for rank in range(workers)]
         before = self._pool.infos
         try:
             self._tell_world(workers)

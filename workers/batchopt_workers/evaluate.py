@@ -4,7 +4,7 @@ machine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +148,7 @@ class Evaluator:
         self.batch: Batch | None = None
         self.cut = Cut((0,))
         self.at_hand = range(0)
+        self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
         self._seed = program.seed
@@ -182,12 +183,14 @@ class Evaluator:
         loss, used = 0.0, bytearray(len(row.views))
         self.at_hand = range(start, stop)  # while samples are cut out and collated
         try:
-            for piece in self.batch.pieces(start, stop):
+            for piece in map(self.place, self.batch.pieces(start, stop)):
                 weight = self.batch.weighting.of(piece.indices.start, piece.indices.stop)
                 collector = _Collector(self._parameters, row, weight, used, self._at)
                 loss += self._forward_backward(piece, weight, collector, results)
                 collector.collect()
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
+            if self.worker.device.type == "cuda":  # what was asked for is done before one says so
+                torch.cuda.synchronize(self.worker.device)
         finally:
             self._buffers.restore()
         for view, was_used in zip(row.views, used, strict=True):

@@ -30,6 +30,7 @@ from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, HEAD, Cut, Failure, Kind, Order, Report
+from batchopt_workers.mirror import HOST, Mirror, pin
 from batchopt_workers.packing import Placement, unpack
 from batchopt_workers.rows import Rows
 from batchopt_workers.torch_settings import TorchSettings
@@ -47,7 +48,8 @@ class Session:
     it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.worker = Worker(rank, world_size, torch.device("cpu"))
+        self.worker = Worker(rank, world_size, HOST)
+        self._mirror: Mirror | None = None  # where this worker computes on another device
         self.awake = 0.0
         self._blocks: dict[str, SharedBlock] = {}
         self._layout: Layout
@@ -89,6 +91,12 @@ class Session:
         """Compute as the parent does."""
         settings.apply()
 
+    def use(self, devices: Sequence[torch.device]) -> None:
+        """Compute on the device of this worker's rank."""
+        self.worker.device = devices[self.worker.rank]
+        if self.worker.device.type == "cuda":
+            torch.cuda.set_device(self.worker.device)
+
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the user's `function(worker, *arguments)`: precode, and what `run_on_workers` is given."""
         return function(self.worker, *arguments)
@@ -98,16 +106,25 @@ class Session:
 
         X is the parent's: writing it here is a fault of memory access, which ends the process.
         """
-        parameters = self._blocks["parameters"]
+        parameters, device = self._blocks["parameters"], self.worker.device
+        pin(parameters, device)
         parameters.protect()
         x = parameters.tensor(layout.dtype, (layout.size,))
         self._layout = layout
-        self._parameters = [torch.nn.Parameter(view) for view in layout.views(x)]
+        if device == HOST:
+            self._parameters = [torch.nn.Parameter(view) for view in layout.views(x)]
+        else:
+            self._mirror = Mirror(layout, x, device)
+            self._parameters = self._mirror.parameters
         program: Program = unpack(data, placements, self._blocks["program"], self._parameters)
+        if self._mirror is not None:
+            self._mirror.adopt((program.module, program.criterion, program.loss_fn))
         self._module = self.worker.module = program.module
         self.worker.criterion = program.criterion
-        self._buffers = StepBuffers(program.module, shared=True)
+        self._buffers = StepBuffers(program.module, shared=self._mirror is None)
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers)
+        if self._mirror is not None:
+            self._evaluator.place = self._mirror.place
 
     def set_flags(self, training: Sequence[bool], requires_grad: Sequence[bool]) -> None:
         """Follow the parent's module: training mode of each submodule, `requires_grad` of each parameter of X."""
@@ -123,18 +140,25 @@ class Session:
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, and begin a step."""
         self.evaluator.batch = unpack(data, placements, self._blocks[name])
+        if self._mirror is not None:
+            self._mirror.begin_step()
         self._buffers.begin_step()
 
     def set_cut(self, cut: Cut) -> None:
         """Cut the batch so."""
         self.evaluator.cut = cut
+        if self._mirror is not None:
+            self._mirror.forget_pieces()
 
     def add_rows(self, count: int) -> None:
         """Sum in the `count` rows of block "rows" too."""
+        pin(self._blocks["rows"], self.worker.device)
         if self._rows is None:
-            self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], self.worker.device)
+            self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], HOST)
         else:
             self._rows.grow(count, self._blocks["rows"])
+        if self._mirror is not None:
+            self._mirror.add_rows(count, self._buffers.size)
 
     def set_world(self, size: int, threads: int, awake: float) -> None:
         """There are `size` workers now; compute with `threads` threads, and stay awake for `awake` seconds after a short
@@ -146,6 +170,8 @@ class Session:
     def evaluate(self, order: Order) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order`."""
         assert self._rows is not None
+        if self._mirror is not None:
+            return self._mirror.evaluate(self.evaluator, order, self._rows)
         return self.evaluator.evaluate(order, self._rows)
 
 

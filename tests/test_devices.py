@@ -1,0 +1,177 @@
+"""Workers that compute on another device than this machine's memory.
+
+"cpu:0" stands in for one where there is none: to a worker it is another device, with copies of everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, Sample, Worker
+from tests.workloads import Workload, burgers, cnn, logistic, mlp, rnn
+
+
+def on(work: Workload, **options: Any) -> BatchOptimizer:
+    """Evaluates the workload's module."""
+    return BatchOptimizer(work.module, work.criterion, **options)
+
+
+DEVICES = pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(["cpu:0", "cpu"], id="stand-in"),
+        pytest.param(
+            ["cuda:0", "cpu"],
+            id="cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+        ),
+    ],
+)
+
+
+@DEVICES
+@pytest.mark.parametrize("case", [mlp, cnn, rnn, burgers, logistic], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_f_and_its_gradient_are_those_of_one_process(
+    case: Callable[[], Workload], devices: list[str], chunk_size: int | None
+) -> None:
+    work = case()
+    loss, gradient = work.reference()
+    with on(work, optimizer=None, devices=devices, chunk_size=chunk_size) as opt:
+        opt.load(work.inputs, work.targets)
+        for _ in range(2):
+            assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
+        assert [str(worker.device) for worker in opt.workers] == devices
+
+
+class Net(nn.Module):
+    """Running statistics, a frozen parameter that is registered twice, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=0.5)
+        self.layer = nn.Linear(3, 1)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.again = self.frozen
+        self.register_buffer("constant", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.again is self.frozen
+        output: torch.Tensor = self.layer(self.norm(x) * self.frozen * self.constant)
+        return output
+
+
+@DEVICES
+def test_constants_and_statistics_are_the_modules(devices: list[str]) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 3).double(), torch.randn(24, 1).double()
+
+    def run(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(1)
+        net = Net().double()
+        with BatchOptimizer(net, nn.MSELoss(), optimizer="sgd", chunk_size=8, **options) as opt:
+            losses = [opt.step(x, y)]
+            with torch.no_grad():
+                net.frozen.fill_(3.0)
+                net.get_buffer("constant").data.fill_(0.5)
+            losses.append(opt.step(x, y))
+            net.eval()
+            losses.append(opt.step(x, y))
+        return losses, net.state_dict()
+
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        losses, state = run(devices=devices)
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        expected, expected_state = run()
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected_state[name], rtol=1e-12, atol=1e-12)
+
+
+@DEVICES
+def test_hooks_see_the_device(devices: list[str]) -> None:
+    def precode(worker: Worker) -> None:
+        worker.state["device"] = str(worker.device)
+
+    def posthook(worker: Worker, sample: Sample) -> tuple[str, str]:
+        return worker.state["device"], sample.output.device.type
+
+    work = mlp()
+    with on(work, optimizer=None, devices=devices, precode=precode, posthook=posthook) as opt:
+        opt.load(work.inputs, work.targets)
+        opt.evaluate()
+        assert opt.hook_results == [(device, torch.device(device).type) for device in devices]
+
+
+@DEVICES
+def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -> None:
+    work = mlp()
+    loss, _ = work.reference()
+    with on(work, optimizer=None, devices=devices, chunk_size=4) as opt:
+        opt.load(work.inputs, work.targets)
+        opt.evaluate()
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+        assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+        assert opt.run_on_workers(lambda worker: str(worker.device)) == devices
+        assert opt.workers[0].restarts == 1
+
+
+def test_a_stand_in_gives_the_same_bits() -> None:
+    work = mlp()
+    fingerprints = set()
+    for options in ({}, {"devices": ["cpu:0", "cpu:0", "cpu"]}):
+        work = mlp()
+        with on(work, chunk_size=3, **options) as opt:
+            opt.step(work.inputs, work.targets)
+            fingerprints.add(opt.fingerprint())
+    assert len(fingerprints) == 1
+
+
+def test_data_stays_on_the_device_until_it_is_cut_anew() -> None:
+    work = mlp()
+    with on(work, optimizer=None, devices=["cpu:0", "cpu"], speeds=[1, 1]) as opt:
+        opt.load(work.inputs, work.targets)
+
+        def kept(worker: Worker) -> int:
+            import gc
+
+            from batchopt_workers.mirror import Mirror
+
+            return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
+
+        opt.evaluate()
+        opt.evaluate()
+        assert opt.run_on_workers(kept) == [1, 0]
+        opt.load(work.inputs, work.targets)
+        assert opt.run_on_workers(kept) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "devices, parallelize, error, message",
+    [
+        ("cuda:0", 1, TypeError, "one device a worker"),
+        (["cpu", "cpu"], 3, ValueError, "2 entries for 3 workers"),
+        (["cpu"], 1, ValueError, "two workers or more"),
+        (["cpu", "gpu"], 1, ValueError, "no device"),
+        (["cpu", "meta"], 1, ValueError, "got 'meta'"),
+        (["cuda:99", "cpu"], 1, ValueError, "CUDA devices"),
+    ],
+)
+def test_devices_that_cannot_work(devices: object, parallelize: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=devices, parallelize=parallelize)  # type: ignore[arg-type]
+
+
+def test_workers_on_devices_cannot_be_added() -> None:
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=["cpu", "cpu"]) as opt:
+        assert len(opt.workers) == 2
+        with pytest.raises(ValueError, match="build a new BatchOptimizer"):
+            opt.resize(3)

@@ -1,0 +1,123 @@
+"""A worker that computes on another device: the module, its data and its gradients there, and what has to cross."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from batchopt_workers.batch import Piece, map_tensors
+from batchopt_workers.evaluate import Evaluator
+from batchopt_workers.layout import Layout
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import Order, Report
+from batchopt_workers.rows import Rows
+
+# The memory of this machine, which parent and workers share.
+HOST = torch.device("cpu")
+
+
+def pin(block: SharedBlock, device: torch.device) -> None:
+    """Let the accelerator copy to and from the block directly; where that is not allowed, copies are only slower."""
+    if device.type == "cuda":
+        with suppress(RuntimeError, AttributeError):
+            address = block.tensor(torch.uint8, (block.nbytes,)).data_ptr()
+            torch.cuda.cudart().cudaHostRegister(address, block.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same as a new leaf of the autograd graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -> Piece:
+    return dataclasses.replace(
+        piece,
+        inputs=map_tensors(function, piece.inputs),
+        targets=map_tensors(function, piece.targets),
+        criterion_weight=map_tensors(function, piece.criterion_weight),
+    )
+
+
+class Mirror:
+    """What a worker has on its `device`: X, as `parameters`; the module's constants; gradients; the pieces of the batch
+    that it has evaluated.
+
+    X crosses once an order, each piece of the batch once, and a gradient for each partial that is reported.
+    """
+
+    def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:
+        """`x`: the shared vector, shape `(layout.size,)`."""
+        self._layout, self._device, self._shared = layout, device, x
+        self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
+        self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: Rows | None = None
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._delivered: dict[int, object] = {}  # what is in each shared row
+
+    def adopt(self, owners: Iterable[object]) -> None:
+        """Put the frozen parameters and the buffers of those `owners` that are modules on the device."""
+        ours = {id(parameter) for parameter in self.parameters}
+        for owner in owners:
+            for part in owner.modules() if isinstance(owner, torch.nn.Module) else ():
+                for named in (part._parameters, part._buffers):
+                    for name, tensor in named.items():
+                        if tensor is not None and id(tensor) not in ours:
+                            named[name] = self._constant(tensor)
+
+    def _constant(self, tensor: Any) -> Any:
+        """Its copy on the device: one, wherever it is registered."""
+        if all(copy is not tensor for _, copy in self._constants.values()):
+            if id(tensor) not in self._constants:
+                copy = tensor.detach().to(self._device, copy=True)
+                if isinstance(tensor, torch.nn.Parameter):
+                    copy = torch.nn.Parameter(copy, requires_grad=False)
+                self._constants[id(tensor)] = tensor, copy
+            return self._constants[id(tensor)][1]
+        return tensor
+
+    def begin_step(self) -> None:
+        """Take over what the parent has in the constants now; another batch will come."""
+        with torch.no_grad():
+            for shared, copy in self._constants.values():
+                copy.copy_(shared)
+        self.forget_pieces()
+
+    def add_rows(self, count: int, changes: int) -> None:
+        """Sum in `count` rows more, each with `changes` numbers that say how buffers change."""
+        if self._rows is None:
+            self._rows = Rows(self._layout, changes, count, None, self._device)
+        else:
+            self._rows.grow(count, None)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._device, copy=True).requires_grad_(tensor.requires_grad)
+
+    def forget_pieces(self) -> None:
+        """The batch, or its cut, is another one."""
+        self._pieces = {}
+
+    def place(self, piece: Piece) -> Piece:
+        """The piece on the device; kept there for the next evaluation."""
+        key = piece.indices.start, piece.indices.stop
+        if key not in self._pieces:
+            self._pieces[key] = _map_piece(self._moved, piece)
+        return _map_piece(_leaf, self._pieces[key])
+
+    def evaluate(self, evaluator: Evaluator, order: Order, shared: Rows) -> Iterator[tuple[Report, list[Any]]]:
+        """As `Evaluator.evaluate`; the sums that are reported are in the `shared` rows."""
+        assert self._rows is not None
+        with torch.no_grad():
+            self._vector.copy_(self._shared)
+        for report, results in evaluator.evaluate(order, self._rows):
+            for summary in report.summaries:
+                what = report.evaluation, summary.node
+                if self._delivered.get(summary.row) != what:
+                    shared[summary.row].gradient.copy_(self._rows[summary.row].gradient)
+                    shared[summary.row].changes.copy_(self._rows[summary.row].changes)
+                    self._delivered[summary.row] = what
+            yield report, results
