@@ -182,8 +182,9 @@ class BatchOptimizer(BatchFunction):
         if self.optimizer is None:
             self.evaluate()
         else:
-            small = len(self.workers) > 1 and self.parameters.numel() < LARGE
-            with torch_threads(1 if small else None):
+            # of the sums in the optimizer's algebra, too, the bits depend on the threads
+            alike = len(self.workers) > 1 or self._settings.fixed_bits
+            with torch_threads(1 if alike and self.parameters.numel() < LARGE else None):
                 self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
 
     @exclusive

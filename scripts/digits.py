@@ -2,7 +2,7 @@
 workers.
 
 Prints the accuracy on digits that were held out, how long each way took, and whether both reached the same loss;
-saves the loss curves as a picture.
+saves the loss curves, and what the workers did during one step, as pictures.
 """
 
 from __future__ import annotations
@@ -65,6 +65,17 @@ def fit(images: torch.Tensor, digits: torch.Tensor, parallelize: int, steps: int
     return result
 
 
+def look(images: torch.Tensor, digits: torch.Tensor, parallelize: int, path: Path) -> None:
+    """Record one step; save it as a picture, and for a trace viewer; print it in numbers."""
+    with batchopt.BatchOptimizer(network(), torch.nn.CrossEntropyLoss(), parallelize=parallelize, chunk_size=64) as opt:
+        opt.step(images[:TRAIN], digits[:TRAIN])
+        with opt.timeline() as timeline:
+            opt.step(images[:TRAIN], digits[:TRAIN])
+    timeline.draw(path)
+    timeline.save(path.with_suffix(".json"))
+    print(f"\none step in {path}, and for https://ui.perfetto.dev in {path.with_suffix('.json')}:\n{timeline}")
+
+
 def draw(fits: list[Fit], path: Path) -> None:
     """Save the loss curves of all fits."""
     matplotlib.use("Agg")
@@ -84,6 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="L-BFGS steps, of 20 iterations each (default 4)")
     parser.add_argument("--parallelize", type=int, default=2, help="number of workers (default 2)")
     parser.add_argument("--png", type=Path, default=Path("digits-loss.png"), help="where to save the loss curves")
+    parser.add_argument("--timeline", type=Path, default=Path("digits-timeline.png"), help="where to save who did what")
     arguments = parser.parse_args()
 
     data = load_digits()
@@ -93,6 +105,8 @@ def main() -> None:
 
     serial, parallel = (fit(images, digits, n, arguments.steps) for n in (1, arguments.parallelize))
     draw([serial, parallel], arguments.png)
+    if arguments.parallelize > 1:
+        look(images, digits, arguments.parallelize, arguments.timeline)
 
     print(f"\n{'':14}{'seconds':>9}{'evaluations':>13}{'ms each':>9}  {'final loss':<24}{'held-out accuracy':>18}")
     for one in (serial, parallel):

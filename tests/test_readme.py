@@ -18,7 +18,7 @@ def blocks() -> list[str]:
 def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
     first, *more = blocks()
     program = tmp_path / "readme.py"
-    program.write_text("\n".join([first, "criterion = torch.nn.MSELoss()", *more, "print('loss', opt.output)"]))
+    program.write_text("\n".join([first, "criterion = torch.nn.MSELoss()", *more, "print('loss', losses[-1])"]))
     ended = subprocess.run(
         [sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from batchopt_workers import evaluate
 from batchopt_workers.batch import Batch, Collate, Columns, Samples
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.draws import draws_kept
@@ -530,3 +531,116 @@ def test_a_buffer_that_changes_its_shape_is_named_and_left_as_it_was() -> None:
     with pytest.raises(ValueError, match=r"buffer 'seen' of Growing was \(5, 3\) .* replaced by \(7, 3\)"):
         bench.evaluate()
     assert torch.equal(module.seen, torch.zeros(5, 3, dtype=torch.float64))
+
+
+# ---- gradients that are collected as soon as the backward has made them
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any module counts as large."""
+    monkeypatch.setattr(evaluate, "LARGE", 0)
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, module: nn.Module, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient, collected after the backward and during it."""
+    found = []
+    for limit in (10**9, 0):
+        monkeypatch.setattr(evaluate, "LARGE", limit)
+        bench = Bench(module, **{"criterion": nn.MSELoss(), **options})
+        bench.load(bounds=(0, 5, SIZE))
+        found.append(bench.gradient(bench.evaluate()).clone())
+        assert all(parameter.grad is None for parameter in module.parameters())
+        assert not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters())
+    return found[0], found[1]
+
+
+def test_they_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    after, during = both_ways(monkeypatch, network())
+    assert torch.equal(after, during)
+
+
+def test_a_parameter_that_is_used_twice_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = network()
+
+    def twice(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(module(inputs) + module(2 * inputs), targets)
+
+    after, during = both_ways(monkeypatch, tied, criterion=None, loss_fn=twice)
+    assert torch.equal(after, during)
+
+
+def test_a_backward_of_the_loss_function_itself_counts_as_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inner(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        module(inputs).sum().backward()  # stays in .grad
+        return nn.functional.mse_loss(module(inputs), targets)
+
+    after, during = both_ways(monkeypatch, network(), criterion=None, loss_fn=inner)
+    assert torch.equal(after, during)
+    without, _ = both_ways(monkeypatch, network())
+    assert not torch.allclose(after, without)
+
+
+def test_a_hook_of_the_users_on_a_parameter_sees_its_gradient(large: None) -> None:
+    module, seen = network(), []
+    bench = Bench(module, nn.MSELoss())
+    bench.load()
+    weight = next(module.parameters())
+    handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[no-untyped-call]
+    gradient = bench.gradient(bench.evaluate())
+    handle.remove()
+    assert torch.equal(seen[0].flatten(), gradient[: weight.numel()])
+    assert torch.equal(gradient, plain(module, nn.MSELoss())[1])
+
+
+def test_a_posthook_sees_all_gradients(large: None) -> None:
+    module = network()
+    bench = Bench(module, nn.MSELoss())
+    bench.load()
+    bench.evaluator.posthook = lambda worker, sample: [p.grad is not None for p in module.parameters()]
+    ((_, results),) = bench.reports()
+    assert results == [[True] * 4]
+
+
+def test_a_backward_that_raises_leaves_no_hook(large: None) -> None:
+    module = network()
+
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("in the backward")
+
+    bench = Bench(module, loss_fn=lambda module, x, y: Bad.apply(module(x)).sum())  # type: ignore[no-untyped-call]
+    bench.load()
+    with pytest.raises(ArithmeticError):
+        bench.evaluate()
+    assert not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters())
+
+
+def test_a_large_model_keeps_no_second_gradient(large: None) -> None:
+    """While the backward goes on, what was collected is gone."""
+    module, kept = network(), []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            kept.append([p.grad is None for p in module[2].parameters()])  # type: ignore[index]
+            return gradients[0]
+
+    def loss_fn(whole: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        assert isinstance(whole, nn.Sequential)
+        hidden = Look.apply(whole[1](whole[0](x)))  # type: ignore[no-untyped-call]
+        return nn.functional.mse_loss(whole[2](hidden), y)
+
+    bench = Bench(module, loss_fn=loss_fn)
+    bench.load()
+    bench.evaluate()
+    assert kept == [[True, True]]
