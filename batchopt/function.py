@@ -7,37 +7,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import count
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from batchopt import arguments
-from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo, start_backend
-from batchopt.batches import Reading, read_batch
+from batchopt.backends import Answer, Backend, Prepared, Setup, start_backend
+from batchopt.batches import read_batch
 from batchopt.calibrate import measure
 from batchopt.errors import BatchoptError
-from batchopt.flatten import flatten
 from batchopt.history import History
 from batchopt.nonfinite import explain
-from batchopt.ownership import Owner, exclusive
-from batchopt.plan import Plan, choose_chunk_size, follow, make_plan
+from batchopt.ownership import exclusive
+from batchopt.plan import choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers
-from batchopt.report import Report
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
+from batchopt.state import State
 from batchopt.timeline import PARENT, Timeline
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
-from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.worker import Hook
 
 Self = TypeVar("Self", bound="BatchFunction")
 
 
-class BatchFunction:
+class BatchFunction(State):
     """f and df/dX of whole batches, on workers; `BatchOptimizer` adds an optimizer to it.
 
     Raises, when it is made, `TypeError` or `ValueError` for a module that cannot be flattened or sent, before a process
@@ -45,35 +42,10 @@ class BatchFunction:
     """
 
     def __init__(self, module: torch.nn.Module, settings: Settings, history: History | None = None) -> None:
-        self._owner = Owner()
-        self._settings = settings
-        self._report = Report(settings.verbose)
-        self._module = module
-        self._flat, self._params = flatten(module)
-        self._grad = torch.zeros_like(self._flat.vector)
-        self._grad_views = self._flat.layout.views(self._grad)
-        self._buffers = StepBuffers(module)
-        self._reading = self._read_for(settings)
-        self._speeds = settings.speeds
-
-        self._batch: Batch | None = None
-        self._plan: Plan
-        self._chunks: int | None
-        self._movable = True  # whether chunks may be cut anew during a step
-        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
-        self._timeline: Timeline | None = None
-        self._meanwhile: Meanwhile | None = None  # to do once the workers are busy
-        self._numbers = count(1)  # of evaluations, as the workers see them
-        self._history = History() if history is None else history
-        self.hook_results: list[Any] = []
-
+        super().__init__(module, settings, history)
         self._prehook, self._posthook = settings.prehook, settings.posthook
         self._backend = self._start_backend(settings)
         self._closed = False
-
-    def _read_for(self, settings: Settings) -> Reading:
-        device = self._flat.vector.device if settings.workers > 1 else None
-        return Reading(settings.collate_fn, settings.reduction, settings.criterion, settings.denominators, device)
 
     def _start_backend(self, settings: Settings) -> Backend:
         return start_backend(
@@ -94,53 +66,6 @@ class BatchFunction:
                 self._buffers,
             ),
         )
-
-    @property
-    def parameters(self) -> torch.Tensor:
-        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
-        ways."""
-        return self._flat.vector
-
-    @property
-    def grad_parameters(self) -> torch.Tensor:
-        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`,
-        both ways."""
-        return self._grad
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The user's module."""
-        return self._module
-
-    @property
-    def criterion(self) -> Callable[..., Any] | None:
-        """The user's criterion."""
-        return self._settings.criterion
-
-    @property
-    def workers(self) -> Sequence[WorkerInfo]:
-        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
-        return self._backend.workers
-
-    @property
-    def output(self) -> float:
-        """The last loss; 0 before the first evaluation."""
-        return self._history.loss
-
-    @property
-    def eval_counter(self) -> int:
-        """Evaluations so far."""
-        return self._history.evaluations
-
-    @property
-    def batch_counter(self) -> int:
-        """Batches stepped on so far."""
-        return self._history.batches
-
-    @property
-    def sample_counter(self) -> int:
-        """Samples of the batches stepped on so far."""
-        return self._history.samples
 
     @property
     def prehook(self) -> Hook | None:

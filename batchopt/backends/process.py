@@ -27,12 +27,11 @@ from typing import Any
 import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.channel import Reply
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
 from batchopt.backends.constants import Constants
 from batchopt.backends.launch import preparation
 from batchopt.backends.pool import OTHERS, Pool
-from batchopt.backends.round import Probe, Round
+from batchopt.backends.round import Calls, Probe, Round
 from batchopt.backends.template import worker_environment
 from batchopt.captures import blame
 from batchopt.cores import usable_cores
@@ -41,7 +40,7 @@ from batchopt.errors import PoisonChunkError, WorkerLostError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Failure, Kind, Order
+from batchopt_workers.messages import Cut, Order
 from batchopt_workers.packing import dumps, pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.torch_settings import TorchSettings
@@ -328,7 +327,7 @@ class ProcessBackend(Backend):
             message = call(FUNCTION, "run", function, *arguments)
         self._pool.enter()
         self._pool.wait()
-        calls = _Calls()
+        calls = Calls()
         for rank, child in sorted(self._pool.children.items()):
             calls.waiting[child] = rank
             try:
@@ -345,28 +344,3 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         self._pool.close()
-
-
-class _Calls:
-    """Waits for the results of a function in every worker."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[Child, int] = {}
-        self.results: dict[int, bytes] = {}
-        self.failures: list[tuple[int, Failure]] = []
-        self.gone: Child | None = None
-
-    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """A result or a failure of this call; any other is of an earlier one."""
-        if child not in self.waiting or asked.what != FUNCTION or not child.idle:
-            return
-        del self.waiting[child]
-        if reply.kind is Kind.FAILED:
-            self.failures.append((child.rank, Failure.decode(reply.body)))
-        else:
-            self.results[child.rank] = reply.body
-
-    def lost(self, child: Child) -> None:
-        """The worker will not answer."""
-        if self.waiting.pop(child, None) is not None:
-            self.gone = child

@@ -1,4 +1,4 @@
-"""One evaluation by worker processes, as far as it has come; and one measurement of each of them."""
+"""One evaluation by worker processes, as far as it has come; one measurement of each of them; one call in each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from batchopt.backends import Answer, Partial, Span
 from batchopt.backends.channel import ProtocolError, Reply
-from batchopt.backends.child import Asked, Child
+from batchopt.backends.child import FUNCTION, Asked, Child
 from batchopt.dispatch import Assign, Dispatch, Run
 from batchopt_workers import faults
 from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report
@@ -150,3 +150,28 @@ class Probe:
     def lost(self, child: Child) -> None:
         """It will not answer."""
         self.waiting.discard(child)
+
+
+class Calls:
+    """Waits for the results of a function in every worker."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Child, int] = {}
+        self.results: dict[int, bytes] = {}
+        self.failures: list[tuple[int, Failure]] = []
+        self.gone: Child | None = None
+
+    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
+        """A result or a failure of this call; any other is of an earlier one."""
+        if child not in self.waiting or asked.what != FUNCTION or not child.idle:
+            return
+        del self.waiting[child]
+        if reply.kind is Kind.FAILED:
+            self.failures.append((child.rank, Failure.decode(reply.body)))
+        else:
+            self.results[child.rank] = reply.body
+
+    def lost(self, child: Child) -> None:
+        """The worker will not answer."""
+        if self.waiting.pop(child, None) is not None:
+            self.gone = child

@@ -1,0 +1,101 @@
+"""What a `BatchFunction` has, and what of it one may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from batchopt.backends import Backend, Meanwhile, WorkerInfo
+from batchopt.batches import Reading
+from batchopt.flatten import flatten
+from batchopt.history import History
+from batchopt.ownership import Owner
+from batchopt.plan import Plan
+from batchopt.report import Report
+from batchopt.settings import Settings
+from batchopt.timeline import Timeline
+from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+
+
+class State:
+    """A module that was flattened, the loaded batch and how it is evaluated, and what was done so far."""
+
+    _backend: Backend
+
+    def __init__(self, module: torch.nn.Module, settings: Settings, history: History | None) -> None:
+        self._owner = Owner()
+        self._settings = settings
+        self._report = Report(settings.verbose)
+        self._module = module
+        self._flat, self._params = flatten(module)
+        self._grad = torch.zeros_like(self._flat.vector)
+        self._grad_views = self._flat.layout.views(self._grad)
+        self._buffers = StepBuffers(module)
+        self._reading = self._read_for(settings)
+        self._speeds = settings.speeds
+
+        self._batch: Batch | None = None
+        self._plan: Plan
+        self._chunks: int | None
+        self._movable = True  # whether chunks may be cut anew during a step
+        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._timeline: Timeline | None = None
+        self._meanwhile: Meanwhile | None = None  # to do once the workers are busy
+        self._numbers = count(1)  # of evaluations, as the workers see them
+        self._history = History() if history is None else history
+        self.hook_results: list[Any] = []
+
+    def _read_for(self, settings: Settings) -> Reading:
+        device = self._flat.vector.device if settings.workers > 1 else None
+        return Reading(settings.collate_fn, settings.reduction, settings.criterion, settings.denominators, device)
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
+        ways."""
+        return self._flat.vector
+
+    @property
+    def grad_parameters(self) -> torch.Tensor:
+        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`,
+        both ways."""
+        return self._grad
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module."""
+        return self._module
+
+    @property
+    def criterion(self) -> Callable[..., Any] | None:
+        """The user's criterion."""
+        return self._settings.criterion
+
+    @property
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
+        return self._backend.workers
+
+    @property
+    def output(self) -> float:
+        """The last loss; 0 before the first evaluation."""
+        return self._history.loss
+
+    @property
+    def eval_counter(self) -> int:
+        """Evaluations so far."""
+        return self._history.evaluations
+
+    @property
+    def batch_counter(self) -> int:
+        """Batches stepped on so far."""
+        return self._history.batches
+
+    @property
+    def sample_counter(self) -> int:
+        """Samples of the batches stepped on so far."""
+        return self._history.samples
