@@ -18,6 +18,15 @@ def usable_cores() -> int:
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
 
+def share_cores(workers: int, threads: int | None) -> list[int]:
+    """The threads of each worker: `threads`; or if that is None, the usable cores, spread as evenly as they go, at least
+    1 for each."""
+    if threads is not None:
+        return [threads] * workers
+    each, more = divmod(usable_cores(), workers)
+    return [max(1, each + (rank < more)) for rank in range(workers)]
+
+
 def _quota(membership: Path, root: Path) -> float | None:
     """The smallest CPU quota, in cores, on the way from this process's control group to the root; None without one."""
     try:

@@ -11,7 +11,7 @@ import torch
 
 from batchopt import checkpoint
 from batchopt.ahead import Ahead, as_arguments
-from batchopt.backends import Prepared
+from batchopt.backends import Prepared, anticipate
 from batchopt.choice import OptimizerChoice, choose_optimizer
 from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
@@ -55,7 +55,7 @@ class BatchOptimizer(BatchFunction):
         prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook
             returns is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
-        threads_per_worker: intra-op threads of each worker. Default: usable cores // workers, at least 1; in this
+        threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
             process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
         devices: of each worker, as `["cuda:0", "cuda:1", "cpu"]`, two or more; it settles `parallelize`. The module, the
             batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses
@@ -121,6 +121,7 @@ class BatchOptimizer(BatchFunction):
             on_nonfinite=on_nonfinite,
             verbose=verbose,
         )
+        anticipate(settings.backend, settings.workers, settings.threads)  # torch's optimizers import for a second, too
         self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])
         super().__init__(module, settings)
         self._undo = Undo(self._flat.vector, self.optimizer)

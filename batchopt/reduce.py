@@ -17,7 +17,7 @@ from batchopt_workers.tree import Fold, maximal
 
 # Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is
 # looked at again.
-BLOCK = 2**20
+BLOCK = 2**18
 # Elements from which on it pays to start threads.
 LARGE = 2**20
 
@@ -104,7 +104,8 @@ def _sum_slice(pairs: Sequence[tuple[Vector, Vector]], root: Vector, out: Vector
                 np.add(pairs[-1][0][block], pairs[-1][1][block], out=result)
             else:
                 result[...] = root[block]
-            finite = finite and (math.isfinite(result.sum()) or bool(np.isfinite(result).all()))
+            # einsum sums in half the time of `sum`; where the sum overflows, each element is looked at
+            finite = finite and (math.isfinite(np.einsum("i->", result)) or bool(np.isfinite(result).all()))
     return finite
 
 

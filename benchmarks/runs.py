@@ -30,7 +30,14 @@ def lbfgs(closure: Callable[[], float], parameters: list[torch.nn.Parameter], st
     with torch.no_grad():
         for parameter, value in zip(parameters, start, strict=True):
             parameter.copy_(value)
-    optimizer = torch.optim.LBFGS(parameters, max_iter=ITERATIONS, max_eval=10**6, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        parameters,
+        max_iter=ITERATIONS,
+        max_eval=10**6,
+        tolerance_grad=0,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
     optimizer.step(closure)  # type: ignore[no-untyped-call]
 
 
@@ -61,7 +68,8 @@ def by_scipy(workload: str, threads: int) -> Callable[[], object]:
         return loss, torch.nn.utils.parameters_to_vector(gradients).double().numpy()
 
     def run() -> None:
-        scipy.optimize.minimize(function, start, jac=True, method="L-BFGS-B", options={"maxiter": ITERATIONS})
+        options = {"maxiter": ITERATIONS, "ftol": 0.0, "gtol": 0.0}
+        scipy.optimize.minimize(function, start, jac=True, method="L-BFGS-B", options=options)
 
     return run
 

@@ -149,6 +149,12 @@ class Backend(ABC):
         """End the workers; does nothing the second time."""
 
 
+def anticipate(name: str, workers: int, threads: int | None) -> None:
+    """Let begin what takes long when the backend `name` starts; with `threads` for each of `workers`, or None."""
+    if name == "process" and workers > 1:
+        import_module("batchopt.backends.template").anticipate(workers, threads)
+
+
 def start_backend(name: str, setup: Setup) -> Backend:
     """Start the backend `name`; one worker is always this process."""
     module, _, attribute = BACKENDS["serial" if setup.workers == 1 else name].partition(":")

@@ -34,7 +34,7 @@ from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Calls, Probe, Round
 from batchopt.backends.template import worker_environment
 from batchopt.captures import blame
-from batchopt.cores import usable_cores
+from batchopt.cores import share_cores, usable_cores
 from batchopt.dispatch import Assign, Limit
 from batchopt.errors import PoisonChunkError, WorkerLostError
 from batchopt_workers import faults
@@ -122,7 +122,7 @@ class ProcessBackend(Backend):
         self._constants = Constants(program.module, packed, block)
         self._flags = self._constants.flags(setup.parameters)
         what = "receiving the module"
-        environment = worker_environment(self._threads())
+        environment = worker_environment(max(self._threads()))
         self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
         if setup.devices is not None:
             self._pool.tell("devices", call(STARTING, "use", setup.devices))
@@ -141,17 +141,17 @@ class ProcessBackend(Backend):
     def workers(self) -> list[WorkerInfo]:
         return self._pool.infos
 
-    def _threads(self) -> int:
-        return self._setup.threads or max(1, usable_cores() // self._size)
+    def _threads(self) -> list[int]:
+        return share_cores(self._size, self._setup.threads)
 
     def _tell_world(self, workers: int) -> None:
         self._size = workers
         threads = self._threads()
-        awake = AWAKE if workers * threads <= usable_cores() else 0.0
+        awake = AWAKE if sum(threads) <= usable_cores() else 0.0
         self._pool.tell("world", call(STARTING, "set_world", workers, threads, awake))
 
     def _start(self, rank: int) -> Child:
-        return Child(rank, self._size, self._threads())
+        return Child(rank, self._size, max(self._threads()))
 
     def _allowance(self, child: Child, asked: Asked) -> float:
         if asked.what == STARTING:

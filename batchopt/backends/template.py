@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from batchopt.backends.launch import LaunchedProcess, close_all
 from batchopt.backends.stderr import Stderr
+from batchopt.cores import share_cores
 from batchopt_workers import template
 from batchopt_workers.template import REPLY, Descriptors, Request, Task
 
@@ -37,8 +38,9 @@ _THREAD_VARIABLES = (
 # glibc gives large blocks back to the kernel at every free, so that each forward faults its pages in again; workers
 # keep them.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-# What pytest sets anew for every test, and no library reads when it loads.
-_FLEETING = {"PYTEST_CURRENT_TEST"}
+# What no library reads when it loads: pytest sets the one anew for every test, torch's compiler the other when it is
+# loaded, which torch's optimizers do.
+_FLEETING = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -234,6 +236,12 @@ def _template(threads: int) -> Template:
         if _latest is None or not _latest.lives or _latest.key != key:
             _latest = Template(key, environment)
         return _latest
+
+
+def anticipate(workers: int, threads: int | None) -> None:
+    """Let the template start, if there is none: so many workers will be wanted soon. Does nothing if it cannot be."""
+    with suppress(OSError):
+        _template(max(share_cores(workers, threads)))
 
 
 def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> Forked:

@@ -160,12 +160,12 @@ class Session:
         if self._mirror is not None:
             self._mirror.add_rows(count, self._buffers.size)
 
-    def set_world(self, size: int, threads: int, awake: float) -> None:
-        """There are `size` workers now; compute with `threads` threads, and stay awake for `awake` seconds after a short
-        order."""
+    def set_world(self, size: int, threads: Sequence[int], awake: float) -> None:
+        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake` seconds
+        after a short order."""
         self.awake = awake
         self.worker.world_size = size
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads[self.worker.rank])
 
     def evaluate(self, order: Order) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order`."""
