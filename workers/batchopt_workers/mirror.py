@@ -70,15 +70,15 @@ class Mirror:
                             named[name] = self._constant(tensor)
 
     def _constant(self, tensor: Any) -> Any:
-        """Its copy on the device: one, wherever it is registered."""
-        if all(copy is not tensor for _, copy in self._constants.values()):
-            if id(tensor) not in self._constants:
-                copy = tensor.detach().to(self._device, copy=True)
-                if isinstance(tensor, torch.nn.Parameter):
-                    copy = torch.nn.Parameter(copy, requires_grad=False)
-                self._constants[id(tensor)] = tensor, copy
-            return self._constants[id(tensor)][1]
-        return tensor
+        """Its copy on the device: one, wherever it is registered; itself if it is such a copy."""
+        if any(copy is tensor for _, copy in self._constants.values()):
+            return tensor
+        if id(tensor) not in self._constants:
+            copy = tensor.detach().to(self._device, copy=True)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=False)
+            self._constants[id(tensor)] = tensor, copy
+        return self._constants[id(tensor)][1]
 
     def begin_step(self) -> None:
         """Take over what the parent has in the constants now; another batch will come."""
