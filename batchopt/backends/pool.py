@@ -234,7 +234,7 @@ class Pool:
         error = error_of(child.rank, Failure.decode(reply.body), asked.what)
         if child.joined:
             raise error
-        self._given_up[child.rank] = error
+        self._given_up.setdefault(child.rank, error)  # the first: what was told after it fails for that reason
         child.kill("could not start")
 
     def _look_for_hung(self, listener: Listener) -> None:

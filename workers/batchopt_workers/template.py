@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy
 
-from batchopt_workers import loop
+from batchopt_workers import faults, loop
 
 # Seconds without a worker and without a request after which the template ends.
 LINGER = 60.0
@@ -155,6 +155,8 @@ def _become_worker(request: Request, descriptors: Descriptors, parent: int) -> N
     os.dup2(descriptors.stderr, 2)
     os.close(descriptors.stdout)
     os.close(descriptors.stderr)
+    faults.rank = request.subject
+    faults.point("worker.start")
     for fd in descriptors[:3]:
         os.set_inheritable(fd, False)
     numpy.random.seed()  # each its own, as Python's
