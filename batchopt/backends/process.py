@@ -48,7 +48,7 @@ from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
-AWAKE = 3e-4
+AWAKE = 5e-4
 # Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; while nobody
 # knows how long something should take; and, once that is known, so many times as long but no less than the floor.
 STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0

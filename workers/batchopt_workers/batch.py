@@ -35,7 +35,8 @@ def _length(data: Any) -> int:
 
 
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return tensor.detach()[start:stop].requires_grad_(tensor.requires_grad)
+    part = tensor[start:stop]
+    return part.detach().requires_grad_() if tensor.requires_grad else part
 
 
 @dataclass(frozen=True)
