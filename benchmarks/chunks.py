@@ -4,23 +4,21 @@ For each workload, in one run and in turn: `parallelize=N` without a chunk size,
 chunks, all with one thread a worker. Prints the time of a chunk's own work in milliseconds, and the price: the median
 time with chunks over that without, less 1.
 
-    python -m benchmarks.chunks [--workloads mlp cnn ...] [--parallelize 2] [--chunks 2 8 32] [--repeats 15] [--json
-    FILE]
+    python -m benchmarks.chunks [--workloads mlp cnn ...] [--parallelize 2] [--chunks 2 8 32] [--repeats 15]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
 import batchopt
+from benchmarks.findings import Finding, publish
 from benchmarks.workloads import WORKLOADS, build
 
 
@@ -63,7 +61,6 @@ def main() -> None:
     parser.add_argument("--parallelize", type=int, default=torch.get_num_threads())
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="chunks a worker")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(f"{'':8}{'chunks/worker':>14}{'ms each':>10}{'price':>9}")
     results = {}
@@ -72,8 +69,12 @@ def main() -> None:
         for count in given.chunks:
             price = times[count] / times[0] - 1
             print(f"{name:8}{count:14d}{times[count] / count * 1e3:10.2f}{price:9.1%}", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"parallelize": given.parallelize, "seconds": results}, indent=2))
+    findings = [
+        Finding(f"{name}: price of {count} chunks a worker", times[count] / times[0] - 1)
+        for name, times in results.items()
+        for count in given.chunks
+    ]
+    publish("chunks", findings, {"parallelize": given.parallelize, "seconds": results})
 
 
 if __name__ == "__main__":
