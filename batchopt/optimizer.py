@@ -59,7 +59,7 @@ class BatchOptimizer(BatchFunction):
             process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
         devices: of each worker, as `["cuda:0", "cuda:1", "cpu"]`, two or more; it settles `parallelize`. The module, the
             batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses
-            once an evaluation. Unequal devices are balanced by their measured speed, and are equal to rounding only.
+            with each order: once an evaluation, and for chunks that it takes over from another worker. Unequal devices are balanced by their measured speed, and are equal to rounding only.
             Default: all workers on the cores of this machine.
         timeout: seconds that a worker may make no progress (evaluate no chunk to its end, or be in one function of
             `run_on_workers`) before it is replaced. Default: 20 times what a chunk should take by its measured speed, but no

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
 import batchopt
+from batchopt.backends import Answer
 from benchmarks.findings import Finding, publish
 
 
@@ -34,7 +36,8 @@ class Timed(batchopt.BatchOptimizer):
 
     seconds = 0.0
 
-    def reduce(self, answers):  # type: ignore[no-untyped-def]
+    def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """As ever."""
         started = time.perf_counter()
         loss = super().reduce(answers)
         self.seconds = time.perf_counter() - started

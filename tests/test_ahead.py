@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from batchopt import BatchOptimizer
 from batchopt.ahead import Ahead, as_arguments
+from batchopt.backends.process import ProcessBackend
 
 
 class Pair(NamedTuple):
@@ -132,3 +134,16 @@ def test_a_data_loader(parallelize: int = 2) -> None:
     with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
         losses = [loss for _ in range(5) for loss in opt.steps(DataLoader(data, batch_size=16, shuffle=True))]
     assert len(losses) == 20 and opt.sample_counter == 5 * 64
+
+
+def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
+    """Only a batch that is read ahead, or a worker that is late, needs room beside the present one."""
+    (inputs, targets), *_ = batches()
+    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        assert isinstance(opt._backend, ProcessBackend)
+        opt.load(inputs, targets)  # measures the workers, so what they answered was heard
+        for _ in range(2):
+            opt.load(inputs, targets)
+            for child in opt._backend._pool.children.values():
+                assert select.select([child.channel], [], [], 10)[0]  # answered, and not heard yet
+        assert [slot is not None for slot in opt._backend._slots] == [True, False]

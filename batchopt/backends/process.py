@@ -191,7 +191,9 @@ class ProcessBackend(Backend):
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         with _sending("the batch", batch):
             packed = pack(batch)
-        slot = self._slot if not ahead and all(child.idle for child in self._pool.children.values()) else 1 - self._slot
+        # a worker reads the present batch only while it evaluates
+        is_read = ahead or not all(child.free for child in self._pool.children.values())
+        slot = 1 - self._slot if is_read else self._slot
         memory = self._slots[slot]
         # one that is late may still read the batch before the present one
         late = slot != self._slot and any(child.is_behind("batch") for child in self._pool.children.values())
