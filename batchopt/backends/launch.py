@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import process as mp_process
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
@@ -50,8 +51,10 @@ class _Popen(SpawnPopen):
             close_all(child_end, child_alive)
         self.pid = self._child.pid
         self.sentinel = parent_end
-        with open(parent_alive, "wb", closefd=False) as pipe:
-            pipe.write(payload.getbuffer())
+        with suppress(BrokenPipeError), open(parent_alive, "wb", buffering=0, closefd=False) as pipe:
+            unwritten = payload.getbuffer()
+            while unwritten:  # it may have ended already: whoever asks it will find out how
+                unwritten = unwritten[pipe.write(unwritten) :]
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """The exit code, once the process has ended."""
