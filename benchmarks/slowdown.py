@@ -30,20 +30,20 @@ class Timed(batchopt.BatchOptimizer):
 
     def watch(self, happens: Callable[[], None]) -> None:
         """Begin."""
-        self.losses: list[float] = []
+        self.found: list[float] = []
         self.seconds: list[float] = []
         self.shares: list[list[int]] = []
         self.happens = happens
 
     def evaluate(self) -> torch.Tensor:
         """As ever."""
-        if len(self.losses) == WHEN:
+        if len(self.found) == WHEN:
             self.happens()
         before = [worker.samples for worker in self.workers]
         started = time.perf_counter()
         loss = super().evaluate()
         self.seconds.append(time.perf_counter() - started)
-        self.losses.append(loss.item())
+        self.found.append(loss.item())
         self.shares.append([worker.samples - b for worker, b in zip(self.workers, before, strict=True)])
         return loss
 
@@ -92,10 +92,10 @@ def main() -> None:
     findings, details = [], {}
     for name, chunk_size in (("without chunk_size", None), ("with chunk_size", 250)):
         calm, disturbed = (run(given.workload, given.iterations, chunk_size, flag) for flag in (False, True))
-        both = list(zip(calm.losses, disturbed.losses, strict=False))
-        far = max(abs(a - b) for a, b in both) / calm.losses[0]
+        both = list(zip(calm.found, disturbed.found, strict=False))
+        far = max(abs(a - b) for a, b in both) / calm.found[0]
         ideal = statistics.median(calm.seconds[-15:]) * 2 / 1.5
-        extra = abs(len(calm.losses) - len(disturbed.losses))
+        extra = abs(len(calm.found) - len(disturbed.found))
         findings += [
             Finding(f"a worker slows down, {name}: evaluations until rebalanced", settled_after(disturbed), most=10),
             Finding("  ideal / the time that it settles at", ideal / statistics.median(disturbed.seconds[-15:])),
