@@ -11,6 +11,7 @@ from batchopt.errors import WorkerLostError as WorkerLostError
 from batchopt.errors import WorkerStartError as WorkerStartError
 from batchopt.optimizer import BatchOptimizer as BatchOptimizer
 from batchopt.split import split_batch as split_batch
+from batchopt.terms import Term as Term
 from batchopt_workers.worker import Sample as Sample
 from batchopt_workers.worker import Worker as Worker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -38,6 +38,14 @@ class Ahead(Generic[T]):
         assert self._next is not None
         found, self._next = self._next, None
         return found
+
+
+def as_batch_of_terms(batch: Any) -> tuple[Any, Any, Any]:
+    """The same where there are terms: what a loader yields is a dict, with a tuple or list of one to three for each
+    term, or its inputs alone."""
+    if not isinstance(batch, Mapping):
+        return batch, None, None
+    return {name: as_arguments(entry) for name, entry in batch.items()}, None, None
 
 
 def as_arguments(batch: Any) -> tuple[Any, Any, Any]:

@@ -179,6 +179,13 @@ def _place(function: Callable[..., Any]) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise `TypeError` unless it is None, or callable as it will be and no class."""
+    if isinstance(loss_fn, type):
+        raise TypeError(f"`loss_fn` must be a function of (module, inputs, targets); got the class {loss_fn.__name__}")
+    check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
+
+
 def check_criterion(criterion: Any, loss_fn: Any) -> None:
     """Raise `TypeError` or `ValueError` unless there is at most one of the two, each callable and no class."""
     if criterion is not None and loss_fn is not None:
@@ -191,9 +198,7 @@ def check_criterion(criterion: Any, loss_fn: Any) -> None:
         )
     if criterion is not None and not callable(criterion):
         raise TypeError(f"`criterion` must be callable as criterion(output, targets); got {type(criterion).__name__}")
-    if isinstance(loss_fn, type):
-        raise TypeError(f"`loss_fn` must be a function of (module, inputs, targets); got the class {loss_fn.__name__}")
-    check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
+    check_loss_fn(loss_fn)
     if isinstance(criterion, torch.nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         raise ValueError(
             "`criterion` has trainable parameters, which would not be trained: make it a part of the module, with loss_fn"

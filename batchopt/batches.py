@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from batchopt.denominators import (
     running_denominators,
     weights_of_samples,
 )
-from batchopt_workers.batch import Batch, Collate, Columns, Samples
+from batchopt.terms import check_names
+from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples
 from batchopt_workers.weighting import Weighting
 
 Form = Columns | Samples
@@ -44,8 +45,48 @@ class Reading:
         return Weighting(self.reduction, samples, running_denominators(each))
 
 
-def read_batch(inputs: Any, targets: Any, options: Any, reading: Reading) -> Batch:
-    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up.
+# How the data of each term is read, by name; under None where there are no terms.
+Readings = Mapping[str | None, Reading]
+
+
+def read_batch(inputs: Any, targets: Any, options: Any, readings: Readings) -> Batch:
+    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up, all of them as `read_part` says.
+
+    Where there are terms, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and
+    options. Raises `TypeError` or `ValueError`, which names the term.
+    """
+    if None in readings:
+        return Batch((read_part(inputs, targets, options, readings[None]),))
+    terms = {name: reading for name, reading in readings.items() if name is not None}
+    if targets is not None or options is not None:
+        what = "targets" if targets is not None else "options"
+        raise ValueError(
+            f"`{what}` of terms go into the batch: {{name: (inputs, targets, options)}}; leave `{what}` out"
+        )
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"the batch must be a dict with an entry for each of {list(terms)}; got {type(inputs).__name__}"
+        )
+    check_names("the batch", inputs, terms)
+    return Batch(tuple(_read_term(name, inputs[name], reading) for name, reading in terms.items()))
+
+
+def _read_term(name: str, entry: Any, reading: Reading) -> Part:
+    given = entry if type(entry) is tuple else (entry,)
+    try:
+        if not 1 <= len(given) <= 3:
+            raise ValueError(
+                f"a tuple must be (inputs,), (inputs, targets) or (inputs, targets, options); got {len(given)} items"
+            )
+        inputs, targets, options = (*given, None, None)[:3]
+        return replace(read_part(inputs, targets, options, reading), name=name)
+    except (TypeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"term {name!r}: {error}") from error
+
+
+def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part:
+    """The data that `inputs`, `targets` (or None) and `options` (or None) make up.
 
     A tensor, or a tuple or dict of tensors, holds samples along the first dimension. A list is either one entry a
     sample or, when its entries are tensors of one length, such columns: the number of targets and options decides.
@@ -69,7 +110,7 @@ def read_batch(inputs: Any, targets: Any, options: Any, reading: Reading) -> Bat
         raise ValueError("the batch has 0 samples")
     weighting = reading.weighting(inputs, targets, len(chosen_inputs), chosen_targets)
     weights = weights_of_samples(reading.criterion, chosen_targets)
-    return Batch(chosen_inputs, chosen_targets, options, weighting, reading.collate, weights)
+    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, weights)
 
 
 def _read_options(options: Any) -> list[Any] | None:

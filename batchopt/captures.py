@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt_workers.batch import Columns, Samples
+from batchopt_workers.batch import Batch, Columns, Samples
 from batchopt_workers.packing import DEVICES, pack
 
 # How far the search goes in, and how many seconds it takes at most; then what it has found so far must do.
@@ -103,6 +103,8 @@ def _parts(obj: Any) -> Iterator[Part]:
         return chain(_attributes(members), (("", base) for base in obj.__bases__))
     if isinstance(obj, torch.Tensor):
         return _attributes(vars(obj)) if obj.device.type in DEVICES else iter(())
+    if isinstance(obj, Batch):
+        return iter([("" if part.name is None else f".{part.name}", part) for part in obj.parts])
     if isinstance(obj, _PLAIN):
         return chain(_items(obj), () if type(obj) in _PLAIN else _of_instance(obj))
     return _of_instance(obj)

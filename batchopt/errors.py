@@ -15,6 +15,11 @@ After any of these, parameters, buffers and counters are as they were before the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_NO_TERMS: Mapping[str, range] = MappingProxyType({})
+
 
 class BatchoptError(RuntimeError):
     """Any error of this library that is not about an argument.
@@ -27,22 +32,31 @@ class WorkerError(BatchoptError):
     """The module, the criterion or a hook raised in a worker.
 
     `rank`, `type_name` and `samples` (the positions in the batch that were being evaluated) say where and what; its
-    `__cause__` has the remote traceback. The optimizer can be used again once the cause is mended.
+    `__cause__` has the remote traceback. Where there are terms, `samples` are numbered one term after the other, and
+    `terms` has their positions within each term, by name. The optimizer can be used again once the cause is mended.
     """
 
-    def __init__(self, rank: int, type_name: str, message: str, samples: range, doing: str = "") -> None:
-        self._arguments = (rank, type_name, message, samples, doing)
+    def __init__(
+        self,
+        rank: int,
+        type_name: str,
+        message: str,
+        samples: range,
+        doing: str = "",
+        terms: Mapping[str, range] = _NO_TERMS,
+    ) -> None:
+        self._arguments = (rank, type_name, message, samples, doing, dict(terms))
         self.rank = rank
         self.type_name = type_name
-        self.samples = samples
+        self.samples, self.terms = samples, dict(terms)
         where = f"worker {rank}"
         if samples:
-            where += f", {_span(samples)}"
+            where += f", {_where(samples, terms)}"
         if doing:
             where += f", {doing}"
         super().__init__(f"{type_name} in {where}: {message}{_ADVICE.get(type_name, '')}")
 
-    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range, str]]:
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range, str, dict[str, range]]]:
         return type(self), self._arguments
 
 
@@ -70,19 +84,19 @@ class WorkerStartError(WorkerLostError):
 class PoisonChunkError(WorkerLostError):
     """The same chunk was at hand each time when three workers died or hung; it is not tried again.
 
-    `chunk` and `samples` (positions in the batch) name it. Evaluate those samples alone in one process to see
+    `chunk` and `samples` (positions in the batch; with `terms`, as in `WorkerError`) name it. Evaluate those samples alone in one process to see
     why; if they need more memory than there is, use a smaller `chunk_size`.
     """
 
-    def __init__(self, chunk: int, samples: range, ending: str) -> None:
-        self._arguments = (chunk, samples, ending)
+    def __init__(self, chunk: int, samples: range, ending: str, terms: Mapping[str, range] = _NO_TERMS) -> None:
+        self._arguments = (chunk, samples, ending, dict(terms))
         self.chunk = chunk
-        self.samples = samples
+        self.samples, self.terms = samples, dict(terms)
         super().__init__(
-            f"chunk {chunk} ({_span(samples)}) ended three workers and is not tried again; the last one: {ending}"
+            f"chunk {chunk} ({_where(samples, terms)}) ended three workers and is not tried again; the last one: {ending}"
         )
 
-    def __reduce__(self) -> tuple[type[PoisonChunkError], tuple[int, range, str]]:
+    def __reduce__(self) -> tuple[type[PoisonChunkError], tuple[int, range, str, dict[str, range]]]:
         return type(self), self._arguments
 
 
@@ -96,22 +110,30 @@ class AllWorkersLostError(WorkerLostError):
 class NonFiniteError(BatchoptError):
     """The loss or its gradient is infinite or NaN; raised before the optimizer sees it.
 
-    Look at the samples named, or at the last step's length; with `on_nonfinite="return"` the optimizer gets an infinite
+    Look at the samples named (`samples`; with `terms`, as in `WorkerError`), or at the last step's length; with `on_nonfinite="return"` the optimizer gets an infinite
     loss instead, for a line search that can back off.
     """
 
-    def __init__(self, what: str, chunk: int | None, samples: range, step: int, evaluation: int) -> None:
-        self._arguments = (what, chunk, samples, step, evaluation)
+    def __init__(
+        self,
+        what: str,
+        chunk: int | None,
+        samples: range,
+        step: int,
+        evaluation: int,
+        terms: Mapping[str, range] = _NO_TERMS,
+    ) -> None:
+        self._arguments = (what, chunk, samples, step, evaluation, dict(terms))
         self.chunk = chunk
-        self.samples = samples
+        self.samples, self.terms = samples, dict(terms)
         where = (
             "though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
             if chunk is None
-            else f"in chunk {chunk} ({_span(samples)})"
+            else f"in chunk {chunk} ({_where(samples, terms)})"
         )
         super().__init__(f"{what} {where}, at step {step}, evaluation {evaluation}; parameters are unchanged")
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int]]:
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int, dict[str, range]]]:
         return type(self), self._arguments
 
 
@@ -120,6 +142,11 @@ class CheckpointError(BatchoptError):
 
     The message has the path and the reason. Whatever was at the path when writing failed is still there.
     """
+
+
+def _where(samples: range, terms: Mapping[str, range]) -> str:
+    """In words: by the terms where there are some."""
+    return ", ".join(f"{_span(part)} of term {name!r}" for name, part in terms.items()) or _span(samples)
 
 
 def _span(samples: range) -> str:

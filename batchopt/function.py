@@ -16,18 +16,16 @@ from batchopt import arguments
 from batchopt.backends import Answer, Backend, Prepared, Setup, start_backend
 from batchopt.batches import read_batch
 from batchopt.calibrate import measure
-from batchopt.errors import BatchoptError
 from batchopt.history import History
 from batchopt.nonfinite import explain
 from batchopt.ownership import exclusive
 from batchopt.plan import choose_chunk_size, follow, make_plan
-from batchopt.reduce import reduce_answers
+from batchopt.reduce import reduce_answers, weighed
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
 from batchopt.state import State
 from batchopt.timeline import PARENT, Timeline
 from batchopt_workers import faults
-from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
 from batchopt_workers.worker import Hook
 
@@ -45,7 +43,6 @@ class BatchFunction(State):
         super().__init__(module, settings, history)
         self._prehook, self._posthook = settings.prehook, settings.posthook
         self._backend = self._start_backend(settings)
-        self._closed = False
 
     def _start_backend(self, settings: Settings) -> Backend:
         return start_backend(
@@ -60,7 +57,7 @@ class BatchFunction(State):
                 settings.precode,
                 settings.prehook,
                 settings.posthook,
-                Program(self._module, settings.criterion, settings.loss_fn, settings.seed),
+                Program(self._module, settings.criterion, settings.loss_fns, settings.seed),
                 self._flat,
                 self._params,
                 self._buffers,
@@ -106,8 +103,8 @@ class BatchFunction(State):
         workers.
 
         `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample;
-        or lists with one entry a sample. `options` has one object a sample, for the hooks. A new step begins: the
-        module's buffers, modes and frozen parameters are taken as they are now. Raises `ValueError` or `TypeError`
+        or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
+        dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the module's buffers, modes and frozen parameters are taken as they are now. Raises `ValueError` or `TypeError`
         for data that is no batch, and if X is no longer the module's.
         """
         self._check_open()
@@ -118,7 +115,7 @@ class BatchFunction(State):
         """Read the batch, and bring it to where the workers can read it; it has to be the next one that is begun.
         `ahead`: while the present one is still needed; else that one is gone."""
         with self._doing("read ahead" if ahead else "load"):
-            batch = read_batch(inputs, targets, options, self._reading)
+            batch = read_batch(inputs, targets, options, self._readings)
             if not ahead:
                 self._end_step()
                 self._batch = None
@@ -132,7 +129,8 @@ class BatchFunction(State):
         with self._doing("load"), self._undone_if_it_fails():
             self._batch = None
             self._buffers.begin_step()
-            self._backend.load(prepared)
+            self._weights = self._settings.weights
+            self._backend.load(prepared, self._weights)
             self._batch = batch
             self._history = replace(self._history, steps=self._history.steps + 1)
             self._speeds = self._speeds.without(worker.rank for worker in self.workers if worker.lost)
@@ -245,11 +243,16 @@ class BatchFunction(State):
         for parameter, view, used in zip(self._params, self._grad_views, whole.used, strict=True):
             parameter.grad = view if used else None
         self._changes = whole.changes.clone()
-        if not whole.finite and self._settings.on_nonfinite == "raise":
+        loss = weighed(whole.losses, self._weights)
+        finite = whole.finite and math.isfinite(loss)
+        if not finite and self._settings.on_nonfinite == "raise":
             self._changes = None
+            numbering = self._loaded().numbering
             with self._without_hooks():
-                raise explain(self._backend, self._plan.cut, self._next_number, self._history)
-        return torch.scalar_tensor(whole.loss if whole.finite else math.inf, dtype=torch.float64)
+                raise explain(self._backend, self._plan.cut, numbering, self._next_number, self._history)
+        terms = dict(zip(self._settings.terms or (), whole.losses, strict=False))
+        self._history = replace(self._history, terms=terms)
+        return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64)
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
         """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all
@@ -312,7 +315,7 @@ class BatchFunction(State):
             self._backend = backend
         else:
             self._backend.resize(workers)
-        self._settings, self._reading = settings, self._read_for(settings)
+        self._settings, self._readings = settings, self._read_for(settings)
         self._speeds = given if speeds is not None else self._speeds.resized(workers)
         self._observe([0] * workers, [0.0] * workers)
 
@@ -337,12 +340,6 @@ class BatchFunction(State):
     def __reduce__(self) -> NoReturn:
         raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")
 
-    def _end_step(self) -> None:
-        """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
-        if self._changes is not None:
-            self._buffers.take_over(self._changes)
-            self._changes = None
-
     def _next_number(self) -> int:
         return next(self._numbers)
 
@@ -350,13 +347,3 @@ class BatchFunction(State):
         self._speeds = self._speeds.observed(samples, seconds)
         for worker, speed in zip(self.workers, self._speeds.values, strict=True):
             worker.speed = speed
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BatchoptError("this BatchOptimizer was closed: build a new one")
-
-    def _loaded(self) -> Batch:
-        self._check_open()
-        if self._batch is None:
-            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
-        return self._batch

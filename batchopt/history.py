@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 @dataclass(frozen=True)
 class History:
     """`evaluations`; `batches` stepped on, and their `samples`; `steps` begun (batches loaded), which number the
-    random draws; the last `loss`; and the sha256 chain of all losses."""
+    random draws; the last `loss`, and that of each term by name; and the sha256 chain of all losses."""
 
     evaluations: int = 0
     batches: int = 0
@@ -21,6 +21,7 @@ class History:
     steps: int = 0
     loss: float = 0.0
     losses: str = ""
+    terms: dict[str, float] = field(default_factory=dict)
 
     def chained(self, loss: float) -> str:
         """The chain with `loss` at its end."""

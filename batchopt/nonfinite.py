@@ -12,6 +12,7 @@ from batchopt.history import History
 from batchopt.reduce import all_finite
 from batchopt.split import runs, split_batch
 from batchopt_workers.messages import Cut, Order
+from batchopt_workers.numbering import Numbering
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,15 @@ class Place:
     what: str
 
 
-def explain(backend: Backend, cut: Cut, number: Callable[[], int], history: History) -> NonFiniteError:
+def explain(
+    backend: Backend, cut: Cut, numbering: Numbering, number: Callable[[], int], history: History
+) -> NonFiniteError:
     """The error for the evaluation that follows `history`: evaluates anew, without hooks (which the caller has taken
     off), to find the place. `number` numbers the evaluations."""
     place = locate(backend, cut, number, history.steps)
     what = place.what if place is not None else "loss or gradient is not finite"
     chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
-    return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1)
+    return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1, numbering.within(samples))
 
 
 def locate(backend: Backend, cut: Cut, number: Callable[[], int], step: int) -> Place | None:
@@ -78,8 +81,9 @@ def _narrow(items: range, what: Callable[[range], str]) -> range:
 def _what(answer: Answer) -> str:
     """Which of loss and gradient is not finite; empty if both are."""
     for _, partial in answer.partials:
-        if not math.isfinite(partial.loss):
-            return f"loss is {partial.loss}"
+        bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
+        if bad is not None:
+            return f"loss is {bad}"
         if not all_finite(partial.gradient):
             return "gradient is not finite"
     return ""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from batchopt import checkpoint
-from batchopt.ahead import Ahead, as_arguments
+from batchopt.ahead import Ahead, as_arguments, as_batch_of_terms
 from batchopt.backends import Prepared, anticipate
 from batchopt.choice import OptimizerChoice, choose_optimizer
 from batchopt.denominators import Denominators
@@ -23,6 +23,7 @@ from batchopt.ownership import exclusive
 from batchopt.reduce import LARGE
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
+from batchopt.terms import Term, reweighed
 from batchopt.threads import torch_threads
 from batchopt.undo import Undo
 from batchopt_workers.batch import Collate
@@ -41,6 +42,9 @@ class BatchOptimizer(BatchFunction):
         parallelize: number of workers, or `"auto"`: one a usable core. 1, the default, evaluates in this process.
         backend: where workers run: `"process"`, worker processes on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
+        terms: for an objective of several terms, each over data of its own, instead of a criterion or `loss_fn`: a `Term`
+            under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for each:
+            its inputs, or a tuple of inputs, targets and options.
         reduction: `"mean"` or `"sum"`: what the loss of some samples is. Default: the criterion's own, else the mean.
         denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called
             once a batch, returns what each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for
@@ -84,6 +88,7 @@ class BatchOptimizer(BatchFunction):
         parallelize: int | str = 1,
         backend: str = "process",
         loss_fn: LossFunction | None = None,
+        terms: Mapping[str, Term] | None = None,
         reduction: str | None = None,
         denominators: Denominators | None = None,
         chunk_size: int | None = None,
@@ -105,6 +110,7 @@ class BatchOptimizer(BatchFunction):
             parallelize=parallelize,
             backend=backend,
             loss_fn=loss_fn,
+            terms=terms,
             reduction=reduction,
             denominators=denominators,
             chunk_size=chunk_size,
@@ -156,10 +162,11 @@ class BatchOptimizer(BatchFunction):
         to where they will read it.
 
         Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as a `DataLoader`
-        makes them; anything else is the inputs. What `batches` raises is raised when its turn has come. Raises what `step`
+        makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for each term. What `batches` raises is raised when its turn has come. Raises what `step`
         raises. Between two steps nothing else may load a batch.
         """
-        ahead = Ahead(batches, lambda batch: self._prepare(*as_arguments(batch), ahead=True))
+        read = as_arguments if self._settings.terms is None else as_batch_of_terms
+        ahead = Ahead(batches, lambda batch: self._prepare(*read(batch), ahead=True))
 
         def fetch() -> None:
             with torch_threads(1):  # the workers have the cores
@@ -208,13 +215,15 @@ class BatchOptimizer(BatchFunction):
         return self._history.fingerprint(self._flat.vector)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's and the optimizer's state, the counters, the measured speeds, the seed and the step; no code."""
+        """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step and the weights
+        of the terms; no code."""
         return {
             "module": self._module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
             "history": self._history.state_dict(),
             "speeds": list(self._speeds.values),
             "seed": self._settings.seed,
+            "weights": dict(self.weights),
         }
 
     @exclusive
@@ -222,7 +231,7 @@ class BatchOptimizer(BatchFunction):
         """Take over what `state_dict` returned; speeds only if the number of workers is the same. A batch has to be
         loaded anew.
 
-        Raises `ValueError` if the seed differs, or one of the two has no optimizer; what torch raises if shapes differ.
+        Raises `ValueError` if the seed or the names of the terms differ, or one of the two has no optimizer; what torch raises if shapes differ.
         Then nothing was changed.
         """
         self._check_open()
@@ -234,6 +243,9 @@ class BatchOptimizer(BatchFunction):
             )
         if (state["optimizer"] is None) != (self.optimizer is None):
             raise ValueError("the state and this BatchOptimizer must both have an optimizer, or neither")
+        terms = self._settings.terms
+        if weights := state.get("weights"):  # older states have none
+            terms = reweighed(terms, weights)
         before = {key: value.clone() for key, value in self._module.state_dict().items() if torch.is_tensor(value)}
         self._undo.take()
         try:
@@ -241,6 +253,7 @@ class BatchOptimizer(BatchFunction):
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
             self._history = History(**state["history"])
+            self._settings = replace(self._settings, terms=terms)
         except BaseException:
             self._module.load_state_dict(before, strict=False)
             self._undo.back()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import add, mul
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ Vector = npt.NDArray[Any]
 
 
 class Whole(NamedTuple):
-    """What the partials of all chunks sum to: the loss, the changes of buffers, which parameters have a gradient, and
-    whether the loss and each element of the gradient are finite."""
+    """What the partials of all chunks sum to: the loss of each term, the changes of buffers, which parameters have a gradient, and
+    whether the losses and each element of the gradient are finite."""
 
-    loss: float
+    losses: tuple[float, ...]
     changes: torch.Tensor
     used: bytes
     finite: bool
@@ -53,15 +54,21 @@ def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tenso
         if len(left.changes):
             left.changes.add_(right.changes)
         used = left.used if left.used == right.used else bytes(map(max, left.used, right.used))
-        return Partial(left.loss + right.loss, left.gradient, left.changes, used)
+        losses = tuple(map(add, left.losses, right.losses))
+        return Partial(losses, left.gradient, left.changes, used)
 
     with torch.no_grad():
         fold: Fold[Partial] = Fold(chunks, merge)
         for node in sorted(nodes, key=lambda node: node.first_chunk):
             fold.add(node, found[node])
         root = fold.root
-        finite = _sum(pairs, root.gradient, gradient) and math.isfinite(root.loss)
-    return Whole(root.loss, root.changes, root.used, finite)
+        finite = _sum(pairs, root.gradient, gradient) and all(map(math.isfinite, root.losses))
+    return Whole(root.losses, root.changes, root.used, finite)
+
+
+def weighed(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """f: the sum of each term's loss times its weight, in their order."""
+    return float(sum(map(mul, losses, weights)))
 
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from batchopt import arguments
+from batchopt.batches import Reading, Readings
 from batchopt.denominators import Denominators, resolve_reduction
 from batchopt.speeds import Speeds
+from batchopt.terms import Term, read_terms
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
@@ -26,6 +28,7 @@ class Settings:
 
     criterion: Callable[..., Any] | None
     loss_fn: LossFunction | None
+    terms: dict[str, Term] | None
     workers: int
     backend: str
     reduction: str
@@ -51,6 +54,7 @@ class Settings:
         *,
         criterion: Any,
         loss_fn: Any,
+        terms: Any,
         parallelize: Any,
         backend: Any,
         reduction: Any,
@@ -72,6 +76,8 @@ class Settings:
         """Check every argument; raises `TypeError` or `ValueError` that names the first one that cannot work."""
         devices = arguments.read_devices(devices, parallelize)
         workers = arguments.read_workers(parallelize if devices is None else len(devices), backend)
+        instead = {"criterion": criterion, "loss_fn": loss_fn, "reduction": reduction, "denominators": denominators}
+        terms = read_terms(terms, **instead, collate_fn=collate_fn)
         arguments.check_criterion(criterion, loss_fn)
         arguments.check_hooks(precode=precode, prehook=prehook, posthook=posthook)
         arguments.check_callable("collate_fn", collate_fn, ("samples",))
@@ -84,6 +90,7 @@ class Settings:
         return cls(
             criterion=criterion,
             loss_fn=loss_fn,
+            terms=terms,
             workers=workers,
             backend=backend,
             reduction=resolve_reduction(reduction, criterion),
@@ -103,6 +110,25 @@ class Settings:
             verbose=arguments.read_verbose(verbose),
             deterministic=deterministic,
         )
+
+    @property
+    def loss_fns(self) -> tuple[LossFunction | None, ...]:
+        """Of each term; where there are no terms, the one `loss_fn` or None."""
+        return (self.loss_fn,) if self.terms is None else tuple(term.loss_fn for term in self.terms.values())
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each term in f; where there are no terms, 1."""
+        return (1.0,) if self.terms is None else tuple(term.weight for term in self.terms.values())
+
+    def readings(self, device: torch.device | None) -> Readings:
+        """How data becomes a batch, all of it on `device` if that is given."""
+        if self.terms is None:
+            return {None: Reading(self.collate_fn, self.reduction, self.criterion, self.denominators, device)}
+        return {
+            name: Reading(term.collate_fn, term.reduction, None, term.denominators, device)
+            for name, term in self.terms.items()
+        }
 
     @property
     def fixed_bits(self) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from batchopt.backends import Backend, Meanwhile, WorkerInfo
-from batchopt.batches import Reading
+from batchopt.batches import Readings
+from batchopt.errors import BatchoptError
 from batchopt.flatten import flatten
 from batchopt.history import History
 from batchopt.ownership import Owner
 from batchopt.plan import Plan
 from batchopt.report import Report
 from batchopt.settings import Settings
+from batchopt.terms import reweighed
 from batchopt.timeline import Timeline
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
@@ -35,10 +39,12 @@ class State:
         self._grad = torch.zeros_like(self._flat.vector)
         self._grad_views = self._flat.layout.views(self._grad)
         self._buffers = StepBuffers(module)
-        self._reading = self._read_for(settings)
+        self._readings = self._read_for(settings)
         self._speeds = settings.speeds
 
+        self._closed = False
         self._batch: Batch | None = None
+        self._weights = settings.weights  # of the terms in f, for the loaded batch
         self._plan: Plan
         self._chunks: int | None
         self._movable = True  # whether chunks may be cut anew during a step
@@ -49,9 +55,24 @@ class State:
         self._history = History() if history is None else history
         self.hook_results: list[Any] = []
 
-    def _read_for(self, settings: Settings) -> Reading:
-        device = self._flat.vector.device if settings.workers > 1 else None
-        return Reading(settings.collate_fn, settings.reduction, settings.criterion, settings.denominators, device)
+    def _read_for(self, settings: Settings) -> Readings:
+        return settings.readings(self._flat.vector.device if settings.workers > 1 else None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BatchoptError("this BatchOptimizer was closed: build a new one")
+
+    def _loaded(self) -> Batch:
+        self._check_open()
+        if self._batch is None:
+            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
+        return self._batch
+
+    def _end_step(self) -> None:
+        """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
+        if self._changes is not None:
+            self._buffers.take_over(self._changes)
+            self._changes = None
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -84,6 +105,27 @@ class State:
     def output(self) -> float:
         """The last loss; 0 before the first evaluation."""
         return self._history.loss
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The mean (or sum) of each term at the last evaluation, by name, without its weight; empty without terms and
+        before the first evaluation."""
+        return dict(self._history.terms)
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each term in f, by name; empty without terms.
+
+        Assigning a dict with a weight for each term takes effect with the batch loaded next. Raises `TypeError` or
+        `ValueError` unless it has exactly the terms' names, and each weight is finite and >= 0.
+        """
+        terms = self._settings.terms or {}
+        return MappingProxyType({name: term.weight for name, term in terms.items()})
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, float]) -> None:
+        with self._owner:
+            self._settings = replace(self._settings, terms=reweighed(self._settings.terms, weights))
 
     @property
     def eval_counter(self) -> int:

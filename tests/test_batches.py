@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchopt.batches import Reading, read_batch
+from batchopt.batches import Reading, read_part
 from batchopt.denominators import Denominators
-from batchopt_workers.batch import Batch, Collate, Columns, Samples
+from batchopt_workers.batch import Collate, Columns, Part, Samples
 
 
 class Pair(NamedTuple):
@@ -19,8 +19,8 @@ class Pair(NamedTuple):
     values: torch.Tensor
 
 
-def read(inputs: Any, targets: Any = None, options: Any = None, collate: Collate | None = None) -> Batch:
-    return read_batch(inputs, targets, options, Reading(collate, "mean", None, None))
+def read(inputs: Any, targets: Any = None, options: Any = None, collate: Collate | None = None) -> Part:
+    return read_part(inputs, targets, options, Reading(collate, "mean", None, None))
 
 
 def concatenate(samples: list[Any]) -> Any:
@@ -111,14 +111,14 @@ WEIGHTED = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
 @pytest.mark.parametrize("reduction, weight", [("mean", 0.25), ("sum", 1.0)])
 def test_the_batch_knows_how_much_its_losses_count(reduction: str, weight: float) -> None:
     targets = torch.tensor([0, 1])
-    batch = read_batch(torch.rand(2, 2), targets, None, Reading(None, reduction, WEIGHTED, None))
+    batch = read_part(torch.rand(2, 2), targets, None, Reading(None, reduction, WEIGHTED, None))
     assert batch.weighting.of(0, 1) == weight
 
 
 @pytest.mark.parametrize("criterion", [None, WEIGHTED], ids=["no criterion", "a criterion with its own"])
 def test_denominators_that_are_given_are_the_ones_that_count(criterion: Any) -> None:
     reading = Reading(None, "mean", criterion, lambda inputs, targets: inputs[:, 0] + targets)
-    batch = read_batch(torch.tensor([[1.0], [6.0]]), torch.tensor([0, 1]), None, reading)
+    batch = read_part(torch.tensor([[1.0], [6.0]]), torch.tensor([0, 1]), None, reading)
     assert [batch.weighting.of(0, 1), batch.weighting.of(1, 2)] == [0.125, 0.875]
 
 
@@ -130,8 +130,8 @@ def test_denominators_are_given_the_data_as_they_were_passed() -> None:
         return [1, 1, 1]
 
     inputs, targets = [X, X, X], [0, 1, 2]
-    read_batch(inputs, targets, None, Reading(concatenate, "mean", None, ones))
-    read_batch(inputs, None, None, Reading(concatenate, "mean", None, ones))
+    read_part(inputs, targets, None, Reading(concatenate, "mean", None, ones))
+    read_part(inputs, None, None, Reading(concatenate, "mean", None, ones))
     assert [id(item) for item in seen] == [id(inputs), id(targets), id(inputs), id(None)]
 
 
@@ -139,7 +139,7 @@ def test_a_sum_asks_for_no_denominators() -> None:
     def never(inputs: Any, targets: Any) -> Any:
         raise AssertionError
 
-    batch = read_batch(X, None, None, Reading(None, "sum", None, never))
+    batch = read_part(X, None, None, Reading(None, "sum", None, never))
     assert batch.weighting.of(0, 1) == 1.0
 
 
@@ -153,16 +153,16 @@ def test_a_sum_asks_for_no_denominators() -> None:
 )
 def test_denominators_that_are_none_make_no_batch(function: Denominators, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^`denominators` .*{message}"):
-        read_batch(X, torch.ones(3), None, Reading(None, "mean", None, function))
+        read_part(X, torch.ones(3), None, Reading(None, "mean", None, function))
 
 
 def test_the_batch_has_the_rows_of_a_criterion_that_weighs_each_sample() -> None:
     rows = torch.rand(3, 2)
     reading = Reading(None, "mean", torch.nn.BCELoss(weight=rows), None)
-    weight = read_batch(X, torch.rand(3, 2), None, reading).criterion_weight
+    weight = read_part(X, torch.rand(3, 2), None, reading).criterion_weight
     assert weight is not None
     assert torch.equal(weight, rows)
-    assert read_batch(X[:2], torch.rand(2, 2), None, reading).criterion_weight is None
+    assert read_part(X[:2], torch.rand(2, 2), None, reading).criterion_weight is None
     assert read(X, torch.rand(3, 2)).criterion_weight is None
 
 
@@ -282,14 +282,14 @@ def test_a_batch_is_where_the_workers_are(wrap: Callable[[torch.Tensor], Any], p
     reading = Reading(None, "mean", None, None, torch.device("cpu"))
     data = wrap(on_an_accelerator())
     with pytest.raises(ValueError) as caught:
-        read_batch(data, None, None, reading)
+        read_part(data, None, None, reading)
     message = "is on cuda:1; workers run on cpu: call .to('cpu') on it, or use parallelize=1"
     assert str(caught.value) == f"`{path}` {message}"
-    assert read_batch(data, None, None, Reading(None, "mean", None, None)).size == 3
-    assert read_batch(wrap(X), None, None, reading).size == 3
+    assert read_part(data, None, None, Reading(None, "mean", None, None)).size == 3
+    assert read_part(wrap(X), None, None, reading).size == 3
 
 
 def test_targets_are_where_the_workers_are() -> None:
     reading = Reading(None, "mean", None, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"^`targets` is on cuda:1; workers run on cpu"):
-        read_batch(X, on_an_accelerator(), None, reading)
+        read_part(X, on_an_accelerator(), None, reading)

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt import captures
 from batchopt.captures import blame
-from batchopt_workers.batch import Batch, Columns, Samples
+from batchopt_workers.batch import Batch, Columns, Part, Samples
 from batchopt_workers.evaluate import Program
 from batchopt_workers.packing import pack
 from batchopt_workers.weighting import Weighting
@@ -316,12 +316,12 @@ def owned(container: Any) -> Any:
 
 OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a module": (lambda: Encoder(LOCK), "lock"),
-    "deep in a module": (lambda: Program(nn.Sequential(Encoder(LOCK)), None, None, 0), "module.0.lock"),
+    "deep in a module": (lambda: Program(nn.Sequential(Encoder(LOCK)), None, (None,), 0), "module.0.lock"),
     "a parameter": (lambda: {"net": with_attribute_of_a_parameter()}, "['net'].weight.owner"),
-    "a parametrized module": (lambda: Program(parametrized(), None, None, 0), "module.0.log"),
-    "a loss function": (lambda: Program(nn.Linear(1, 1), None, lambda *_, log=LOCK: log, 0), "loss_fn.log"),
+    "a parametrized module": (lambda: Program(parametrized(), None, (None,), 0), "module.0.log"),
+    "a loss function": (lambda: Program(nn.Linear(1, 1), None, (lambda *_, log=LOCK: log,), 0), "loss_fns[0].log"),
     "a criterion": (
-        lambda: Program(nn.Linear(1, 1), functools.partial(precode, option=LOCK), None, 0),
+        lambda: Program(nn.Linear(1, 1), functools.partial(precode, option=LOCK), (None,), 0),
         "criterion.option",
     ),
     "a sample": (lambda: batch(Samples([{"x": 1}, {"x": LOCK}])), "inputs[1]['x']"),
@@ -345,7 +345,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def batch(inputs: Any, options: list[Any] | None = None) -> Batch:
-    return Batch(inputs, None, options, Weighting("mean", 2, None))
+    return Batch((Part(inputs, None, options, Weighting("mean", 2, None)),))
 
 
 @pytest.mark.parametrize("make, path", OBJECTS.values(), ids=OBJECTS)

@@ -784,7 +784,7 @@ class Evaluations(RuleBasedStateMachine):
         answers = [_answer(hand, said) for hand, said in self.heard.items()]
         whole = reduce_answers(answers, self.chunks, gradient)
         assert gradient.tolist() == [1.0] * self.chunks
-        assert whole.loss == self.chunks
+        assert whole.losses == (self.chunks,)
 
     # ---- what holds at any time
 
@@ -828,7 +828,7 @@ def _answer(hand: Hand, said: Said) -> Answer:
     found = []
     for node, row in said.held:
         counts = torch.tensor(hand.rows[row], dtype=torch.float64)
-        found.append((node, Partial(counts.sum().item(), counts, torch.zeros(0), b"")))
+        found.append((node, Partial((counts.sum().item(),), counts, torch.zeros(0), b"")))
     return Answer(0, 0, 0.0, found)
 
 

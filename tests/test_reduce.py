@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchopt import reduce
 from batchopt.backends import Answer, Partial
-from batchopt.reduce import Whole, reduce_answers
+from batchopt.reduce import Whole, reduce_answers, weighed
 from batchopt_workers.tree import Fold, Node
 
 SIZE = 5
@@ -21,7 +21,7 @@ SIZE = 5
 def merge(left: Partial, right: Partial) -> Partial:
     """As a worker does."""
     gradient, changes = left.gradient + right.gradient, left.changes + right.changes
-    return Partial(left.loss + right.loss, gradient, changes, bytes(map(max, left.used, right.used)))
+    return Partial((left.losses[0] + right.losses[0],), gradient, changes, bytes(map(max, left.used, right.used)))
 
 
 def reduced(answers: list[Answer], chunks: int) -> tuple[Whole, torch.Tensor]:
@@ -35,7 +35,7 @@ def partial_of(chunk: int) -> Partial:
     generator = torch.Generator().manual_seed(chunk)
     values = torch.randn(SIZE + 2, generator=generator) * 10 ** torch.randint(-6, 7, (SIZE + 2,), generator=generator)
     used = bytes([chunk % 3 == 0, chunk == 1, 0])
-    return Partial(values[0].item(), values[1 : SIZE + 1].clone(), values[SIZE + 1 :].clone(), used)
+    return Partial((values[0].item(),), values[1 : SIZE + 1].clone(), values[SIZE + 1 :].clone(), used)
 
 
 def answer_of(rank: int, first: int, last: int, chunks: int) -> Answer:
@@ -48,7 +48,12 @@ def answer_of(rank: int, first: int, last: int, chunks: int) -> Answer:
 
 def bits(found: tuple[Whole, torch.Tensor]) -> tuple[str, list[int], list[int], bytes]:
     whole, gradient = found
-    return whole.loss.hex(), gradient.view(torch.int32).tolist(), whole.changes.view(torch.int32).tolist(), whole.used
+    return (
+        whole.losses[0].hex(),
+        gradient.view(torch.int32).tolist(),
+        whole.changes.view(torch.int32).tolist(),
+        whole.used,
+    )
 
 
 @given(st.integers(1, 40), st.data())
@@ -69,7 +74,9 @@ def test_the_whole_is_the_sum_of_the_chunks(chunks: int) -> None:
     magnitude = sum(part.gradient.double().abs() for part in parts)
     error = (gradient.double() - sum(part.gradient.double() for part in parts)).abs()
     assert (error <= 1e-6 * magnitude).all()
-    assert whole.loss == pytest.approx(math.fsum(p.loss for p in parts), abs=1e-12 * sum(abs(p.loss) for p in parts))
+    assert whole.losses[0] == pytest.approx(
+        math.fsum(p.losses[0] for p in parts), abs=1e-12 * sum(abs(p.losses[0]) for p in parts)
+    )
     assert whole.used == bytes([1, chunks > 1, 0])
 
 
@@ -90,7 +97,7 @@ def test_long_vectors_are_summed_in_blocks_to_the_same_bits(monkeypatch: pytest.
 
 def test_a_gradient_of_less_precision_is_the_rounded_sum() -> None:
     gradient = torch.zeros(SIZE, dtype=torch.float16)
-    partials = [Partial(0.0, torch.full((SIZE,), value), torch.zeros(0), b"\1") for value in (2048.0, 1.0)]
+    partials = [Partial((0.0,), torch.full((SIZE,), value), torch.zeros(0), b"\1") for value in (2048.0, 1.0)]
     answers = [Answer(rank, 1, 0.0, [(Node(0, rank), partial)]) for rank, partial in enumerate(partials)]
     assert reduce_answers(answers, 2, gradient).finite
     assert torch.equal(gradient, torch.full((SIZE,), 2049.0).half())
@@ -100,8 +107,24 @@ def test_a_gradient_of_less_precision_is_the_rounded_sum() -> None:
 def test_what_is_not_finite_is_noticed(loss: float, element: float) -> None:
     bad = torch.zeros(SIZE)
     bad[-1] = element
-    answer = Answer(0, 1, 0.0, [(Node(0, 0), Partial(loss, bad, torch.zeros(0), b"\1"))])
+    answer = Answer(0, 1, 0.0, [(Node(0, 0), Partial((loss,), bad, torch.zeros(0), b"\1"))])
     assert not reduced([answer, answer_of(1, 1, 2, 2)], 2)[0].finite
+
+
+def test_each_terms_losses_are_summed_and_looked_at() -> None:
+    gradient = torch.zeros(SIZE)
+    losses = [(1.0, 2.0), (3.0, math.nan)]
+    answers = [
+        Answer(rank, 1, 0.0, [(Node(0, rank), Partial(both, torch.zeros(SIZE), torch.zeros(0), b"\1"))])
+        for rank, both in enumerate(losses)
+    ]
+    whole = reduce_answers(answers, 2, gradient)
+    assert whole.losses[0] == 4.0 and math.isnan(whole.losses[1]) and not whole.finite
+
+
+def test_f_is_the_weighed_sum_of_the_terms_and_one_of_weight_1_is_itself() -> None:
+    assert weighed((0.5, 3.0), (2.0, 10.0)) == 31.0
+    assert weighed((0.1,), (1.0,)) == 0.1
 
 
 @pytest.mark.parametrize("chunks, missing", [(1, 0), (2, 0), (7, 3), (8, 7)])

@@ -59,10 +59,10 @@ class Setup:
 
 
 class Partial(NamedTuple):
-    """A merged run of chunks: the loss sum, the gradient sum (in memory that the parent may overwrite until the next
+    """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite until the next
     evaluation), the changes of buffers, and which parameters had a gradient."""
 
-    loss: float
+    losses: tuple[float, ...]
     gradient: torch.Tensor
     changes: torch.Tensor
     used: bytes
@@ -118,8 +118,9 @@ class Backend(ABC):
         """Bring `batch` to where the workers can read it. `ahead`: while the present one is still needed."""
 
     @abstractmethod
-    def load(self, prepared: Prepared) -> None:
-        """Begin a step on what was prepared last, with the module's present buffers, constants and modes."""
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        """Begin a step on what was prepared last, with the module's present buffers, constants and modes, and these
+        weights of the terms in f."""
 
     @abstractmethod
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:

@@ -16,6 +16,7 @@ from batchopt.backends.template import fork_worker
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
 from batchopt_workers.rows import Rows
 
@@ -188,9 +189,12 @@ class Child:
         self.channel.close()
 
 
-def error_of(rank: int, failure: Failure, doing: str) -> WorkerError:
-    """The exception for what a worker reports of the user's code."""
-    error = WorkerError(rank, failure.type_name, failure.message, failure.samples, "" if failure.samples else doing)
+def error_of(rank: int, failure: Failure, doing: str, numbering: Numbering | None = None) -> WorkerError:
+    """The exception for what a worker reports of the user's code; `numbering` is that of the batch, if it is about
+    one."""
+    samples = failure.samples
+    terms = {} if numbering is None else numbering.within(samples)
+    error = WorkerError(rank, failure.type_name, failure.message, samples, "" if samples else doing, terms)
     error.__cause__ = RemoteTraceback(failure.traceback)
     return error
 

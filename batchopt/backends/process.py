@@ -116,9 +116,10 @@ class ProcessBackend(Backend):
         program = setup.program
         with _sending("`precode`", setup.precode):
             precode = call("running precode", "run", setup.precode)
-        with _sending("the module, the criterion or `loss_fn`", program):
+        with _sending("the module, the criterion or a `loss_fn`", program):
             packed = pack(program, setup.parameters)
         block = SharedBlock.create(packed.nbytes)
+        self._weights = (1.0,) * len(program.loss_fns)
         self._constants = Constants(program.module, packed, block)
         self._flags = self._constants.flags(setup.parameters)
         what = "receiving the module"
@@ -203,7 +204,7 @@ class ProcessBackend(Backend):
         load = call("receiving the batch", "load", f"batch {slot}", packed.data, packed.placements)
         return _Placed(batch, slot, memory, load)
 
-    def load(self, prepared: Prepared) -> None:
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, _Placed)
         self._pool.enter()
         self._constants.refresh()
@@ -211,6 +212,10 @@ class ProcessBackend(Backend):
         if flags != self._flags:
             self._pool.tell("flags", call(prepared.load.what, "set_flags", *flags))
             self._flags = flags
+        if weights != self._weights:
+            self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
+            self._weights = weights
+        self._numbering = prepared.batch.numbering
         self._slot, name = prepared.slot, f"batch {prepared.slot}"
         if self._attached.get(name) is not prepared.memory:
             self._attached[name] = prepared.memory
@@ -219,7 +224,7 @@ class ProcessBackend(Backend):
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         self._pool.enter()
-        round = Round(cut, orders, self._pace)
+        round = Round(cut, len(self._weights), orders, self._pace)
         try:
             directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
@@ -233,7 +238,8 @@ class ProcessBackend(Backend):
                     late = round.dispatch.next_late(round.estimate)
                 self._pool.pump(round, late)
                 if round.poison is not None:
-                    raise PoisonChunkError(*round.poison, self._pool.ending)
+                    chunk, samples = round.poison
+                    raise PoisonChunkError(chunk, samples, self._pool.ending, self._numbering.within(samples))
         finally:
             self._pool.call_off()
         if round.failures:
@@ -300,7 +306,7 @@ class ProcessBackend(Backend):
         while time.monotonic() < deadline and round.dispatch.workers:
             self._pool.pump(round, deadline)
         rank, failure = min(round.failures, key=lambda found: (found[1].samples.start, found[0]))
-        return error_of(rank, failure, "")
+        return error_of(rank, failure, "", self._numbering)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         self._pool.enter()
@@ -321,7 +327,7 @@ class ProcessBackend(Backend):
         finally:
             self._pool.call_off()
         if probe.failures:
-            raise error_of(*min(probe.failures, key=lambda found: found[0]), "")
+            raise error_of(*min(probe.failures, key=lambda found: found[0]), "", self._numbering)
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

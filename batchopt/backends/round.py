@@ -21,16 +21,17 @@ SLOWEST = 10.0
 
 
 class Round:
-    """Takes in what workers say of one evaluation. `pace` (seconds a sample, by rank) is kept current."""
+    """Takes in what workers say of one evaluation of so many `terms`. `pace` (seconds a sample, by rank) is kept
+    current."""
 
-    def __init__(self, cut: Cut, orders: Sequence[Order | None], pace: dict[int, float]) -> None:
+    def __init__(self, cut: Cut, terms: int, orders: Sequence[Order | None], pace: dict[int, float]) -> None:
         some = next(order for order in orders if order is not None)
         self.cut = cut
         self.dispatch = Dispatch([None if o is None else Run(o.first, o.last) for o in orders], cut.chunks)
         self.failures: list[tuple[int, Failure]] = []
         self.poison: tuple[int, range] | None = None
         self._evaluation, self._step = some.evaluation, some.step
-        self._pace = pace
+        self._terms, self._pace = terms, pace
         self._reports: dict[Child, Report] = {}
         self._spans: dict[tuple[Child, int], Span] = {}  # by order
         self._hooked: dict[int, tuple[Child, bytes]] = {}
@@ -90,6 +91,8 @@ class Round:
         for summary in report.summaries:
             if summary.row >= rows or summary.node.first_chunk >= self.cut.chunks:
                 raise ValueError(f"a partial {summary.node} in row {summary.row} of {rows}")
+            if len(summary.losses) != self._terms:
+                raise ValueError(f"{len(summary.losses)} losses of {self._terms} terms")
 
     def lost(self, child: Child) -> None:
         """What it reported stands: the memory is ours too, and nobody else writes there."""
@@ -113,7 +116,7 @@ class Round:
             partials = []
             for summary in report.summaries:
                 row = child.rows[summary.row]
-                partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
+                partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
             samples, seconds = sum(map(self._samples, spans[child])), sum(span.seconds for span in spans[child])
             found.append(Answer(child.rank, samples, seconds, partials, results[child], spans[child]))
         return found

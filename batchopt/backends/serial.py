@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
 from batchopt.errors import WorkerError
 from batchopt.threads import torch_threads
-from batchopt_workers.batch import Batch, realigned
+from batchopt_workers.batch import Batch
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.messages import Cut, Order
@@ -49,13 +48,10 @@ class SerialBackend(Backend):
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        if self._setup.fixed_bits:
-            targets = None if batch.targets is None else realigned(batch.targets)
-            batch = replace(batch, inputs=realigned(batch.inputs), targets=targets)
-        return Prepared(batch)
+        return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
 
-    def load(self, prepared: Prepared) -> None:
-        self._evaluator.batch = prepared.batch
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        self._evaluator.batch, self._evaluator.weights = prepared.batch, weights
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         (order,) = orders
@@ -72,12 +68,14 @@ class SerialBackend(Backend):
                     if of_chunk:
                         results[report.next - 1] = of_chunk
         except Exception as error:
-            raise WorkerError(0, type(error).__name__, str(error), self._evaluator.at_hand) from error
+            batch, at_hand = self._evaluator.batch, self._evaluator.at_hand
+            terms = {} if batch is None else batch.numbering.within(at_hand)
+            raise WorkerError(0, type(error).__name__, str(error), at_hand, terms=terms) from error
         samples = cut.bounds[order.last] - cut.bounds[order.first]
         partials = []
         for summary in report.summaries:
             row = self._rows[summary.row]
-            partials.append((summary.node, Partial(summary.loss, row.gradient, row.changes, summary.used)))
+            partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
         span = Span(report.began, report.seconds, order.first, order.last)
         return [Answer(0, samples, report.seconds, partials, results, [span])]
 

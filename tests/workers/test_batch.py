@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.batch import Batch, Columns, Samples, map_tensors, realigned
+from batchopt_workers.batch import Columns, Part, Samples, map_tensors, realigned
 from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.weighting import Weighting
 
@@ -70,11 +70,11 @@ def test_what_is_cut_out_is_a_leaf_whose_gradient_stays_out_of_the_batch(require
 
 
 def test_a_batch_has_the_size_of_its_weighting() -> None:
-    assert Batch(Columns(DATA), None, None, MEAN).size == 6
+    assert Part(Columns(DATA), None, None, MEAN).size == 6
 
 
 def test_columns_go_through_one_forward() -> None:
-    batch = Batch(Columns(DATA), Columns(DATA[:, 0]), list("abcdef"), MEAN)
+    batch = Part(Columns(DATA), Columns(DATA[:, 0]), list("abcdef"), MEAN)
     (piece,) = batch.pieces(2, 5)
     assert piece.inputs.tolist() == DATA[2:5].tolist()
     assert piece.targets.tolist() == [4, 6, 8]
@@ -84,14 +84,14 @@ def test_columns_go_through_one_forward() -> None:
 
 def test_a_batch_without_targets_and_options_has_none_in_its_pieces() -> None:
     for inputs in (Columns(DATA), Samples(list(DATA))):
-        for piece in Batch(inputs, None, None, MEAN).pieces(0, 6):
+        for piece in Part(inputs, None, None, MEAN).pieces(0, 6):
             assert piece.targets is None
             assert piece.options is None
 
 
 @pytest.mark.parametrize("targets", [Columns(torch.arange(6)), Samples(list(torch.arange(6)))])
 def test_a_list_takes_one_forward_a_sample(targets: Columns | Samples) -> None:
-    batch = Batch(Samples(list(DATA)), targets, list("abcdef"), MEAN)
+    batch = Part(Samples(list(DATA)), targets, list("abcdef"), MEAN)
     pieces = list(batch.pieces(1, 4))
     assert [piece.inputs.tolist() for piece in pieces] == [[2, 3], [4, 5], [6, 7]]
     assert [piece.targets.item() for piece in pieces] == [1, 2, 3]
@@ -106,7 +106,7 @@ def padded(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor
 
 def test_a_collate_makes_one_forward_of_a_list() -> None:
     lists = [torch.ones(1), torch.ones(2), torch.ones(3)]
-    batch = Batch(Samples(lists), Columns(torch.arange(3)), list("abc"), Weighting("mean", 3), padded)
+    batch = Part(Samples(lists), Columns(torch.arange(3)), list("abc"), Weighting("mean", 3), padded)
     (piece,) = batch.pieces(1, 3)
     assert piece.inputs.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert piece.targets.tolist() == [1, 2]
@@ -115,7 +115,7 @@ def test_a_collate_makes_one_forward_of_a_list() -> None:
 
 
 def test_without_targets_a_collate_is_given_the_inputs_alone() -> None:
-    (piece,) = Batch(Samples(list(DATA)), None, None, MEAN, torch.stack).pieces(2, 4)
+    (piece,) = Part(Samples(list(DATA)), None, None, MEAN, torch.stack).pieces(2, 4)
     assert piece.inputs.tolist() == [[4, 5], [6, 7]]
     assert piece.targets is None
 
@@ -125,7 +125,7 @@ def test_without_targets_a_collate_is_given_the_inputs_alone() -> None:
 def test_pieces_are_each_sample_once_and_in_order(kind: str, one: int, other: int) -> None:
     start, stop = min(one, other), max(one, other)
     inputs = Columns(DATA) if kind == "columns" else Samples(list(DATA))
-    batch = Batch(inputs, None, range(6), MEAN, (lambda items: items) if kind == "collated" else None)
+    batch = Part(inputs, None, range(6), MEAN, (lambda items: items) if kind == "collated" else None)
     pieces = list(batch.pieces(start, stop))
     assert [index for piece in pieces for index in piece.indices] == list(range(start, stop))
     assert [option for piece in pieces for option in piece.options or ()] == list(range(start, stop))
@@ -135,7 +135,7 @@ def test_pieces_are_each_sample_once_and_in_order(kind: str, one: int, other: in
 def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -> None:
     rows = torch.arange(12).view(6, 2)
     inputs = Columns(DATA) if form == "columns" else Samples(list(DATA))
-    batch = Batch(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, rows)
+    batch = Part(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, rows)
     (piece,) = batch.pieces(2, 4)
     assert piece.criterion_weight is not None
     assert piece.criterion_weight.tolist() == [[4, 5], [6, 7]]
@@ -143,7 +143,7 @@ def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -
 
 @pytest.mark.parametrize("inputs", [Columns(DATA), Samples(list(DATA))])
 def test_without_a_weight_of_samples_pieces_have_none(inputs: Columns | Samples) -> None:
-    assert [piece.criterion_weight for piece in Batch(inputs, None, None, MEAN).pieces(0, 2)] == [None] * (
+    assert [piece.criterion_weight for piece in Part(inputs, None, None, MEAN).pieces(0, 2)] == [None] * (
         1 if isinstance(inputs, Columns) else 2
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt_workers import evaluate
-from batchopt_workers.batch import Batch, Collate, Columns, Samples
+from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator, Program
@@ -47,7 +47,7 @@ class Bench:
         self.parameters = list(module.parameters())
         buffers = StepBuffers(module)
         worker = Worker(0, 1, CPU, module, criterion)
-        self.evaluator = Evaluator(Program(module, criterion, loss_fn, seed), worker, self.parameters, buffers)
+        self.evaluator = Evaluator(Program(module, criterion, (loss_fn,), seed), worker, self.parameters, buffers)
         self.layout = Layout.of(module.named_parameters(), next(module.parameters()).dtype)
         self.rows = Rows(self.layout, buffers.size, rows, None, CPU)
         for row in (self.rows[i] for i in range(rows)):
@@ -65,7 +65,8 @@ class Bench:
     ) -> None:
         data = [Samples(x) if isinstance(x, list) else Columns(x) for x in (inputs, targets)]
         weighting = Weighting("mean" if mean else "sum", bounds[-1], running)
-        self.evaluator.batch = Batch(data[0], None if targets is None else data[1], None, weighting, collate)
+        part = Part(data[0], None if targets is None else data[1], None, weighting, collate)
+        self.evaluator.batch = Batch((part,))
         self.evaluator.cut = Cut(bounds)
 
     def evaluate(self, first: int = 0, last: int | None = None, step: int = 0) -> Report:
@@ -123,7 +124,7 @@ def test_every_cut_gives_the_loss_and_gradient_of_one_process(bounds: tuple[int,
     loss, gradient = plain(module, criterion)
     assert (done.evaluation, done.next) == (bench.evaluations, len(bounds) - 1)
     assert done.seconds > 0
-    assert summary.loss == pytest.approx(loss, rel=1e-13)
+    assert summary.losses[0] == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
     assert summary.used == b"\1" * len(bench.parameters)
 
@@ -144,9 +145,9 @@ def test_two_workers_give_the_bits_of_one(bounds: tuple[int, ...], data: st.Data
     for first, last in ((border, chunks), (0, border)):
         for summary in bench.evaluate(first, last).summaries if first < last else ():
             row = bench.rows[summary.row]
-            fold.add(summary.node, [summary.loss, row.gradient.clone(), row.changes.clone()])
+            fold.add(summary.node, [summary.losses[0], row.gradient.clone(), row.changes.clone()])
     done = bench.evaluate()
-    assert fold.root[0] == done.summaries[0].loss
+    assert fold.root[0] == done.summaries[0].losses[0]
     assert torch.equal(fold.root[1], bench.gradient(done))
     assert torch.equal(fold.root[2], bench.rows[done.summaries[0].row].changes)
 
@@ -158,7 +159,7 @@ def test_a_chunk_that_counts_nothing_adds_nothing_even_if_its_loss_is_no_number(
     bench.load(inputs, targets, (0, SIZE, 14), running=running_sum([1.0] * SIZE + [0.0] * 2))
     done = bench.evaluate()
     loss, gradient = plain(module, criterion)
-    assert done.summaries[0].loss == pytest.approx(loss, rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
@@ -192,7 +193,7 @@ def test_several_orders_of_one_evaluation_merge_whatever_their_order() -> None:
         for first, last in ((5, 8), (0, 2), (4, 5), (2, 4)):
             (*_, (report, _)) = bench.evaluator.evaluate(Order(99, 0, first, last), bench.rows)
     assert [summary.node for summary in report.summaries] == [Node(3, 0)]
-    assert report.summaries[0].loss == whole.summaries[0].loss
+    assert report.summaries[0].losses[0] == whole.summaries[0].losses[0]
     assert torch.equal(bench.gradient(report), gradient)
 
 
@@ -202,7 +203,7 @@ def test_chunks_in_order_need_few_rows() -> None:
     loss, gradient = plain(bench.module, nn.MSELoss(), INPUTS[:8], TARGETS[:8])
     done = bench.evaluate()
     assert [summary.node for summary in done.summaries] == [Node(3, 0)]
-    assert done.summaries[0].loss == pytest.approx(loss, rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
@@ -216,7 +217,7 @@ def test_some_chunks_are_the_largest_subtrees_that_they_fill() -> None:
         part = slice(first, first + 2**summary.node.level)
         loss, gradient = plain(bench.module, nn.MSELoss(), INPUTS[part], TARGETS[part])
         share = 2**summary.node.level / SIZE
-        assert summary.loss == pytest.approx(loss * share, rel=1e-13)
+        assert summary.losses[0] == pytest.approx(loss * share, rel=1e-13)
         torch.testing.assert_close(bench.rows[summary.row].gradient, gradient * share, rtol=1e-12, atol=1e-15)
 
 
@@ -226,7 +227,7 @@ def test_the_mean_over_a_list_is_that_of_its_samples() -> None:
     bench.load(list(INPUTS), list(TARGETS), bounds=(0, 5, 12))
     done = bench.evaluate()
     loss, gradient = plain(module, criterion)
-    assert done.summaries[0].loss == pytest.approx(loss, rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
@@ -236,7 +237,7 @@ def test_the_sum_over_a_list_is_that_of_its_samples() -> None:
     bench.load(list(INPUTS), list(TARGETS), bounds=(0, 5, 12), mean=False)
     done = bench.evaluate()
     loss, gradient = plain(module, criterion)
-    assert done.summaries[0].loss == pytest.approx(loss, rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
@@ -255,7 +256,7 @@ def test_with_class_weights_and_ignored_targets_each_sample_counts_its_own(
     bench.load(list(INPUTS) if as_list else INPUTS, list(targets) if as_list else targets, bounds, running=running)
     done = bench.evaluate()
     loss, gradient = plain(module, criterion, targets=targets)
-    assert done.summaries[0].loss == pytest.approx(loss, rel=1e-12)
+    assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-12)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-11, atol=1e-14)
 
 
@@ -267,7 +268,7 @@ def test_where_every_target_is_ignored_the_mean_is_no_number_as_in_one_process(a
     data: tuple[Any, Any] = (list(INPUTS), list(targets)) if as_list else (INPUTS, targets)
     bench.load(*data, bounds=(0, 5, 12), running=running_sum([0.0] * SIZE))
     assert torch.tensor(plain(module, criterion, targets=targets)[0]).isnan()
-    assert torch.tensor(bench.evaluate().summaries[0].loss).isnan()
+    assert torch.tensor(bench.evaluate().summaries[0].losses[0]).isnan()
 
 
 @given(st.integers(1, 200) | st.just(49), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
@@ -281,7 +282,7 @@ def test_one_chunk_gives_the_bits_of_one_process(size: int, mean: bool, dtype: t
     bench.load(inputs, targets, (0, size), mean)
     done = bench.evaluate()
     loss, gradient = plain(module, criterion, inputs, targets)
-    assert done.summaries[0].loss == loss
+    assert done.summaries[0].losses[0] == loss
     assert torch.equal(bench.gradient(done), gradient)
 
 
@@ -295,7 +296,7 @@ def test_one_chunk_gives_the_bits_of_one_process_with_class_weights_and_ignored_
     bench.load(inputs, torch.tensor(classes), (0, size), running=running)
     done = bench.evaluate()
     loss, gradient = plain(module, criterion, inputs, torch.tensor(classes))
-    assert done.summaries[0].loss == loss
+    assert done.summaries[0].losses[0] == loss
     assert torch.equal(bench.gradient(done), gradient)
 
 
@@ -310,14 +311,14 @@ def test_one_chunk_gives_the_bits_of_one_process_where_a_collate_makes_it_of_a_l
     bench.load(list(inputs), list(targets), (0, 49), collate=stacked)
     done = bench.evaluate()
     loss, gradient = plain(module, criterion, inputs, targets)
-    assert done.summaries[0].loss == loss
+    assert done.summaries[0].losses[0] == loss
     assert torch.equal(bench.gradient(done), gradient)
 
 
 def test_dropout_is_the_same_within_a_step_and_another_in_the_next() -> None:
     bench = Bench(network(dropout=True), nn.MSELoss())
     bench.load(bounds=(0, 5, 12))
-    losses = [bench.evaluate(step=step).summaries[0].loss for step in (3, 3, 4, 3)]
+    losses = [bench.evaluate(step=step).summaries[0].losses[0] for step in (3, 3, 4, 3)]
     assert losses[0] == losses[1] == losses[3]
     assert losses[0] != losses[2]
 
@@ -327,7 +328,7 @@ def test_the_seed_is_the_programs() -> None:
     for seed in (0, 1, 0):
         bench = Bench(network(dropout=True), nn.MSELoss(), seed=seed)
         bench.load()
-        losses.append(bench.evaluate().summaries[0].loss)
+        losses.append(bench.evaluate().summaries[0].losses[0])
     assert losses[0] == losses[2]
     assert losses[0] != losses[1]
 
@@ -429,7 +430,7 @@ def test_inputs_may_require_gradients_of_their_own() -> None:
     done = bench.evaluate()
     assert inputs.grad is None
     loss = slope(module, inputs, None)
-    assert done.summaries[0].loss == pytest.approx(loss.item(), rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(loss.item(), rel=1e-13)
 
 
 def test_the_posthooks_results_come_in_sample_order_with_output_and_loss() -> None:
@@ -467,7 +468,7 @@ def test_a_prehook_may_put_other_inputs_and_targets_in_place() -> None:
     bench.evaluator.prehook = replace
     done = bench.evaluate()
     loss, gradient = plain(bench.module, nn.MSELoss(), INPUTS * 2, TARGETS + 1)
-    assert done.summaries[0].loss == pytest.approx(loss, rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-13)
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
@@ -491,7 +492,7 @@ def test_the_samples_of_a_failed_forward_are_at_hand_and_the_next_evaluation_is_
     bench.load(bounds=(0, 5, 12))
     done = bench.evaluate()
     assert bench.evaluator.at_hand == range(0)
-    assert done.summaries[0].loss == pytest.approx(plain(bench.module, nn.MSELoss())[0], rel=1e-13)
+    assert done.summaries[0].losses[0] == pytest.approx(plain(bench.module, nn.MSELoss())[0], rel=1e-13)
 
 
 def test_a_failed_chunk_leaves_the_buffers_as_they_were() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt_workers.batch import Batch, Columns
+from batchopt_workers.batch import Batch, Columns, Part
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Program
 from batchopt_workers.layout import Layout
@@ -50,7 +50,7 @@ class Parent:
         with torch.no_grad():
             for view, parameter in zip(self.views, parameters, strict=True):
                 view.copy_(parameter)
-        packed = pack(Program(self.module, nn.MSELoss(), None, 0), parameters)
+        packed = pack(Program(self.module, nn.MSELoss(), (None,), 0), parameters)
         self.buffers = packed.place(self.share("program", packed.nbytes))
         self.session.install(self.layout, packed.data, packed.placements)
 
@@ -60,7 +60,7 @@ class Parent:
         return block
 
     def load(self) -> None:
-        packed = pack(Batch(Columns(INPUTS), Columns(TARGETS), None, MEAN))
+        packed = pack(Batch((Part(Columns(INPUTS), Columns(TARGETS), None, MEAN),)))
         packed.place(self.share("batch", packed.nbytes))
         self.session.load("batch", packed.data, packed.placements)
         self.session.set_cut(Cut((0, 6)))
@@ -197,7 +197,7 @@ def test_an_evaluation_is_that_of_one_process_and_follows_the_shared_parameters(
     for _ in range(2):
         loss, gradient = parent.plain()
         done = parent.evaluate()
-        assert done.summaries[0].loss == pytest.approx(loss, rel=1e-6)
+        assert done.summaries[0].losses[0] == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(parent.rows[0].gradient, gradient)
         for view in parent.views:
             view.mul_(1.5)
@@ -221,11 +221,11 @@ def test_evaluations_leave_the_shared_buffers_and_a_step_starts_from_them() -> N
 def test_another_batch_takes_the_place_of_the_first() -> None:
     parent = Parent()
     parent.load()
-    first = parent.evaluate().summaries[0].loss
-    packed = pack(Batch(Columns(INPUTS), Columns(TARGETS + 1), None, MEAN))
+    first = parent.evaluate().summaries[0].losses[0]
+    packed = pack(Batch((Part(Columns(INPUTS), Columns(TARGETS + 1), None, MEAN),)))
     packed.place(parent.share("batch", packed.nbytes))
     parent.session.load("batch", packed.data, packed.placements)
-    assert parent.evaluate().summaries[0].loss != first
+    assert parent.evaluate().summaries[0].losses[0] != first
 
 
 def test_hooks_are_replaced() -> None:
@@ -284,4 +284,4 @@ def test_a_failure_is_survived_and_the_next_evaluation_is_answered() -> None:
     assert HEAD.unpack_from(failed) == (5, Kind.FAILED)
     assert HEAD.unpack_from(done) == (9, Kind.DONE)
     assert Report.decode(done[HEAD.size :]).evaluation == 3
-    assert Report.decode(done[HEAD.size :]).summaries[0].loss == pytest.approx(loss, rel=1e-6)
+    assert Report.decode(done[HEAD.size :]).summaries[0].losses[0] == pytest.approx(loss, rel=1e-6)

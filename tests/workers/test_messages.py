@@ -16,12 +16,15 @@ ORDERS = st.builds(Order, U64, U64, U32, U32)
 FAILURES = st.builds(Failure, TEXT, TEXT, TEXT, st.builds(range, U64, U64))
 
 
-def summaries(width: int) -> st.SearchStrategy[tuple[Summary, ...]]:
+def summaries(width: int, terms: int) -> st.SearchStrategy[tuple[Summary, ...]]:
     used = st.binary(min_size=width, max_size=width)
-    return st.lists(st.builds(Summary, st.builds(Node, U32, U32), U32, NUMBERS, used), max_size=5).map(tuple)
+    losses = st.tuples(*[NUMBERS] * terms)
+    return st.lists(st.builds(Summary, st.builds(Node, U32, U32), U32, losses, used), max_size=5).map(tuple)
 
 
-REPORTS = st.builds(Report, U64, U32, NUMBERS, st.integers(0, 6).flatmap(summaries))
+REPORTS = st.builds(
+    Report, U64, U32, NUMBERS, st.tuples(st.integers(0, 6), st.integers(1, 3)).flatmap(lambda sizes: summaries(*sizes))
+)
 RECORDS = st.one_of(REPORTS, FAILURES)
 
 
@@ -42,13 +45,13 @@ def test_a_record_comes_back_as_it_was(record: Report | Failure) -> None:
 
 @given(st.floats(), st.floats())
 def test_numbers_keep_every_bit(seconds: float, loss: float) -> None:
-    frame = Report(0, 1, seconds, (Summary(Node(0, 0), 0, loss, b"\1"),)).encode()
+    frame = Report(0, 1, seconds, (Summary(Node(0, 0), 0, (loss, 1.0), b"\1"),)).encode()
     assert Report.decode(frame).encode() == frame
 
 
 def test_a_loss_that_is_no_number_comes_back_as_none() -> None:
-    done = Report.decode(Report(0, 1, 0.0, (Summary(Node(0, 0), 0, math.nan, b""),)).encode())
-    assert math.isnan(done.summaries[0].loss)
+    done = Report.decode(Report(0, 1, 0.0, (Summary(Node(0, 0), 0, (math.nan,), b""),)).encode())
+    assert math.isnan(done.summaries[0].losses[0])
 
 
 @given(RECORDS)

@@ -1,14 +1,15 @@
-"""The data of one objective, and how a chunk of it is cut out."""
+"""The data of an objective of one or more terms, and how a chunk of it is cut out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from batchopt_workers.memory import ALIGNMENT
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.weighting import Weighting
 
 Collate = Callable[[list[Any]], Any]
@@ -93,18 +94,24 @@ def realigned(data: Columns | Samples) -> Columns | Samples:
 
 @dataclass
 class Piece:
-    """What goes through one forward: consecutive samples, or one sample of a list."""
+    """What goes through one forward: consecutive samples, or one sample of a list.
+
+    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's.
+    """
 
     inputs: Any
     targets: Any
     options: Sequence[Any] | None
     indices: range
+    weight: float
     criterion_weight: torch.Tensor | None = None
+    term: int = 0
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Inputs, with or without targets and options (one object a sample, for the hooks), and what their loss is."""
+class Part:
+    """The data of one term: inputs, with or without targets and options (one object a sample, for the hooks), and what
+    their loss is. `name`: of the term; None where it is all there is."""
 
     inputs: Columns | Samples
     targets: Columns | Samples | None
@@ -112,6 +119,7 @@ class Batch:
     weighting: Weighting
     collate: Collate | None = None
     criterion_weight: torch.Tensor | None = None  # of a criterion that weighs each sample: shape (size, ...)
+    name: str | None = None
 
     @property
     def size(self) -> int:
@@ -148,5 +156,42 @@ class Batch:
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
         options = None if self.options is None else self.options[start:stop]
-        weight = None if self.criterion_weight is None else self.criterion_weight[start:stop]
-        return Piece(inputs, targets, options, range(start, stop), weight)
+        rows = None if self.criterion_weight is None else self.criterion_weight[start:stop]
+        return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), rows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data of all terms, whose samples are numbered one term after the other."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def numbering(self) -> Numbering:
+        """Where the samples of each term are."""
+        return Numbering(tuple(part.name for part in self.parts), tuple(part.size for part in self.parts))
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
+        for term, samples in self.numbering.split(range(start, stop)):
+            for piece in self.parts[term].pieces(samples.start, samples.stop):
+                piece.term = term
+                yield piece
+
+    def realigned(self) -> Batch:
+        """The same with inputs and targets laid out as in shared memory."""
+        return Batch(
+            tuple(
+                replace(
+                    part,
+                    inputs=realigned(part.inputs),
+                    targets=None if part.targets is None else realigned(part.targets),
+                )
+                for part in self.parts
+            )
+        )

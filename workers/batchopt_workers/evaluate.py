@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
@@ -26,18 +27,19 @@ from batchopt_workers.worker import Hook, Sample, Worker
 
 @dataclass(frozen=True)
 class Program:
-    """What every worker evaluates, for as long as it lives."""
+    """What every worker evaluates, for as long as it lives: a function for each term, None where the loss is the
+    criterion's or the module's own."""
 
     module: torch.nn.Module
     criterion: Any
-    loss_fn: LossFunction | None
+    loss_fns: tuple[LossFunction | None, ...]
     seed: int
 
 
 @dataclass
 class _Partial:
     row: int
-    loss: float
+    losses: tuple[float, ...]
     used: bytes
 
 
@@ -68,11 +70,12 @@ class _Sums:
         young, old = (right, left) if right.row == self._young else (left, right)
         self._rows[young.row].gradient.add_(self._rows[old.row].gradient)
         self._rows[young.row].changes.add_(self._rows[old.row].changes)
-        return _Partial(young.row, left.loss + right.loss, bytes(map(max, left.used, right.used)))
+        losses = tuple(map(add, left.losses, right.losses))
+        return _Partial(young.row, losses, bytes(map(max, left.used, right.used)))
 
     def report(self, done: int, began: float) -> Report:
         """What there is once the chunks before `done` of the order, begun at `began`, were added."""
-        summaries = tuple(Summary(node, p.row, p.loss, p.used) for node, p in self._fold.partials)
+        summaries = tuple(Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials)
         return Report(self.evaluation, done, time.perf_counter() - began, summaries, began)
 
 
@@ -135,8 +138,8 @@ class _Collector:
 class Evaluator:
     """Evaluates chunks of the loaded batch on one module.
 
-    `parameters` are the module's trainable ones, in the order of the layout. `at_hand` is the range of samples in
-    the forward that runs, or ran last.
+    `parameters` are the module's trainable ones, in the order of the layout. `weights` are those of the terms in f.
+    `at_hand` is the range of samples, numbered through all terms, in the forward that runs, or ran last.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Evaluator:
         self.prehook: Hook | None = None
         self.posthook: Hook | None = None
         self.batch: Batch | None = None
+        self.weights: Sequence[float] = (1.0,) * len(program.loss_fns)
         self.cut = Cut((0,))
         self.at_hand = range(0)
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
@@ -154,7 +158,7 @@ class Evaluator:
         self._seed = program.seed
         self._parameters = parameters
         self._buffers = buffers
-        self._objective = Objective(program.module, program.criterion, program.loss_fn)
+        self._objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
 
     def evaluate(self, order: Order, rows: Rows) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order` one after the other into `rows`; after each, what this worker now has of the
@@ -169,25 +173,32 @@ class Evaluator:
         for chunk in range(order.first, order.last):
             row = self._sums.free_row()
             results: list[Any] = []
-            loss, used = self._chunk(order.step, chunk, rows[row], results)
+            losses, used = self._chunk(order.step, chunk, rows[row], results)
             faults.point("worker.merge", chunk)
-            self._sums.add(chunk, _Partial(row, loss, used), rows)
+            self._sums.add(chunk, _Partial(row, losses, used), rows)
             self.at_hand = range(0)
             yield self._sums.report(chunk + 1, began), results
 
-    def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[float, bytes]:
+    def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[tuple[float, ...], bytes]:
         assert self.batch is not None
+        numbering = self.batch.numbering
         start, stop = self.cut.bounds[chunk], self.cut.bounds[chunk + 1]
         self._at = chunk
         seed_draws(self._seed, step, chunk)
-        loss, used = 0.0, bytearray(len(row.views))
+        losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
         self.at_hand = range(start, stop)  # while samples are cut out and collated
         try:
             for piece in map(self.place, self.batch.pieces(start, stop)):
-                weight = self.batch.weighting.of(piece.indices.start, piece.indices.stop)
+                self.at_hand = numbering.position(piece.term, piece.indices)
+                sample = Sample(
+                    piece.inputs, piece.targets, piece.options, piece.indices, term=numbering.names[piece.term]
+                )
+                weight = piece.weight * self.weights[piece.term]
                 collector = _Collector(self._parameters, row, weight, used, self._at)
-                loss += self._forward_backward(piece, weight, collector, results)
+                losses[piece.term] += self._forward_backward(piece, sample, weight, collector, results)
                 collector.collect()
+                self.at_hand = range(self.at_hand.stop, stop)
+            self.at_hand = range(start, stop)
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
@@ -196,23 +207,24 @@ class Evaluator:
         for view, was_used in zip(row.views, used, strict=True):
             if not was_used:
                 view.zero_()
-        return loss, bytes(used)
+        return tuple(losses), bytes(used)
 
-    def _forward_backward(self, piece: Piece, weight: float, collector: _Collector, results: list[Any]) -> float:
-        self.at_hand = piece.indices
+    def _forward_backward(
+        self, piece: Piece, sample: Sample, weight: float, collector: _Collector, results: list[Any]
+    ) -> float:
         for parameter in self._parameters:
             parameter.grad = None
-        sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices)
         if self.prehook is not None:
             self.prehook(self.worker, sample)
         faults.point("worker.forward", self._at)
         with torch.enable_grad():
-            sample.output, loss = self._objective(sample.inputs, sample.targets, piece.criterion_weight)
+            objective = self._objectives[piece.term]
+            sample.output, loss = objective(sample.inputs, sample.targets, piece.criterion_weight)
             faults.point("worker.backward", self._at)
-            if weight != 0.0:  # nothing of it counts, and the mean of nothing is NaN
+            if weight != 0.0:  # else nothing of it counts, and the mean of nothing is NaN
                 with collector if self.posthook is None else nullcontext():  # a posthook may look at the gradients
                     loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
         if self.posthook is not None:
             results.append(self.posthook(self.worker, sample))
-        return sample.loss * weight if weight != 0.0 else 0.0
+        return sample.loss * piece.weight if piece.weight != 0.0 else 0.0

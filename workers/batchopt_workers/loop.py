@@ -68,7 +68,7 @@ class Session:
 
     @property
     def at_hand(self) -> range:
-        """The samples in the forward that ran last, if an evaluation was cut short."""
+        """The samples in the forward that ran last, numbered through all terms, if an evaluation was cut short."""
         return self._evaluator.at_hand if self._evaluator is not None else range(0)
 
     def attach(self, name: str, fd: int) -> None:
@@ -118,7 +118,7 @@ class Session:
             self._parameters = self._mirror.parameters
         program: Program = unpack(data, placements, self._blocks["program"], self._parameters)
         if self._mirror is not None:
-            self._mirror.adopt((program.module, program.criterion, program.loss_fn))
+            self._mirror.adopt((program.module, program.criterion, *program.loss_fns))
         self._module = self.worker.module = program.module
         self.worker.criterion = program.criterion
         self._buffers = StepBuffers(program.module, shared=self._mirror is None)
@@ -143,6 +143,10 @@ class Session:
         if self._mirror is not None:
             self._mirror.begin_step()
         self._buffers.begin_step()
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Weigh the terms so in f."""
+        self.evaluator.weights = weights
 
     def set_cut(self, cut: Cut) -> None:
         """Cut the batch so."""

@@ -67,20 +67,21 @@ class Order:
 @dataclass(frozen=True)
 class Summary:
     """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's
-    gradients holds the sum, the loss sum, and a byte for each parameter that says whether any chunk had a gradient
-    for it."""
+    gradients holds the sum, the loss sum of each term, and a byte for each parameter that says whether any chunk had a
+    gradient for it."""
 
     node: Node
     row: int
-    loss: float
+    losses: tuple[float, ...]
     used: bytes
 
 
 @dataclass(frozen=True)
 class Report:
     """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
-    came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of earlier orders too. What they say stands until
-    the next report: a row that is not named any more may be overwritten."""
+    came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of
+    earlier orders too. What they say stands until the next report: a row that is not named any more may be
+    overwritten."""
 
     evaluation: int
     next: int
@@ -88,35 +89,42 @@ class Report:
     summaries: tuple[Summary, ...]
     began: float = 0.0
 
-    _HEAD = struct.Struct("<QIddII")
-    _SUMMARY = struct.Struct("<IIId")
+    _HEAD = struct.Struct("<QIddIII")
+    _SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for each parameter
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
-        width = len(self.summaries[0].used) if self.summaries else 0
-        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, self.began, len(self.summaries), width)]
+        terms, width = (len(self.summaries[0].losses), len(self.summaries[0].used)) if self.summaries else (0, 0)
+        count = len(self.summaries)
+        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width)]
         for s in self.summaries:
-            parts += self._SUMMARY.pack(s.node.level, s.node.position, s.row, s.loss), s.used
+            parts += (
+                self._SUMMARY.pack(s.node.level, s.node.position, s.row),
+                struct.pack(f"<{terms}d", *s.losses),
+                s.used,
+            )
         return b"".join(parts)
 
     @classmethod
     def decode(cls, frame: bytes) -> Report:
         """The inverse of `encode`; raises `ValueError` for anything else."""
         try:
-            evaluation, done, seconds, began, count, width = cls._HEAD.unpack_from(frame)
-            stride = cls._SUMMARY.size + width
+            evaluation, done, seconds, began, count, terms, width = cls._HEAD.unpack_from(frame)
+            stride = cls._SUMMARY.size + 8 * terms + width
             if len(frame) != cls._HEAD.size + count * stride:
                 raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
-            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride)), began)
+            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride, terms)), began)
         except struct.error as error:
             raise ValueError(f"not a frame: {error}") from error
 
     @classmethod
-    def _summaries(cls, frame: bytes, stride: int) -> list[Summary]:
+    def _summaries(cls, frame: bytes, stride: int, terms: int) -> list[Summary]:
         found = []
         for offset in range(cls._HEAD.size, len(frame), stride):
-            level, index, row, loss = cls._SUMMARY.unpack_from(frame, offset)
-            found.append(Summary(Node(level, index), row, loss, frame[offset + cls._SUMMARY.size : offset + stride]))
+            level, index, row = cls._SUMMARY.unpack_from(frame, offset)
+            losses = struct.unpack_from(f"<{terms}d", frame, offset + cls._SUMMARY.size)
+            used = frame[offset + cls._SUMMARY.size + 8 * terms : offset + stride]
+            found.append(Summary(Node(level, index), row, losses, used))
         return found
 
 

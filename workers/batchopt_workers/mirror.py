@@ -56,7 +56,7 @@ class Mirror:
         self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: Rows | None = None
-        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._pieces: dict[tuple[int, int, int], Piece] = {}
         self._delivered: dict[int, object] = {}  # what is in each shared row
 
     def adopt(self, owners: Iterable[object]) -> None:
@@ -103,7 +103,7 @@ class Mirror:
 
     def place(self, piece: Piece) -> Piece:
         """The piece on the device; kept there for the next evaluation."""
-        key = piece.indices.start, piece.indices.stop
+        key = piece.term, piece.indices.start, piece.indices.stop
         if key not in self._pieces:
             self._pieces[key] = _map_piece(self._moved, piece)
         return _map_piece(_leaf, self._pieces[key])

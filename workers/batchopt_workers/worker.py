@@ -28,7 +28,8 @@ class Worker:
 
 @dataclass
 class Sample:
-    """The samples of one forward: `indices` are their positions in the batch.
+    """The samples of one forward: `indices` are their positions in the batch or, where there are terms, in that of their
+    `term`, whose name it is.
 
     A prehook may put other `inputs` and `targets` in place. `output` (what the module returned; None with `loss_fn`)
     and `loss` (what the criterion returned, a float) are there for the posthook.
@@ -40,6 +41,7 @@ class Sample:
     indices: range
     output: Any = None
     loss: float | None = None
+    term: str | None = None
 
 
 Precode = Callable[[Worker], object]
