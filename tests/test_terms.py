@@ -1,0 +1,479 @@
+"""Objectives of several terms: each over data of its own, summed with weights, exactly and bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, NonFiniteError, PoisonChunkError, Sample, Term, Worker, WorkerError
+
+WEIGHTS = {"pde": 1.5, "data": 10.0}
+POINTS, KNOWN = 23, 9
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+def residual(module: nn.Module, points: torch.Tensor, targets: None) -> torch.Tensor:
+    """The mean square of u'' + u."""
+    assert targets is None
+    points = points.detach().requires_grad_()
+    u = module(points)
+    (first,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), points, create_graph=True)
+    loss: torch.Tensor = (second + u).square().mean()
+    return loss
+
+
+def misfit(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean square of what differs."""
+    loss: torch.Tensor = (module(inputs) - targets).square().mean()
+    return loss
+
+
+def summed(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A sum."""
+    loss: torch.Tensor = (module(inputs) - targets).square().sum()
+    return loss
+
+
+def terms(**weights: float) -> dict[str, Term]:
+    weights = {**WEIGHTS, **weights}
+    return {"pde": Term(residual, weights["pde"]), "data": Term(misfit, weights["data"])}
+
+
+def data(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    points = torch.linspace(-2, 2, POINTS, dtype=dtype).view(-1, 1)
+    known = torch.linspace(-1, 1, KNOWN, dtype=dtype).view(-1, 1)
+    return {"pde": points, "data": (known, known.sin())}
+
+
+def plain(module: nn.Module, weights: dict[str, float] = WEIGHTS) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """f, df/dX and the terms by torch alone."""
+    batch = data()
+    each = {"pde": residual(module, batch["pde"], None), "data": misfit(module, *batch["data"])}
+    f = weights["pde"] * each["pde"] + weights["data"] * each["data"]
+    gradients = torch.autograd.grad(f, list(module.parameters()))
+    return f.item(), torch.cat([g.flatten() for g in gradients]), {name: t.item() for name, t in each.items()}
+
+
+def agrees(opt: BatchOptimizer, f: float, gradient: torch.Tensor, losses: dict[str, float]) -> None:
+    """One evaluation has these numbers."""
+    assert opt.evaluate().item() == pytest.approx(f, rel=1e-12)
+    torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-13)
+    assert list(opt.losses) == list(losses)
+    assert opt.losses == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 30])
+@pytest.mark.parametrize("parallelize", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.* chunks for 3 workers", "ignore:.* chunks for 2 workers")
+def test_f_its_gradient_and_each_term_are_those_of_one_process(parallelize: int, chunk_size: int | None) -> None:
+    module = network()
+    expected = plain(module)
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
+        assert opt.losses == {} and opt.weights == WEIGHTS
+        opt.load(data())
+        agrees(opt, *expected)
+        assert opt.output == pytest.approx(expected[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_sums_lists_and_denominators(parallelize: int) -> None:
+    module = network()
+    lists = [torch.rand(n, 1, dtype=torch.float64) for n in (3, 1, 4, 2, 2)]
+    counts = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
+
+    def cat(samples: list[torch.Tensor]) -> tuple[torch.Tensor, None]:
+        return torch.cat(samples), None
+
+    def energy(module: nn.Module, inputs: Any, targets: None) -> torch.Tensor:
+        loss: torch.Tensor = module(inputs[0]).square().sum()
+        return loss
+
+    def masked(module: nn.Module, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (module(inputs)[:, 0].square() * mask).sum() / mask.sum()
+        return loss
+
+    x, y = data()["data"]
+    batch = {"sum": (x, y), "list": lists, "alone": lists, "masked": (x[:4], counts)}
+    with BatchOptimizer(
+        module,
+        terms={
+            "sum": Term(summed, 0.5, "sum"),
+            "list": Term(energy, reduction="sum", collate_fn=cat),
+            "alone": Term(lambda module, x, _: module(x).square().sum(), 2.0),
+            "masked": Term(masked, 3.0, denominators=lambda inputs, mask: mask),
+        },
+        optimizer=None,
+        parallelize=parallelize,
+        chunk_size=3,
+    ) as opt:
+        opt.load(batch)
+        f = opt.evaluate().item()
+        each = {
+            "sum": summed(module, x, y),
+            "list": module(torch.cat(lists)).square().sum(),
+            "alone": torch.stack([module(one).square().sum() for one in lists]).mean(),
+            "masked": masked(module, x[:4], counts),
+        }
+        assert opt.losses == pytest.approx({name: loss.item() for name, loss in each.items()}, rel=1e-12)
+        whole = 0.5 * each["sum"] + each["list"] + 2 * each["alone"] + 3 * each["masked"]
+        assert f == pytest.approx(whole.item(), rel=1e-12)
+        gradients = torch.autograd.grad(whole, list(module.parameters()))
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        torch.testing.assert_close(opt.grad_parameters, flat, rtol=1e-12, atol=1e-13)
+
+
+def test_one_term_of_weight_1_has_the_bits_of_a_loss_fn() -> None:
+    found = []
+    for how in ({"loss_fn": misfit}, {"terms": {"data": Term(misfit)}}):
+        x, y = data(torch.float32)["data"]
+        with BatchOptimizer(network(torch.float32), parallelize=2, chunk_size=2, **how) as opt:
+            opt.step({"data": (x, y)} if "terms" in how else x, None if "terms" in how else y)
+            found.append(opt.fingerprint())
+    assert found[0] == found[1]
+
+
+def stepped(parallelize: int, **options: Any) -> str:
+    """The fingerprint after two steps of L-BFGS, between which weights change."""
+    with BatchOptimizer(
+        network(torch.float32), terms=terms(), parallelize=parallelize, **{"chunk_size": 3, **options}
+    ) as opt:
+        opt.step(data(torch.float32))
+        opt.weights = {"data": 2.0, "pde": opt.losses["data"] / opt.losses["pde"]}
+        opt.step(data(torch.float32))
+        return opt.fingerprint()
+
+
+def test_any_number_of_workers_gives_the_same_bits() -> None:
+    assert stepped(1) == stepped(2) == stepped(3)
+
+
+def test_a_worker_that_is_killed_changes_no_bits(tmp_path: Path) -> None:
+    flag = str(tmp_path / "killed")
+
+    def die_once(worker: Worker, sample: Sample) -> None:
+        if sample.term == "data" and worker.rank == 1 and not os.path.exists(flag):
+            with open(flag, "w"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert stepped(2, prehook=die_once) == stepped(1)
+    assert os.path.exists(flag)
+
+
+def test_a_new_worker_knows_the_weights(tmp_path: Path) -> None:
+    flag = str(tmp_path / "killed")
+
+    def die_once(worker: Worker, sample: Sample) -> None:
+        if worker.rank == 1 and os.path.exists(flag):
+            os.remove(flag)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module, weights = network(), {"pde": 0.25, "data": 3.0}
+    expected = plain(module, weights)
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=2, chunk_size=2, prehook=die_once) as opt:
+        opt.weights = weights
+        opt.load(data())
+        Path(flag).touch()
+        agrees(opt, *expected)
+        opt.run_on_workers(lambda worker: None)  # waits for the new one
+        agrees(opt, *expected)
+        assert not os.path.exists(flag) and opt.workers[1].restarts == 1
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_new_weights_count_from_the_next_batch_on(parallelize: int) -> None:
+    module = network()
+    old, new = plain(module), plain(module, {"pde": 0.0, "data": 0.5})
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(data())
+        opt.weights = {"data": 0.5, "pde": 0}
+        assert opt.weights == {"pde": 0.0, "data": 0.5}
+        agrees(opt, *old)
+        opt.load(data())
+        agrees(opt, *new)
+
+
+def test_a_term_of_weight_0_is_evaluated_and_adds_nothing() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = network(), nn.Linear(1, 1).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.one(x)
+            return y
+
+    module = Two()
+    only = {"a": Term(misfit), "b": Term(lambda _, x, __: module.other(x).square().mean(), 0.0)}
+    x, y = data()["data"]
+    with BatchOptimizer(module, terms=only, optimizer=None) as opt:
+        opt.load({"a": (x, y), "b": x})
+        assert opt.evaluate().item() == opt.losses["a"]
+        assert opt.losses["b"] == pytest.approx(module.other(x).square().mean().item())
+    assert module.other.weight.grad is None
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_hooks_see_the_term_and_the_positions_within_it(parallelize: int) -> None:
+    def note(worker: Worker, sample: Sample) -> Any:
+        return sample.term, sample.indices, sample.options, sample.loss
+
+    batch = data()
+    batch["data"] = (*batch["data"], list(range(KNOWN)))
+    with BatchOptimizer(
+        network(), terms=terms(), optimizer=None, parallelize=parallelize, chunk_size=20, posthook=note
+    ) as opt:
+        opt.load(batch)
+        opt.evaluate()
+        found = opt.hook_results
+        losses = opt.losses
+    assert [result[:3] for result in found] == [
+        ("pde", range(0, 20), None),
+        ("pde", range(20, 23), None),
+        ("data", range(0, 9), list(range(9))),
+    ]
+    assert found[2][3] == pytest.approx(losses["data"], rel=1e-12)
+
+
+def test_without_terms_hooks_see_none() -> None:
+    x, y = data()["data"]
+    with BatchOptimizer(network(), loss_fn=misfit, optimizer=None, posthook=lambda worker, sample: sample.term) as opt:
+        opt.load(x, y)
+        opt.evaluate()
+        assert opt.hook_results == [None] and opt.losses == {} and opt.weights == {}
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_an_error_in_a_term_names_it_and_its_samples(parallelize: int) -> None:
+    def broken(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if (inputs == 0).any():
+            raise ArithmeticError("no")
+        return misfit(module, inputs, targets)
+
+    with BatchOptimizer(
+        network(),
+        terms={"pde": Term(residual), "bc": Term(broken)},
+        optimizer=None,
+        parallelize=parallelize,
+        chunk_size=5,
+        speeds=None if parallelize == 1 else [1, 1],
+    ) as opt:
+        batch = data()
+        opt.load({"pde": batch["pde"], "bc": batch["data"]})
+        with pytest.raises(
+            WorkerError, match=r"ArithmeticError in worker \d, samples 2\.\.6 of term 'bc': no"
+        ) as caught:
+            opt.evaluate()
+        assert caught.value.terms == {"bc": range(2, 7)}
+        assert caught.value.samples == range(25, 30)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("weight", [10.0, 0.0])
+def test_a_number_that_is_not_finite_is_found_in_its_term(parallelize: int, weight: float) -> None:
+    batch = data()
+    batch["data"][1][4] = math.nan
+    with BatchOptimizer(
+        network(), terms=terms(data=weight), optimizer="sgd", parallelize=parallelize, chunk_size=7
+    ) as opt:
+        with pytest.raises(NonFiniteError, match=r"^loss is nan in chunk 3 \(sample 4 of term 'data'\)") as caught:
+            opt.step(batch)
+        assert caught.value.terms == {"data": range(4, 5)}
+        assert opt.losses == {}
+        opt.step(data())
+        assert opt.losses.keys() == {"pde", "data"}
+
+
+def test_an_infinite_loss_is_returned_where_that_is_wanted() -> None:
+    with BatchOptimizer(network(), terms=terms(data=1e308), optimizer=None, on_nonfinite="return") as opt:
+        batch = data()
+        opt.load({**batch, "data": (batch["data"][0], batch["data"][1] * 1e3)})
+        assert opt.evaluate().item() == math.inf
+        assert math.isfinite(opt.losses["data"])
+
+
+def test_a_chunk_that_ends_three_workers_is_named_by_its_terms() -> None:
+    def die(worker: Worker, sample: Sample) -> None:
+        if sample.term == "data":
+            os._exit(3)
+
+    with BatchOptimizer(
+        network(), terms=terms(), optimizer=None, parallelize=2, chunk_size=20, speeds=[1, 1], prehook=die
+    ) as opt:
+        opt.load(data())
+        with pytest.raises(PoisonChunkError, match=r"chunk 1 \(samples 20\.\.22 of term 'pde', samples 0\.\.8 of term"):
+            opt.evaluate()
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_steps_read_ahead_and_weights_count_from_the_next_step_on(parallelize: int) -> None:
+    batch = data()
+    loaded = {"pde": [batch["pde"]], "data": list(batch["data"])}  # as a DataLoader's default_collate makes it
+    module = network()
+    expected = [plain(module)[0], plain(module, {"pde": 0.5, "data": 2.0})[0]]
+    found = []
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize) as opt:
+        for loss in opt.steps([batch, loaded]):
+            found.append(loss)
+            opt.weights = {"pde": 0.5, "data": 2.0}
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_the_doctor_examines_terms(parallelize: int) -> None:
+    with BatchOptimizer(network(), terms=terms(), parallelize=parallelize) as opt:
+        opt.weights = {"pde": 3.0, "data": 0.5}
+        found = opt.check(data())
+        assert found.healthy and str(found).count("ok") == 4, str(found)
+    rooted = {"data": Term(lambda module, x, y: misfit(module, x, y).sqrt())}
+    with BatchOptimizer(network(), terms=rooted) as opt:
+        assert not opt.check({"data": data()["data"]}).healthy
+
+
+def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
+    found = []
+    for saved in (False, True):
+        with BatchOptimizer(network(), terms=terms(), optimizer="sgd", chunk_size=5) as opt:
+            opt.step(data())
+            opt.weights = {"pde": 2.0, "data": 0.125}
+            if saved:
+                opt.save(tmp_path / "checkpoint")
+            opt.step(data())
+            found.append(opt.fingerprint())
+    with BatchOptimizer(network(), terms=terms(), optimizer="sgd", chunk_size=5, parallelize=2) as opt:
+        opt.load_checkpoint(tmp_path / "checkpoint")
+        assert opt.weights == {"pde": 2.0, "data": 0.125} and opt.losses.keys() == {"pde", "data"}
+        opt.step(data())
+        assert [opt.fingerprint()] * 2 == found
+    with BatchOptimizer(network(), terms={"else": Term(misfit)}, optimizer="sgd") as opt:
+        with pytest.raises(RuntimeError, match="has unknown"):
+            opt.load_checkpoint(tmp_path / "checkpoint")
+        assert opt.weights == {"else": 1.0} and opt.batch_counter == 0
+
+
+def test_a_step_that_fails_leaves_the_losses_as_they_were() -> None:
+    with BatchOptimizer(network(), terms=terms(), optimizer="sgd") as opt:
+        opt.step(data())
+        before, batch = opt.losses, data()
+        batch["pde"][3] = math.inf
+        with pytest.raises(NonFiniteError, match="of term 'pde'"):
+            opt.step(batch)
+        assert opt.losses == before
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: {}, ValueError, "`terms` is empty: give one Term at least"),
+        (lambda: [Term(misfit)], TypeError, "`terms` must be a dict of names and batchopt.Term, got list"),
+        (lambda: {3: Term(misfit)}, TypeError, "the names in `terms` must be strings, got int 3"),
+        (lambda: {"a": misfit}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, .*did you mean Term\(misfit\)\?"),
+        (lambda: {"a": 3}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, got int$"),
+        (lambda: {"a": Term(None)}, TypeError, "got None"),  # type: ignore[arg-type]
+        (lambda: {"a": Term(nn.MSELoss)}, TypeError, "got the class MSELoss"),  # type: ignore[arg-type]
+        (lambda: {"a": Term(lambda x: x)}, TypeError, "must be callable as loss_fn"),  # type: ignore[arg-type,misc]
+        (lambda: {"a": Term(misfit, math.inf)}, ValueError, "`weight` of a Term must be a finite number >= 0, got inf"),
+        (lambda: {"a": Term(misfit, -1)}, ValueError, "`weight` of a Term must be a finite number >= 0, got -1"),
+        (lambda: {"a": Term(misfit, "1")}, TypeError, "must be a finite number"),  # type: ignore[arg-type]
+        (lambda: {"a": Term(misfit, torch.ones(()))}, TypeError, r"call \.item\(\)"),  # type: ignore[arg-type]
+        (lambda: {"a": Term(misfit, reduction="none")}, ValueError, "`reduction` must be 'mean' or 'sum', got 'none'"),
+        (lambda: {"a": Term(misfit, collate_fn=3)}, TypeError, "`collate_fn` must be callable"),  # type: ignore[arg-type]
+        (lambda: {"a": Term(misfit, denominators=3)}, TypeError, "`denominators` must be"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_are_no_terms_is_said_before_anything_starts(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        BatchOptimizer(network(), terms=make(), parallelize=2)
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("criterion", nn.MSELoss()),
+        ("loss_fn", misfit),
+        ("reduction", "mean"),
+        ("denominators", lambda inputs, targets: targets),
+        ("collate_fn", torch.stack),
+    ],
+)
+def test_terms_exclude_what_each_has_itself(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"`terms` and `{argument}` are both given: each Term has its own"):
+        BatchOptimizer(network(), terms=terms(), **{argument: value})
+
+
+X = torch.ones(3, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((X,), TypeError, r"the batch must be a dict with an entry for each of \['pde', 'data'\]; got Tensor"),
+        (({"pde": X},), ValueError, r"the batch lacks \['data'\]: the terms are \['pde', 'data'\]"),
+        (({"pde": X, "bc": X},), ValueError, r"the batch lacks \['data'\] and has unknown \['bc'\]"),
+        (({"pde": X, "data": (X, X), 3: X},), ValueError, r"the batch has unknown \[3\]"),
+        (({"pde": X, "data": (X, X)}, X), ValueError, "`targets` of terms go into the batch"),
+        (({"pde": X, "data": (X, X)}, None, [1]), ValueError, "`options` of terms go into the batch"),
+        (({"pde": X, "data": (X, X[:2])},), ValueError, "term 'data': `inputs` has 3 samples but `targets` has 2"),
+        (({"pde": X, "data": (X, X, [1], 2)},), ValueError, "term 'data': a tuple must be .*; got 4 items"),
+        (({"pde": X, "data": ()},), ValueError, "term 'data': a tuple must be .*; got 0 items"),
+        (({"pde": X[:0], "data": (X, X)},), ValueError, "term 'pde': the batch has 0 samples"),
+        (({"pde": 3, "data": (X, X)},), TypeError, "term 'pde': `inputs` must be a tensor"),
+        (({"pde": X, "data": (X, X, [1])},), ValueError, "term 'data': .* but `options` has 1"),
+    ],
+)
+def test_what_is_no_batch_of_terms_is_said(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with BatchOptimizer(network(), terms=terms(), optimizer=None) as opt:
+        with pytest.raises(error, match=message):
+            opt.load(*arguments)
+
+
+@pytest.mark.parametrize(
+    "weights, error, message",
+    [
+        ([1.0, 2.0], TypeError, "`weights` must be a dict with one number a term, got list"),
+        ({"pde": 1.0}, ValueError, r"`weights` lacks \['data'\]"),
+        ({"pde": 1.0, "data": 1.0, "x": 1.0}, ValueError, r"`weights` has unknown \['x'\]"),
+        ({"pde": 1.0, "data": math.nan}, ValueError, r"`weights\['data'\]` must be a finite number >= 0, got nan"),
+        ({"pde": True, "data": 1.0}, TypeError, r"`weights\['pde'\]` must be a finite number >= 0, got True"),
+    ],
+)
+def test_weights_are_checked_and_stay_as_they_were(weights: Any, error: type[Exception], message: str) -> None:
+    with BatchOptimizer(network(), terms=terms(), optimizer=None) as opt:
+        with pytest.raises(error, match=message):
+            opt.weights = weights
+        assert opt.weights == WEIGHTS
+        with pytest.raises(TypeError):
+            opt.weights["pde"] = 3.0  # type: ignore[index]
+
+
+def test_without_terms_there_are_no_weights() -> None:
+    with BatchOptimizer(network(), loss_fn=misfit, optimizer=None) as opt:
+        with pytest.raises(ValueError, match="this BatchOptimizer has none"):
+            opt.weights = {"data": 1.0}
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    import threading
+
+    lock = threading.Lock()
+    batch = data()
+    with BatchOptimizer(network(), terms=terms(), optimizer=None, parallelize=2) as opt:
+        with pytest.raises(TypeError, match=r"the batch cannot be sent .* it captures 'data\.options\[0\]'"):
+            opt.load({**batch, "data": (*batch["data"], [lock] * KNOWN)})
+    locked = {**terms(), "bad": Term(lambda module, x, y: misfit(module, x, y) if lock else x)}
+    with pytest.raises(TypeError, match=r"a `loss_fn` cannot be sent .* it captures 'loss_fns\[2\]\.lock'"):
+        BatchOptimizer(network(), terms=locked, parallelize=2)
