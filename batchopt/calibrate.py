@@ -18,6 +18,9 @@ def measure(backend: Backend, samples: int, number: Callable[[], int], step: int
     """Samples and seconds of each worker on a part of the loaded batch of `samples`, all workers on the same part at
     the same time; 0 for one that was lost. `number` numbers the evaluations.
 
+    The part is the start of the batch, which may be of its first term alone: workers are compared on the same work, and
+    evaluations correct what it says of other samples.
+
     The part grows until it takes long enough to be timed, up to an equal share of the batch. The first run only warms
     up.
     """

@@ -135,6 +135,30 @@ def test_sums_lists_and_denominators(parallelize: int) -> None:
         torch.testing.assert_close(opt.grad_parameters, flat, rtol=1e-12, atol=1e-13)
 
 
+class Scaled(nn.Module):
+    """A loss function that holds a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 3.0, dtype=torch.float64))
+
+    def forward(self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert self.get_buffer("scale").device == inputs.device
+        return misfit(module, inputs, targets) * self.get_buffer("scale").sum()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_terms_on_another_device(chunk_size: int | None) -> None:
+    """Pieces that are kept there are those of their term, though others have the same positions."""
+    module, (x, y) = network(), data()["data"]
+    scaled = {"a": Term(Scaled()), "b": Term(misfit, 0.5)}
+    whole = Scaled()(module, x, y) + 0.5 * misfit(module, -2 * x, y)
+    with BatchOptimizer(module, terms=scaled, optimizer=None, devices=["cpu:0", "cpu:0"], chunk_size=chunk_size) as opt:
+        opt.load({"a": (x, y), "b": (-2 * x, y)})
+        for _ in range(2):
+            assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
+
+
 def test_one_term_of_weight_1_has_the_bits_of_a_loss_fn() -> None:
     found = []
     for how in ({"loss_fn": misfit}, {"terms": {"data": Term(misfit)}}):
@@ -245,6 +269,19 @@ def test_hooks_see_the_term_and_the_positions_within_it(parallelize: int) -> Non
         ("data", range(0, 9), list(range(9))),
     ]
     assert found[2][3] == pytest.approx(losses["data"], rel=1e-12)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_an_error_in_a_collate_after_another_term_names_its_own(parallelize: int) -> None:
+    def broken(samples: list[Any]) -> Any:
+        raise ArithmeticError("no")
+
+    batch = data()
+    both = {"pde": Term(residual), "bc": Term(misfit, collate_fn=broken)}
+    with BatchOptimizer(network(), terms=both, optimizer=None, parallelize=parallelize, chunk_size=30) as opt:
+        with pytest.raises(WorkerError, match=r"samples 0\.\.6 of term 'bc': no"):
+            opt.load({"pde": batch["pde"], "bc": ([*batch["data"][0]], [*batch["data"][1]])})
+            opt.evaluate()
 
 
 def test_without_terms_hooks_see_none() -> None:
