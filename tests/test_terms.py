@@ -147,13 +147,15 @@ class Scaled(nn.Module):
         return misfit(module, inputs, targets) * self.get_buffer("scale").sum()
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("chunk_size", [None, 9, 4])
 def test_terms_on_another_device(chunk_size: int | None) -> None:
     """Pieces that are kept there are those of their term, though others have the same positions."""
     module, (x, y) = network(), data()["data"]
     scaled = {"a": Term(Scaled()), "b": Term(misfit, 0.5)}
     whole = Scaled()(module, x, y) + 0.5 * misfit(module, -2 * x, y)
-    with BatchOptimizer(module, terms=scaled, optimizer=None, devices=["cpu:0", "cpu:0"], chunk_size=chunk_size) as opt:
+    with BatchOptimizer(
+        module, terms=scaled, optimizer=None, devices=["cpu:0", "cpu:0"], speeds=[1, 0], chunk_size=chunk_size
+    ) as opt:
         opt.load({"a": (x, y), "b": (-2 * x, y)})
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
@@ -339,6 +341,16 @@ def test_an_infinite_loss_is_returned_where_that_is_wanted() -> None:
         opt.load({**batch, "data": (batch["data"][0], batch["data"][1] * 1e3)})
         assert opt.evaluate().item() == math.inf
         assert math.isfinite(opt.losses["data"])
+
+
+def test_a_sum_of_terms_that_overflows_is_no_number_for_the_optimizer() -> None:
+    def high(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+        loss: torch.Tensor = module(inputs).sum() * 0 + 1e10
+        return loss
+
+    with BatchOptimizer(network(), terms={"high": Term(high, 1e300)}) as opt:
+        with pytest.raises(NonFiniteError, match="or the sum overflows"):
+            opt.step({"high": X})
 
 
 def test_a_chunk_that_ends_three_workers_is_named_by_its_terms() -> None:
