@@ -203,9 +203,9 @@ class BatchFunction(State):
         faults.point("parent.reduce")
         loss = self.reduce(answers)
         ended = time.perf_counter()
-        past = self._history
+        past, terms = self._history, dict(zip(self._settings.terms or (), self._reduced, strict=False))
         self._history = replace(
-            past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item())
+            past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item()), terms=terms
         )
         self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, ended - began, answers)
         if self._timeline is not None:
@@ -251,8 +251,7 @@ class BatchFunction(State):
             numbering = self._loaded().numbering
             with self._without_hooks():
                 raise explain(self._backend, self._plan.cut, numbering, self._next_number, self._history)
-        terms = dict(zip(self._settings.terms or (), whole.losses, strict=False))
-        self._history = replace(self._history, terms=terms)
+        self._reduced = whole.losses
         return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64)
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:

@@ -47,6 +47,7 @@ class State:
         self._weights = settings.weights  # of the terms in f, for the loaded batch
         self._plan: Plan
         self._chunks: int | None
+        self._reduced: tuple[float, ...] = ()  # the loss of each term, in the last evaluation
         self._movable = True  # whether chunks may be cut anew during a step
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
         self._timeline: Timeline | None = None

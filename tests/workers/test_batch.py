@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.batch import Columns, Part, Samples, map_tensors, realigned
+from batchopt_workers.batch import Batch, Columns, Part, Samples, map_tensors, realigned
 from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.weighting import Weighting
 
@@ -139,6 +139,17 @@ def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -
     (piece,) = batch.pieces(2, 4)
     assert piece.criterion_weight is not None
     assert piece.criterion_weight.tolist() == [[4, 5], [6, 7]]
+
+
+def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
+    first = Part(Columns(DATA), None, None, MEAN, name="first")
+    second = Part(Columns(-DATA[:4]), None, list("abcd"), Weighting("sum", 4), name="second")
+    batch = Batch((first, second))
+    assert batch.size == 10
+    one, other = batch.pieces(3, 8)
+    assert (one.term, one.indices, one.weight, one.options) == (0, range(3, 6), 0.5, None)
+    assert (other.term, other.indices, other.weight, other.options) == (1, range(0, 2), 1.0, ["a", "b"])
+    assert other.inputs.tolist() == (-DATA[:2]).tolist()
 
 
 @pytest.mark.parametrize("inputs", [Columns(DATA), Samples(list(DATA))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -166,12 +167,12 @@ class Batch:
 
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of samples."""
         return sum(part.size for part in self.parts)
 
-    @property
+    @cached_property
     def numbering(self) -> Numbering:
         """Where the samples of each term are."""
         return Numbering(tuple(part.name for part in self.parts), tuple(part.size for part in self.parts))
