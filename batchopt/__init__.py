@@ -9,6 +9,13 @@ from batchopt.errors import PoisonChunkError as PoisonChunkError
 from batchopt.errors import WorkerError as WorkerError
 from batchopt.errors import WorkerLostError as WorkerLostError
 from batchopt.errors import WorkerStartError as WorkerStartError
+from batchopt.optim import CG as CG
+from batchopt.optim import LBFGS as LBFGS
+from batchopt.optim import SVRG as SVRG
+from batchopt.optim import Iteration as Iteration
+from batchopt.optim import Result as Result
+from batchopt.optim import SSBroyden as SSBroyden
+from batchopt.optim import Status as Status
 from batchopt.optimizer import BatchOptimizer as BatchOptimizer
 from batchopt.split import split_batch as split_batch
 from batchopt.terms import Term as Term

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 
+from batchopt.optim import CG, LBFGS, SSBroyden
+
 OptimizerChoice = str | torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
 
-# Options where torch's own defaults would not do: L-BFGS without a line search leaves exact objectives unused.
-_OPTIONS: dict[str, dict[str, Any]] = {"lbfgs": {"line_search_fn": "strong_wolfe"}}
+# Ours go before those of torch that have the same name.
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"lbfgs": LBFGS, "cg": CG, "ssbroyden": SSBroyden}
 
 
 def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
@@ -20,14 +21,14 @@ def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
     for name, kind in vars(torch.optim).items():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             found[name.lower()] = kind
-    return found
+    return {**found, **_OURS}
 
 
 def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
     """The optimizer over `parameters` that `choice` names, makes or is.
 
-    A name is that of a class of `torch.optim` in lower case, with torch's defaults (`"lbfgs"` with strong Wolfe line
-    search). It may leave out some of `parameters`: those stay as they are. Raises `ValueError` for an unknown name,
+    A name is `"lbfgs"`, `"cg"` or `"ssbroyden"`, or that of another class of `torch.optim` in lower case, with its
+    defaults. It may leave out some of `parameters`: those stay as they are. Raises `ValueError` for an unknown name,
     for parameters that are not the module's, and for a learning rate or a number of iterations that goes nowhere;
     `TypeError` for anything that is no optimizer.
     """
@@ -38,7 +39,7 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
         kinds = _by_name()
         if choice not in kinds:
             raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
-        optimizer = kinds[choice](list(parameters), **_OPTIONS.get(choice, {}))
+        optimizer = kinds[choice](list(parameters))  # type: ignore[call-arg]  # what they have in common says nothing of it
     elif isinstance(choice, torch.optim.Optimizer):
         optimizer = choice
     elif isinstance(choice, type) or not callable(choice):

@@ -19,6 +19,7 @@ from batchopt.errors import CheckpointError
 from batchopt.flatten import trainable
 from batchopt.function import BatchFunction
 from batchopt.history import History
+from batchopt.optim.descent import Descent
 from batchopt.ownership import exclusive
 from batchopt.reduce import LARGE
 from batchopt.settings import Settings
@@ -37,8 +38,9 @@ class BatchOptimizer(BatchFunction):
     Args:
         module: its trainable parameters become views of one vector, `parameters`.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
-        optimizer: a name of a `torch.optim` class in lower case, a factory `f(params)`, an instance over the module's
-            parameters, or None to only evaluate. Default `"lbfgs"`: `torch.optim.LBFGS` with strong Wolfe line search.
+        optimizer: `"lbfgs"`, the default, `"cg"` or `"ssbroyden"` for those of batchopt; the name of another class of
+            `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to only
+            evaluate.
         parallelize: number of workers, or `"auto"`: one a usable core. 1, the default, evaluates in this process.
         backend: where workers run: `"process"`, worker processes on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
@@ -192,7 +194,10 @@ class BatchOptimizer(BatchFunction):
         else:
             # of the sums in the optimizer's algebra, too, the bits depend on the threads
             alike = len(self.workers) > 1 or self._settings.fixed_bits
-            with torch_threads(1 if alike and self.parameters.numel() < LARGE else None):
+            small = self.parameters.numel() < LARGE and not isinstance(
+                self.optimizer, Descent
+            )  # which sees to it itself
+            with torch_threads(1 if alike and small else None):
                 self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
 
     @exclusive

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from batchopt.optim.curvature import Curvature
+
 
 class Undo:
     """Keeps X and the state of an optimizer as they were when last `take`n.
@@ -41,6 +43,9 @@ class Undo:
             return
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+        for value in [value for state in self._state.values() for value in state.values()]:
+            if isinstance(value, Curvature):
+                value.rewind()
         groups = self._optimizer.param_groups
         del groups[len(self._groups) :]
         for group, before in zip(groups, self._groups, strict=True):
@@ -49,7 +54,11 @@ class Undo:
 
 
 def _kept(value: Any, room: Any) -> Any:
-    """A copy of a tensor, in `room` if it fits there; of a list; anything else as it is."""
+    """A copy of a tensor, in `room` if it fits there; of a list; what can go back by itself, told to remember; anything else
+    as it is."""
+    if isinstance(value, Curvature):
+        value.mark()
+        return value
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         if not isinstance(room, torch.Tensor) or room.shape != value.shape or room.dtype != value.dtype:
             return value.detach().clone()

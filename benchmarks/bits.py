@@ -1,6 +1,6 @@
 """Are the bits the same for any number of workers? A table of sha256 after an L-BFGS run, one line a workload.
 
-Thirty iterations of torch's L-BFGS (strong Wolfe) with `chunk_size`, for several values of `parallelize` with random
+Thirty iterations of L-BFGS with `chunk_size`, for several values of `parallelize` with random
 speeds. The digest is that of parameters, counters and all losses: `BatchOptimizer.fingerprint()`. Exits with 1 if a
 line has two digests.
 
@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 
-import torch
-
-from batchopt import BatchOptimizer
+from batchopt import LBFGS, BatchOptimizer
 from benchmarks.workloads import WORKLOADS, build
 
 CHUNKS = 24
@@ -28,7 +26,7 @@ def run(name: str, parallelize: int) -> str:
     with BatchOptimizer(
         case.module,
         loss_fn=case.loss,
-        optimizer=lambda p: torch.optim.LBFGS(p, max_iter=30, line_search_fn="strong_wolfe"),
+        optimizer=lambda p: LBFGS(p, max_iter=30),
         parallelize=parallelize,
         speeds=speeds,
         chunk_size=chunk_size,

@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,20 @@ import pytest
 import torch
 from torch import nn
 
+import batchopt
 from batchopt import BatchOptimizer, Sample, Worker
 from tests.workloads import WORKLOADS, Workload, cnn, mlp
 
 ITERATIONS = 30
 
 
-def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    """Thirty iterations a step."""
-    return torch.optim.LBFGS(
-        parameters, max_iter=ITERATIONS, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
-    )
+NO_TOLERANCE: dict[str, Any] = {"max_iter": ITERATIONS, "tolerance_grad": 0.0, "tolerance_change": 0.0}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ours": lambda params: batchopt.LBFGS(params, **NO_TOLERANCE),
+    "torch": lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe", **NO_TOLERANCE),
+    "cg": lambda params: batchopt.CG(params, **NO_TOLERANCE),
+    "ssbroyden": lambda params: batchopt.SSBroyden(params, **NO_TOLERANCE),
+}
 
 
 def digest(data: Any) -> str:
@@ -45,9 +49,9 @@ def digest(data: Any) -> str:
     return found.hexdigest()
 
 
-def run(case: Workload, **options: Any) -> tuple[str, str]:
+def run(case: Workload, optimizer: str = "ours", **options: Any) -> tuple[str, str]:
     """The fingerprint, and the digest of the optimizer's state, after one step of thirty iterations."""
-    with BatchOptimizer(case.module, case.criterion, optimizer=lbfgs, **options) as opt:
+    with BatchOptimizer(case.module, case.criterion, optimizer=OPTIMIZERS[optimizer], **options) as opt:
         opt.step(case.inputs, case.targets)
         assert opt.optimizer is not None and opt.eval_counter > ITERATIONS / 2
         return opt.fingerprint(), digest(opt.optimizer.state_dict()["state"])
@@ -56,10 +60,17 @@ def run(case: Workload, **options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("parallelize", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 8))])
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
-def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int) -> None:
+@pytest.mark.parametrize("optimizer", ["ours", "torch"])
+def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int, optimizer: str) -> None:
     make = WORKLOADS[workload]
-    expected = run(make(torch.float32), chunk_size=5)
-    assert run(make(torch.float32), chunk_size=5, parallelize=parallelize) == expected
+    expected = run(make(torch.float32), optimizer, chunk_size=5)
+    assert run(make(torch.float32), optimizer, chunk_size=5, parallelize=parallelize) == expected
+
+
+@pytest.mark.parametrize("optimizer", ["cg", "ssbroyden"])
+def test_each_optimizer_gives_the_same_bits(optimizer: str) -> None:
+    expected = run(mlp(torch.float64), optimizer, chunk_size=5)
+    assert run(mlp(torch.float64), optimizer, chunk_size=5, parallelize=2) == expected
 
 
 @pytest.mark.parametrize(

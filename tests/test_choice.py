@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import batchopt
 from batchopt.choice import choose_optimizer
 
 # Every optimizer of this torch; all of them take matrices.
@@ -16,6 +17,11 @@ KINDS = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+}
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "lbfgs": batchopt.LBFGS,
+    "cg": batchopt.CG,
+    "ssbroyden": batchopt.SSBroyden,
 }
 
 
@@ -28,11 +34,11 @@ def held(optimizer: torch.optim.Optimizer | None) -> list[int]:
     return [id(p) for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.parametrize("name", ["lbfgs", "sgd", "adam", *sorted(KINDS.keys() - {"lbfgs", "sgd", "adam"})])
-def test_a_name_is_that_of_a_torch_class_in_lower_case(name: str) -> None:
+@pytest.mark.parametrize("name", [*OURS, "sgd", "adam", *sorted(KINDS.keys() - {"lbfgs", "sgd", "adam"})])
+def test_a_name_is_that_of_a_class_in_lower_case_ours_before_those_of_torch(name: str) -> None:
     parameters = matrices()
     chosen = choose_optimizer(name, parameters)
-    assert type(chosen) is KINDS[name]
+    assert type(chosen) is {**KINDS, **OURS}[name]
     assert held(chosen) == [id(p) for p in parameters]
 
 

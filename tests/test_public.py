@@ -20,6 +20,13 @@ def test_the_public_names_are_these() -> None:
     names = {n for n, value in vars(batchopt).items() if not n.startswith("_") and not isinstance(value, ModuleType)}
     assert names == {
         "BatchOptimizer",
+        "LBFGS",
+        "CG",
+        "SSBroyden",
+        "SVRG",
+        "Result",
+        "Status",
+        "Iteration",
         "split_batch",
         "Worker",
         "Sample",

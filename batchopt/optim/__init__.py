@@ -1,0 +1,9 @@
+"""Optimizers for functions that are exact: of a whole batch, and the same at each evaluation."""
+
+from batchopt.optim.cg import CG
+from batchopt.optim.lbfgs import LBFGS
+from batchopt.optim.ssbroyden import SSBroyden
+from batchopt.optim.status import Iteration, Result, Status
+from batchopt.optim.svrg import SVRG
+
+__all__ = ["CG", "LBFGS", "SVRG", "Iteration", "Result", "SSBroyden", "Status"]

@@ -1,0 +1,152 @@
+"""Sums and products of long vectors: on all cores, and with the same bits for any number of them.
+
+A vector is cut into blocks that its length alone fixes; each block is worked on by one thread, and what the blocks yield
+is summed in their order, in float64. The threads are Python's: torch's own would spin for milliseconds after each
+operation, on cores that the workers need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import TypeVar
+
+import torch
+
+from batchopt.threads import torch_threads
+
+# Elements of a block of a vector.
+BLOCK = 2**16
+# Elements to be read, in all, from which on it pays to start threads.
+LARGE = 2**22
+
+T = TypeVar("T")
+
+
+def _blocks(length: int, function: Callable[[slice], T], elements: int) -> list[T]:
+    """`function` of each block of a vector of `length`, of which `elements` are read in all."""
+    return _each([slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)], function, elements)
+
+
+def _each(slices: Sequence[slice], function: Callable[[slice], T], elements: int) -> list[T]:
+    """`function` of each of `slices`, in their order; `elements` are read in all."""
+    threads = min(torch.get_num_threads(), len(slices)) if elements >= LARGE else 1
+    with torch_threads(1):
+        if threads == 1:
+            return [function(part) for part in slices]
+        found: list[list[T]] = [[] for _ in range(threads)]
+        bounds = [i * len(slices) // threads for i in range(threads + 1)]
+
+        def work(i: int) -> None:
+            torch.set_num_threads(1)  # what torch calls has a number for each thread
+            with torch.no_grad():  # so has the grad mode
+                found[i] = [function(part) for part in slices[bounds[i] : bounds[i + 1]]]
+
+        helpers = [Thread(target=work, args=(i,)) for i in range(1, threads)]
+        for helper in helpers:
+            helper.start()
+        work(0)
+        for helper in helpers:
+            helper.join()
+    return [item for items in found for item in items]
+
+
+def _on_cpu(vector: torch.Tensor) -> bool:
+    return vector.device.type == "cpu"
+
+
+def dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The sum of the products of two vectors' elements (shape `(n,)` both)."""
+    if not _on_cpu(one):
+        return torch.dot(one, other).item()
+    if len(one) <= BLOCK:
+        return torch.dot(one, other).item()
+    return math.fsum(_blocks(len(one), lambda part: torch.dot(one[part], other[part]).item(), 2 * len(one)))
+
+
+def norm(vector: torch.Tensor) -> float:
+    """The Euclidean length; no sum overflows if it is finite."""
+    scale = largest(vector)
+    if 1e-10 < scale < 1e10:
+        return math.sqrt(dot(vector, vector))
+    if scale == 0 or not math.isfinite(scale):
+        return scale
+    scaled = vector / scale
+    return scale * math.sqrt(dot(scaled, scaled))
+
+
+def absolute_sum(vector: torch.Tensor) -> float:
+    """The sum of the absolute values."""
+    if not _on_cpu(vector) or len(vector) <= BLOCK:
+        return vector.abs().sum().item()
+    return math.fsum(_blocks(len(vector), lambda part: vector[part].abs().sum().item(), len(vector)))
+
+
+def largest(vector: torch.Tensor) -> float:
+    """The largest absolute value; NaN if there is one, 0 for no elements."""
+    if not len(vector):
+        return 0.0
+    if not _on_cpu(vector) or len(vector) <= BLOCK:
+        return float(torch.linalg.vector_norm(vector, math.inf).item())
+    found = _blocks(len(vector), lambda part: torch.linalg.vector_norm(vector[part], math.inf).item(), len(vector))
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    """The elements of `source` (shape `(n,)`, or any shape of n elements) into `out` (shape `(n,)`)."""
+    if source.dim() != 1:
+        out = out.view_as(source)
+    if not _on_cpu(out) or out.numel() < LARGE:
+        with torch_threads(1):
+            out.copy_(source)
+    else:
+        _blocks(len(out), lambda part: out[part].copy_(source[part]), 2 * len(out))
+
+
+def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+    """`one + factor * other`, in `out`, which may be one of them."""
+    if not _on_cpu(out) or len(out) < LARGE:
+        with torch_threads(1):
+            return torch.add(one, other, alpha=factor, out=out)
+    _blocks(len(out), lambda part: torch.add(one[part], other[part], alpha=factor, out=out[part]), 3 * len(out))
+    return out
+
+
+def products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """The product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU. The rows
+    are read once."""
+    if not _on_cpu(rows):
+        return torch.mv(rows, vector).double().cpu()
+    found = _blocks(len(vector), lambda part: torch.mv(rows[:, part], vector[part]).double(), rows.numel())
+    return torch.stack(found).sum(0) if len(found) > 1 else found[0]
+
+
+def combination(weights: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Add `weights @ rows` (shapes `(k,)`, `(k, n)`) to `out` (shape `(n,)`). The rows are read once."""
+    factors = weights.to(rows)
+    if not _on_cpu(rows):
+        return out.addmv_(rows.T, factors)
+    _blocks(len(out), lambda part: out[part].addmv_(rows[:, part].T, factors), rows.numel())
+    return out
+
+
+def _row_blocks(matrix: torch.Tensor, function: Callable[[slice], T], elements: int) -> list[T]:
+    count = max(1, BLOCK // matrix.shape[1])
+    return _each([slice(start, start + count) for start in range(0, len(matrix), count)], function, elements)
+
+
+def multiply(matrix: torch.Tensor, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`matrix @ vector` (shapes `(n, n)`, `(n,)`), in `out`."""
+    if not _on_cpu(matrix):
+        return torch.mv(matrix, vector, out=out)
+    _row_blocks(matrix, lambda part: torch.mv(matrix[part], vector, out=out[part]), matrix.numel())
+    return out
+
+
+def update(matrix: torch.Tensor, scale: float, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Make `matrix` (shape `(n, n)`) `scale * matrix + left.T @ right` (shapes `(k, n)`), in place."""
+    if not _on_cpu(matrix):
+        matrix.addmm_(left.T, right, beta=scale)
+        return
+    _row_blocks(matrix, lambda part: matrix[part].addmm_(left[:, part].T, right, beta=scale), 2 * matrix.numel())

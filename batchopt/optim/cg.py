@@ -1,0 +1,125 @@
+"""Nonlinear conjugate gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from batchopt.optim.algebra import add, dot
+from batchopt.optim.descent import Callback, Descent
+from batchopt.optim.line import Point
+from batchopt.optim.options import check_choice
+
+
+class _Products:
+    """The scalar products that the formulas are made of: of the gradients g before and h after a step, y = h - g, and the
+    direction d of the step."""
+
+    def __init__(self, g: torch.Tensor, h: torch.Tensor, d: torch.Tensor, y: torch.Tensor) -> None:
+        self.gg, self.hh, self.dd, self.yy = dot(g, g), dot(h, h), dot(d, d), dot(y, y)
+        self.hy, self.dy, self.dh, self.dg = dot(h, y), dot(d, y), dot(d, h), dot(d, g)
+
+
+def _fletcher_reeves(p: _Products) -> float:
+    # else it may go on with ever shorter steps: Powell, "Restart procedures for the conjugate gradient method", 1977
+    return p.hh / p.gg if abs(p.hh - p.hy) < 0.2 * p.hh else 0.0
+
+
+def _polak_ribiere(p: _Products) -> float:
+    return max(p.hy / p.gg, 0.0)
+
+
+def _hestenes_stiefel(p: _Products) -> float:
+    return max(p.hy / p.dy, 0.0)
+
+
+def _hager_zhang(p: _Products) -> float:
+    least = -1.0 / (math.sqrt(p.dd) * min(0.01, math.sqrt(p.gg)))
+    return max((p.hy - 2 * p.yy * p.dh / p.dy) / p.dy, least)
+
+
+BETAS: dict[str, Callable[[_Products], float]] = {
+    "fletcher-reeves": _fletcher_reeves,
+    "polak-ribiere": _polak_ribiere,
+    "hestenes-stiefel": _hestenes_stiefel,
+    "hager-zhang": _hager_zhang,
+}
+
+
+class CG(Descent):
+    """Nonlinear conjugate gradients: each direction is the steepest descent plus `beta` times the one before.
+
+    Args:
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`; max_iter 200 by
+            default.
+        beta: `"hager-zhang"`, the default (Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an
+            efficient line search", SIAM Journal on Optimization 16, 2005); `"polak-ribiere"`, not less than 0 (Polak and
+            Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and Stiefel 1952);
+            `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The Computer
+            Journal 7, 1964), begun anew where two gradients are far from orthogonal (Powell 1977).
+
+    Takes the memory of few vectors of parameters, and more evaluations than `LBFGS`. `result`, and what becomes of the
+    parameters, as there. Raises `ValueError` or `TypeError` for options that cannot work.
+    """
+
+    flat = 0.1  # conjugacy needs line searches that come near the minimum
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        max_iter: int | None = 200,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        line_search_fn: str | None = "strong_wolfe",
+        *,
+        beta: str = "hager-zhang",
+        callback: Callback | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "max_iter": max_iter,
+            "max_eval": max_eval,
+            "tolerance_grad": tolerance_grad,
+            "tolerance_change": tolerance_change,
+            "line_search_fn": line_search_fn,
+            "beta": beta,
+        }
+        check_choice("beta", beta, tuple(BETAS))
+        super().__init__(params, options, callback)
+        self._y: torch.Tensor | None = None
+
+    _kept = (*Descent._kept, "direction", "beta", "decrease")
+
+    def _aim(self, here: Point, out: torch.Tensor) -> None:
+        memory = self._memory
+        if "direction" in memory:
+            add(here.gradient, memory["direction"], -memory["beta"], out=out).neg_()
+        else:
+            torch.neg(here.gradient, out=out)
+
+    def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
+        memory, direction = self._memory, self._direction
+        if self._y is None:
+            self._y = self._vector.empty()
+        y = add(after.gradient, before.gradient, -1.0, out=self._y)
+        products = _Products(before.gradient, after.gradient, direction, y)
+        memory["beta"] = BETAS[self._group["beta"]](products) if products.dy > 0 else 0.0
+        memory["decrease"] = dot(change, before.gradient)
+        self._direction = memory["direction"] if "direction" in memory else self._vector.empty()
+        memory["direction"] = direction
+
+    def _forget(self) -> bool:
+        return self._memory.pop("direction", None) is not None
+
+    def _first(self, slope: float, length: float, change: float) -> float:
+        """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization", 2006,
+        equation 3.60)."""
+        if "direction" in self._memory:
+            first: float = self._memory["decrease"] / slope
+            return first
+        return min(1.0, 1.0 / length)

@@ -1,0 +1,190 @@
+"""What the last steps tell of a function's curvature: the limited-memory BFGS matrix in compact form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt.optim.algebra import add, combination, copy, dot, norm, products
+
+# A pair whose s.y is a smaller part of y.y than this says nothing that is not rounding.
+LEAST = 2.3e-16
+
+
+class _Known(NamedTuple):
+    """What is known of the pairs beside themselves; small, float64, and replaced, never written."""
+
+    slots: tuple[int, ...]  # where each pair is, the oldest first
+    sy: torch.Tensor  # s_i . y_j for i <= j
+    yy: torch.Tensor  # y_i . y_j
+    with_seen: torch.Tensor  # s_i and y_i (shape `(2, pairs)`) times the vector that H was last multiplied with
+
+    def without_oldest(self) -> _Known:
+        return _Known(self.slots[1:], self.sy[1:, 1:], self.yy[1:, 1:], self.with_seen[:, 1:])
+
+    def with_pair(self, pair: _Pair, columns: torch.Tensor) -> _Known:
+        """`columns`: the older s and y (shape `(2, pairs)`) times the y of `pair`."""
+        count = len(self.slots)
+        sy, yy = torch.zeros(2, count + 1, count + 1, dtype=torch.float64)
+        sy[:count, :count], yy[:count, :count] = self.sy, self.yy
+        sy[:count, count], yy[:count, count] = columns
+        yy[count, :count] = columns[1]
+        sy[count, count], yy[count, count] = pair.sy, pair.yy
+        return _Known((*self.slots, pair.slot), sy, yy, self.with_seen)
+
+
+class _Pair(NamedTuple):
+    """A pair whose products with the older ones are still to come: out of those with the gradient `after` it, if that
+    is what H is multiplied with next."""
+
+    slot: int
+    sy: float
+    yy: float
+    after: torch.Tensor | None
+
+
+_NONE = torch.zeros(0, 0, dtype=torch.float64)
+_NO_PRODUCTS = torch.zeros(2, 0, dtype=torch.float64)
+_NOTHING = _Known((), _NONE, _NONE, _NO_PRODUCTS)
+
+
+class Curvature:
+    """The last `most` pairs of s (a step) and y (what the gradient changed by), and the matrix H that they make.
+
+    H is the approximation to the inverse Hessian of Byrd, Nocedal and Schnabel, "Representations of quasi-Newton
+    matrices and their use in limited memory methods", Mathematical Programming 63, 1994, equation 3.1. All pairs are rows
+    of one matrix, s and y in turn (shape `(2 * most, size)`), which is read twice for a product: once for the scalar
+    products of all rows with the vector, once for the combination of all rows.
+
+    The products of the old rows with a new y are differences of those with two gradients (section 3.3 there), unless y is
+    so much shorter than the gradients that digits would be lost: then the rows are read once more.
+    """
+
+    def __init__(self, size: int, most: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.most = most
+        self._rows = torch.empty(2 * most, size, dtype=dtype, device=device)
+        self._y = torch.empty(size, dtype=dtype, device=device)
+        self._enough = torch.finfo(dtype).eps ** 0.25  # of |y| / |gradient|
+        self._known = _NOTHING
+        self._pair: _Pair | None = None
+        self._seen: torch.Tensor | None = None  # what H was last multiplied with
+        self._marked: tuple[_Known, _Pair | None] | None = None
+        self._overwritten: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._known.slots) + (self._pair is not None)
+
+    def clear(self) -> None:
+        """Forget all pairs."""
+        self._known, self._pair, self._seen = _NOTHING, None, None
+
+    def add(self, s: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> bool:
+        """Take in the step `s` and the gradients `before` and `after` it (shapes `(size,)`), in place of the oldest pair
+        if there are `most`. Returns False, and changes nothing, if the curvature along `s` is not positive.
+
+        `after` has to stay as it is until H is multiplied with it, or another pair is added.
+        """
+        self._complete()
+        add(after, before, -1.0, out=self._y)
+        sy, yy = dot(s, self._y), dot(self._y, self._y)
+        if not sy > LEAST * yy or not math.isfinite(sy) or not math.isfinite(yy):
+            return False
+        slot = len(self._known.slots)
+        if slot == self.most:
+            slot, self._known = self._known.slots[0], self._known.without_oldest()
+        self._keep(slot)
+        copy(s, self._rows[2 * slot])
+        copy(self._y, self._rows[2 * slot + 1])
+        chained = before is self._seen and math.sqrt(yy) > self._enough * norm(after)
+        self._pair = _Pair(slot, sy, yy, after if chained else None)
+        return True
+
+    def _complete(self, columns: torch.Tensor | None = None) -> None:
+        """Take up the pair that is new; `columns` as in `_Known.with_pair`."""
+        if self._pair is not None:
+            if columns is None:
+                columns = self._with_old(self._rows[2 * self._pair.slot + 1], self._known.slots)
+            self._known, self._pair = self._known.with_pair(self._pair, columns), None
+
+    def _with_old(self, vector: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
+        """s and y (shape `(2, pairs)`) of `slots` times `vector`."""
+        if not slots:
+            return _NO_PRODUCTS
+        return products(self._rows[: 2 * len(self)], vector).view(-1, 2)[torch.tensor(slots)].T
+
+    def times(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`-H @ vector`, in `out` (shapes `(size,)`); `vector` has to stay as it is until a pair is added."""
+        copy(vector, out)
+        pair = self._pair
+        if pair is not None and pair.after is not vector:
+            self._complete()
+            pair = None
+        slots = self._known.slots if pair is None else (*self._known.slots, pair.slot)
+        found = self._with_old(vector, slots)
+        if pair is not None:
+            self._complete(found[:, :-1] - self._known.with_seen)
+        self._known, self._seen = self._known._replace(with_seen=found), vector
+        if not slots:
+            return out.neg_()
+        scale, weights = _weights(self._known)
+        out.mul_(-scale)
+        at_slots = torch.empty(len(slots), 2, dtype=torch.float64)
+        at_slots[torch.tensor(slots)] = weights.T
+        return combination(at_slots.view(-1), self._rows[: 2 * len(slots)], out)
+
+    def mark(self) -> None:
+        """Remember the present, for `rewind`: rows are copied when they are overwritten."""
+        self._marked = self._known, self._pair
+        self._overwritten = {}
+
+    def rewind(self) -> None:
+        """Back to where `mark` was called last."""
+        assert self._marked is not None
+        for slot, rows in self._overwritten.items():
+            self._rows[2 * slot : 2 * slot + 2] = rows
+        self._overwritten = {}
+        self._known, self._pair = self._marked
+        self._seen = None
+        if self._pair is not None:
+            self._pair = self._pair._replace(after=None)
+
+    def _keep(self, slot: int) -> None:
+        if self._marked is None or slot in self._overwritten:
+            return
+        known, pair = self._marked
+        if slot in known.slots or (pair is not None and pair.slot == slot):
+            self._overwritten[slot] = self._rows[2 * slot : 2 * slot + 2].clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), and their products."""
+        self._complete()
+        slots = torch.tensor(self._known.slots, dtype=torch.int64)
+        pairs = self._rows.view(self.most, 2, -1)[slots.to(self._rows.device)]
+        return {"pairs": pairs, "sy": self._known.sy.clone(), "yy": self._known.yy.clone()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` returned, as much of it as there is room for. Raises `ValueError` for pairs of
+        another size."""
+        pairs = state["pairs"]
+        if pairs.shape[1:] != (2, self._rows.shape[1]):
+            raise ValueError(f"the state has pairs of {pairs.shape[-1]} parameters; here are {self._rows.shape[1]}")
+        dropped = max(len(pairs) - self.most, 0)
+        kept = pairs[dropped:]
+        self._rows[: 2 * len(kept)] = kept.reshape(-1, kept.shape[-1]).to(self._rows)
+        sy, yy = (state[key].double().cpu()[dropped:, dropped:] for key in ("sy", "yy"))
+        self._known = _Known(tuple(range(len(kept))), sy, yy, torch.zeros(2, len(kept), dtype=torch.float64))
+        self._pair = self._seen = None
+
+
+def _weights(known: _Known) -> tuple[float, torch.Tensor]:
+    """Of `-H @ vector`: the factor of `-vector`, and those of each s and y (shape `(2, pairs)`)."""
+    with_s, with_y = known.with_seen
+    diagonal = known.sy.diagonal()
+    scale = (diagonal[-1] / known.yy[-1, -1]).item()
+    once = torch.linalg.solve_triangular(known.sy, with_s[:, None], upper=True)[:, 0]
+    inner = diagonal * once + scale * (torch.mv(known.yy, once) - with_y)
+    of_s = torch.linalg.solve_triangular(known.sy.T, inner[:, None], upper=False)[:, 0]
+    return scale, torch.stack((-of_s, scale * once))

@@ -1,0 +1,133 @@
+"""L-BFGS, and OWL-QN for an L1 penalty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from batchopt.optim.curvature import Curvature
+from batchopt.optim.descent import Callback, Descent, Run
+from batchopt.optim.line import Closure, Function, Line, Point
+from batchopt.optim.orthant import OrthantLine, PenalisedFunction, project, pseudo_gradient
+
+
+class LBFGS(Descent):
+    """Limited-memory BFGS, with the arguments of `torch.optim.LBFGS`.
+
+    Args:
+        params: parameters of one dtype on one device.
+        lr: the first step that a line search tries, 1 by default; the step itself without a line search. The very first
+            one, and any along the steepest descent, is `lr` or what moves the parameters by `lr` (Euclidean), whichever
+            is shorter.
+        max_iter: iterations in one call of `step`; None: no limit. Default 20.
+        max_eval: evaluations in one call of `step`, which may end it in the middle of a line search. Default None: no limit.
+        tolerance_grad: ends a step once no element of the gradient is larger (absolute). Default 1e-7; 0 is only met by a
+            gradient of 0.
+        tolerance_change: ends a step once f changes by less than this, or no parameter by more (absolute). Default 1e-9; 0
+            never ends it.
+        history_size: pairs (a step, and what the gradient changed by) that are kept, 100 by default; each takes the
+            memory of two vectors of parameters.
+        line_search_fn: `"strong_wolfe"`, the default; `"armijo"`: back from `lr` until f has decreased enough; None: no
+            search, the step is `lr`.
+        l1: adds `l1` times the sum of the parameters' absolute values to f, which the closure does not include;
+            parameters become exactly 0. The line search is then the projected one of OWL-QN. Default 0.
+        callback: `callback(iteration)` after each accepted point, with an `Iteration`; ends the step if it returns True.
+
+    `result` tells how the last call of `step` went. A further call goes on where the last one ended, with the same
+    curvature, unless f is another function there. The parameters that a call leaves are always the best ones that it saw.
+    A search that finds nothing better is repeated once along the steepest descent, with an empty history.
+
+    Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45, 1989;
+    the direction in compact form, see `Curvature`; the line search of More and Thuente, 1994, with the approximate Wolfe conditions of
+    Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized log-linear models", ICML 2007.
+    Raises `ValueError` or `TypeError` for options that cannot work, and parameters that are no one vector.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        max_iter: int | None = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+        line_search_fn: str | None = "strong_wolfe",
+        *,
+        l1: float = 0.0,
+        callback: Callback | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "max_iter": max_iter,
+            "max_eval": max_eval,
+            "tolerance_grad": tolerance_grad,
+            "tolerance_change": tolerance_change,
+            "history_size": history_size,
+            "line_search_fn": line_search_fn,
+            "l1": l1,
+        }
+        super().__init__(params, options, callback)
+        self._pseudo: torch.Tensor | None = None
+
+    _kept = (*Descent._kept, "curvature")
+
+    @property
+    def _curvature(self) -> Curvature:
+        memory, most = self._memory, self._group["history_size"]
+        if "curvature" not in memory or memory["curvature"].most != most:
+            old = memory.get("curvature")
+            memory["curvature"] = self._with_pairs(None if old is None else old.state_dict())
+        curvature: Curvature = memory["curvature"]
+        return curvature
+
+    def _with_pairs(self, state: Mapping[str, torch.Tensor] | None) -> Curvature:
+        vector = self._vector
+        curvature = Curvature(vector.size, self._group["history_size"], vector.dtype, vector.device)
+        if state is not None:
+            curvature.load_state_dict(state)
+        return curvature
+
+    def _unpacked(self, key: str, value: Any) -> Any:
+        return self._with_pairs(value) if key == "curvature" else super()._unpacked(key, value)
+
+    def _aim(self, here: Point, out: torch.Tensor) -> None:
+        steepest = self._steepest(here)
+        self._curvature.times(steepest, out)
+        if self._group["l1"]:
+            project(out, steepest)
+
+    def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
+        self._curvature.add(change, before.gradient, after.gradient)
+
+    def _forget(self) -> bool:
+        remembered = len(self._curvature) > 0
+        self._curvature.clear()
+        return remembered
+
+    def _first(self, slope: float, length: float, change: float) -> float:
+        return 1.0 if len(self._curvature) else min(1.0, 1.0 / length)
+
+    @property
+    def _line_search(self) -> str | None:
+        kind = super()._line_search
+        return "armijo" if kind is not None and self._group["l1"] else kind
+
+    def _steepest(self, here: Point) -> torch.Tensor:
+        if not self._group["l1"]:
+            return here.gradient
+        if self._pseudo is None:
+            self._pseudo = self._vector.empty()
+        return pseudo_gradient(here.x, here.gradient, self._group["l1"], out=self._pseudo)
+
+    def _function(self, closure: Closure) -> Function:
+        if not self._group["l1"]:
+            return super()._function(closure)
+        return PenalisedFunction(self._vector, closure, self._group["l1"])
+
+    def _line(self, run: Run) -> Line:
+        if not self._group["l1"]:
+            return super()._line(run)
+        return OrthantLine(run.function, run.here, self._direction, run.spare, self._steepest(run.here))

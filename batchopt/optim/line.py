@@ -1,0 +1,102 @@
+"""A function along a line: points that were evaluated, and how they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from batchopt.errors import NonFiniteError
+from batchopt.optim.algebra import add, dot, largest
+from batchopt.optim.linesearch import Sample
+from batchopt.optim.vector import Vector
+
+Closure = Callable[[], "torch.Tensor | float"]
+
+
+@dataclass
+class Point:
+    """Parameters `x`, and f and its gradient there (shapes `(n,)`); memory that is used again."""
+
+    x: torch.Tensor
+    gradient: torch.Tensor
+    f: float = math.nan
+
+    @property
+    def finite(self) -> bool:
+        """Whether f and each element of the gradient are."""
+        return math.isfinite(self.f) and math.isfinite(largest(self.gradient))
+
+
+class Function:
+    """f and df/dX of a closure, at given parameters; counts its evaluations."""
+
+    def __init__(self, vector: Vector, closure: Closure) -> None:
+        self._vector, self._closure = vector, closure
+        self.evaluations = 0
+
+    def here(self, point: Point) -> torch.Tensor | float:
+        """Evaluate at the parameters as they are, into `point`; returns what the closure did."""
+        self._vector.read(point.x)
+        return self._evaluate(point)
+
+    def at(self, point: Point) -> None:
+        """Evaluate at `point.x`; a result that the closure refuses to return (`NonFiniteError`) is infinite."""
+        self._vector.write(point.x)
+        try:
+            self._evaluate(point)
+        except NonFiniteError:
+            point.f = math.inf
+
+    def _evaluate(self, point: Point) -> torch.Tensor | float:
+        self.evaluations += 1
+        with torch.enable_grad():
+            value = self._closure()
+        point.f = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        self._vector.read_gradient(point.gradient)
+        return value
+
+
+class Line:
+    """phi(t) = f(x + t d), for a line search; keeps the last point that was evaluated and the best one before.
+
+    `start` stays as it is; `spare` is memory for two points.
+    """
+
+    def __init__(self, function: Function, start: Point, direction: torch.Tensor, spare: Sequence[Point]) -> None:
+        self.start, self.direction = start, direction
+        self._function = function
+        self._last, self._best = spare
+        self._last.f = self._best.f = math.inf
+        self.last_step = math.nan
+
+    def __call__(self, step: float) -> Sample:
+        """Evaluate at `step`."""
+        if self._last.f <= self._best.f:
+            self._last, self._best = self._best, self._last
+        point, self.last_step = self._last, step
+        self.place(step, point.x)
+        self._function.at(point)
+        slope = self.slope(point) if math.isfinite(point.f) else math.nan
+        if not math.isfinite(slope):
+            point.f = math.inf
+        return Sample(step, point.f, slope)
+
+    def place(self, step: float, x: torch.Tensor) -> None:
+        """Write the point at `step` to `x`."""
+        add(self.start.x, self.direction, step, out=x)
+
+    def slope(self, point: Point) -> float:
+        """That of phi at a point of the line."""
+        return dot(point.gradient, self.direction)
+
+    def take(self, found: Sample | None) -> tuple[Point, list[Point]]:
+        """The point that a search found, or the best one, which may be `start`; and the memory of the others."""
+        points = [self.start, self._best, self._last]
+        if found is not None and found.step == self.last_step:
+            taken = self._last
+        else:
+            taken = min(points, key=lambda point: point.f)
+        return taken, [point for point in points if point is not taken]

@@ -1,0 +1,186 @@
+"""Line searches: how far to go along a direction. Decisions only; whoever calls them evaluates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Sample(NamedTuple):
+    """phi and its slope at a step along a line; the slope may be NaN where it is not known."""
+
+    step: float
+    f: float
+    slope: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether both are."""
+        return math.isfinite(self.f) and math.isfinite(self.slope)
+
+
+Phi = Callable[[float], Sample]
+
+# Of a decrease that the slope promises, this much is enough; a slope is flat that is so much smaller.
+DECREASE, FLAT = 1e-4, 0.9
+# In the approximate conditions, the first of the two (delta of Hager and Zhang).
+APPROXIMATE = 0.1
+# What is tried in place of a step that leads to where f is not finite, as a part of the way there.
+INSIDE = 0.25
+# How much farther a step may go than the one before it, at least and at most, while the slope is downhill.
+NEARER, FARTHER = 1.1, 4.0
+# A bracket that is not smaller than this part of the one before the last is halved.
+SHRINKS = 0.66
+# A bracket is as good as a point when it is smaller than this part of its end.
+NARROW = 1e-10
+
+
+class Accept(NamedTuple):
+    """The strong Wolfe conditions; or, where the difference of f is below `noise` and says nothing any more, the approximate
+    ones of Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an efficient line search",
+    SIAM Journal on Optimization 16, 2005, equation 4.1."""
+
+    start: Sample
+    flat: float
+    noise: float
+
+    def __call__(self, trial: Sample) -> bool:
+        """Whether to stop there."""
+        slope = self.start.slope
+        if trial.f <= self.start.f + DECREASE * trial.step * slope:
+            return abs(trial.slope) <= -self.flat * slope
+        near = abs(trial.f - self.start.f) <= self.noise
+        return near and self.flat * slope <= trial.slope <= (2 * APPROXIMATE - 1) * slope
+
+
+def strong_wolfe(
+    phi: Phi, start: Sample, first: float, evaluations: int, noise: float = 0.0, flat: float = FLAT
+) -> Sample | None:
+    """A step that satisfies the strong Wolfe conditions, tried from `first` on, by the bracketing and interpolation of
+    More and Thuente, "Line search algorithms with guaranteed sufficient decrease", ACM TOMS 20, 1994.
+
+    Differences of f up to `noise` count as none: then slopes alone decide. A trial that is not finite is a wall, and
+    the next one is nearer. Once `evaluations` are spent, or the bracket is a point, the best trial if it is lower
+    than `start`; None if there is none.
+    """
+    accept = Accept(start, flat, noise)
+    low, high = start, None  # the best end so far; the other end, once there is a minimum in between
+    wall, step = math.inf, first
+    widths = (math.inf, math.inf)
+    for _ in range(evaluations):
+        trial = phi(step)
+        if trial.finite and accept(trial):
+            return trial
+        if not trial.finite:
+            wall, step = step, low.step + INSIDE * (step - low.step)
+            continue
+        if low.f < trial.f <= low.f + noise:
+            trial = trial._replace(f=low.f)
+        step = _next(low, high, trial, wall)
+        low, high = _bracket(low, high, trial)
+        if step in (low.step, trial.step) or not 0 < step < math.inf:
+            break  # no number lies in between
+        if high is None:
+            continue
+        width = abs(high.step - low.step)
+        if width <= NARROW * max(high.step, low.step):
+            break
+        if width >= SHRINKS * widths[0]:
+            step = 0.5 * (low.step + high.step)
+        widths = widths[1], width
+    return low if low.f < start.f else None
+
+
+def _bracket(low: Sample, high: Sample | None, trial: Sample) -> tuple[Sample, Sample | None]:
+    """The best end of the interval that holds a minimum, with `trial`, and the other one."""
+    if trial.f > low.f:
+        return low, trial
+    return trial, (low if _opposite(low, trial) else high)
+
+
+def _opposite(one: Sample, other: Sample) -> bool:
+    return (one.slope < 0) != (other.slope < 0)
+
+
+def _next(low: Sample, high: Sample | None, trial: Sample, wall: float) -> float:
+    """What to try after `trial`: the four cases of More and Thuente, section 4."""
+    cubic, secant = _cubic(low, trial), _secant(low, trial)
+    if trial.f > low.f:
+        quadratic = _quadratic(low, trial)
+        if cubic is None:
+            return quadratic
+        return cubic if abs(cubic - low.step) < abs(quadratic - low.step) else 0.5 * (cubic + quadratic)
+    if _opposite(low, trial):
+        return secant if cubic is None or abs(secant - trial.step) > abs(cubic - trial.step) else cubic
+    flatter = abs(trial.slope) < abs(low.slope)
+    if high is None:
+        ahead = trial.step - low.step
+        least, most = trial.step + NEARER * ahead, trial.step + FARTHER * ahead
+        if wall < math.inf:
+            least, most = trial.step, min(most, 0.5 * (trial.step + wall))
+        beyond = [step for step in (cubic, secant) if step is not None and step > trial.step] if flatter else []
+        return min(most, max(least, *beyond)) if beyond else most
+    if not flatter:
+        other = _cubic(high, trial)
+        return 0.5 * (trial.step + high.step) if other is None else other
+    inside = trial.step + SHRINKS * (high.step - trial.step)
+    towards = [step for step in (cubic, secant) if step is not None and _between(step, trial.step, inside)]
+    return min(towards, key=lambda step: abs(step - trial.step)) if towards else inside
+
+
+def _between(step: float, one: float, other: float) -> bool:
+    return min(one, other) < step < max(one, other)
+
+
+def _secant(one: Sample, other: Sample) -> float:
+    """Where the slope would vanish if it were linear."""
+    change = other.slope - one.slope
+    return other.step - other.slope * (other.step - one.step) / change if change else math.inf
+
+
+def _quadratic(one: Sample, other: Sample) -> float:
+    """The minimum of the parabola through both values and the slope of `one`."""
+    length = other.step - one.step
+    bend = other.f - one.f - one.slope * length
+    return one.step - 0.5 * one.slope * length * length / bend if bend else one.step + 0.5 * length
+
+
+def _cubic(one: Sample, other: Sample) -> float | None:
+    """The minimum of the cubic through both values and slopes; None if it has none."""
+    length = other.step - one.step
+    middle = one.slope + other.slope - 3 * (other.f - one.f) / length
+    scale = max(abs(middle), abs(one.slope), abs(other.slope))
+    if not 0 < scale < math.inf:
+        return None
+    inner = (middle / scale) ** 2 - one.slope / scale * (other.slope / scale)
+    if inner < 0:
+        return None
+    root = math.copysign(scale * math.sqrt(inner), length)
+    below = other.slope - one.slope + 2 * root
+    return other.step - length * (other.slope + root - middle) / below if below else None
+
+
+def armijo(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | None:
+    """The first step, going back from `first`, that decreases f by a part of what the slope promises (Armijo 1966); each
+    is the minimum of a parabola through the one before, but a tenth of it at least, and half at most.
+
+    None if there is none within `evaluations`.
+    """
+    step = first
+    for _ in range(evaluations):
+        trial = phi(step)
+        if trial.f <= start.f + DECREASE * step * start.slope and trial.finite:
+            return trial
+        shorter = _quadratic(start, trial) if math.isfinite(trial.f) else INSIDE * step
+        step = min(max(shorter, 0.1 * step), 0.5 * step)
+    return None
+
+
+def fixed(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | None:
+    """`first`, or the first one that is finite of those a quarter as long as the one before; None if there is none."""
+    for i in range(evaluations):
+        trial = phi(first * INSIDE**i)
+        if trial.finite:
+            return trial
+    return None

@@ -1,0 +1,49 @@
+"""The options of the optimizers here, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+LINE_SEARCHES = ("strong_wolfe", "armijo", None)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises `ValueError`, or `TypeError` for what is no number, that names the first option that cannot work."""
+    for name, value in options.items():
+        if name == "lr":
+            _check_number(name, value)
+            if not 0 < value < math.inf:
+                raise ValueError(
+                    f"`lr` must be positive and finite: it is the first step of a line search; got {value}"
+                )
+        elif name.startswith("tolerance") or name == "l1":
+            _check_number(name, value)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` must be >= 0 and finite; got {value}")
+        elif name in ("max_iter", "max_eval", "history_size"):
+            if value is None and name != "history_size":
+                continue  # no limit
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"`{name}` must be an int >= 1{' or None: no limit' * (name != 'history_size')}; got {value!r}"
+                )
+            if value < 1:
+                raise ValueError(
+                    f"`{name}` must be >= 1{', or None: no limit' * (name != 'history_size')}; got {value}"
+                )
+        elif name == "line_search_fn":
+            check_choice(name, value, LINE_SEARCHES)
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises `ValueError` for a value that is none of `choices`."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number; got {value!r}")

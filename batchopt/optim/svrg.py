@@ -1,0 +1,111 @@
+"""Stochastic variance-reduced gradients, around any optimizer that steps along a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from batchopt.optim.line import Closure
+
+
+class SVRG(torch.optim.Optimizer):
+    """Steps of `base` along g(w) - g(v) + full(v): g is the gradient of a mini-batch, `full` that of all data, and v the
+    parameters at the last snapshot.
+
+    The variance of what is stepped along goes to 0 with w - v, so the learning rate of `base` may stay as it is. Each step
+    evaluates the mini-batch twice; a snapshot, one whole pass.
+
+    Args:
+        base: an optimizer that needs no closure, over the parameters to move: `torch.optim.SGD(params, lr=0.1)`.
+        update_freq: passes from one snapshot to the next. Default 2.
+
+    `begin_pass(full)` at the start of each pass over the data takes the snapshots. Groups of parameters, and so learning rates
+    and schedulers, are those of `base`. Johnson and Zhang, "Accelerating stochastic gradient descent using predictive
+    variance reduction", NIPS 2013. Raises `TypeError` or `ValueError` for arguments that cannot work.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer, update_freq: int = 2) -> None:
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError(f"`base` must be an optimizer, as torch.optim.SGD(params, lr=0.1); got {base!r}")
+        if isinstance(update_freq, bool) or not isinstance(update_freq, int):
+            raise TypeError(f"`update_freq` must be a number of passes, an int >= 1; got {update_freq!r}")
+        if update_freq < 1:
+            raise ValueError(f"`update_freq` must be >= 1; got {update_freq}")
+        super().__init__([dict(group) for group in base.param_groups], base.defaults)
+        self.base, self.update_freq = base, update_freq
+        self._share()
+        self._memory["passes"] = 0
+
+    def _share(self) -> None:
+        """One state and one list of groups, for both."""
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    @property
+    def _memory(self) -> dict[str, Any]:
+        """The snapshot: what belongs to no single parameter has a name for its key."""
+        memory: dict[str, Any] = self.state["svrg"]  # type: ignore[index]
+        return memory
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def begin_pass(self, full: Callable[[], Any]) -> bool:
+        """Say that a pass over the data begins; returns whether a snapshot was taken.
+
+        `full()`, which is called for that only, evaluates f of all data at the present parameters and leaves df/dX in their
+        `.grad`: `lambda: opt.full_gradient(loader)`.
+        """
+        memory = self._memory
+        due = memory["passes"] % self.update_freq == 0
+        if due:
+            full()
+            memory["at"] = [parameter.detach().clone() for parameter in self._parameters]
+            memory["full"] = _gradients(self._parameters)
+        memory["passes"] += 1
+        return bool(due)
+
+    @torch.no_grad()
+    def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
+        """One step of `base`; returns the loss of the mini-batch at the parameters before it.
+
+        `closure()` evaluates f of the mini-batch, leaves df/dX in `.grad`, and returns f; it is called twice. Raises
+        `RuntimeError` before the first `begin_pass`.
+        """
+        memory, parameters = self._memory, self._parameters
+        if "at" not in memory:
+            raise RuntimeError("SVRG has no snapshot: call begin_pass(full) at the start of each pass over the data")
+        now = [parameter.detach().clone() for parameter in parameters]
+        try:
+            _assign(parameters, memory["at"])
+            with torch.enable_grad():
+                closure()
+            there = _gradients(parameters)
+        finally:
+            _assign(parameters, now)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, before, full in zip(parameters, there, memory["full"], strict=True):
+            if parameter.grad is None:
+                parameter.grad = full - before
+            else:
+                parameter.grad.add_(full - before)
+        self.base.step()
+        return loss.detach() if isinstance(loss, torch.Tensor) else loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, the snapshot with it."""
+        self.base.load_state_dict(dict(state_dict))
+        self._share()
+
+
+def _assign(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.detach().copy_(value)
+
+
+def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies; 0 where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]

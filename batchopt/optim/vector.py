@@ -1,0 +1,89 @@
+"""The parameters of an optimizer as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in one row; of a complex one real and imaginary parts."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def _lie_together(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they are parts of one piece of memory, each next to the one before."""
+    first = tensors[0]
+    end = first.data_ptr()
+    for tensor in tensors:
+        alike = (
+            tensor.dtype == first.dtype and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        )
+        if not alike or not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.is_complex():
+            return False
+        end += tensor.nbytes
+    return True
+
+
+class Vector:
+    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they are views of
+    one, in one go.
+
+    `dtype` is that of the vector: the parameters', but single precision at least. Raises `ValueError` for parameters on
+    several devices, or of several dtypes.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+        if len(kinds) > 1:
+            raise ValueError(f"the parameters must share one device and one dtype; got {sorted(map(str, kinds))}")
+        ((self.device, dtype),) = kinds
+        real = dtype.to_real() if dtype.is_complex else dtype
+        self.dtype = torch.promote_types(real, torch.float32)
+        self.size = sum(_flat(parameter.detach()).numel() for parameter in parameters)
+        self._parameters = list(parameters)
+
+    def empty(self) -> torch.Tensor:
+        """A vector to write to."""
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
+
+    def read(self, out: torch.Tensor) -> None:
+        """The parameters, into `out`."""
+        self._gather([parameter.detach() for parameter in self._parameters], out)
+
+    def read_gradient(self, out: torch.Tensor) -> None:
+        """Their gradients, into `out`; 0 where there is none."""
+        found = [parameter.grad for parameter in self._parameters]
+        if None in [None if gradient is None else 0 for gradient in found] or any(
+            gradient is not None and gradient.is_sparse for gradient in found
+        ):
+            found = [_dense(p, gradient) for p, gradient in zip(self._parameters, found, strict=True)]
+        self._gather([gradient.detach() for gradient in found if gradient is not None], out)
+
+    def write(self, x: torch.Tensor) -> None:
+        """Set the parameters to `x`."""
+        for part, tensor in self._parts([parameter.detach() for parameter in self._parameters], x):
+            tensor.copy_(part.view_as(tensor))
+
+    def _gather(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        for part, tensor in self._parts(tensors, out):
+            part.copy_(tensor.reshape(-1))
+
+    def _parts(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of `vector` that belong to each of `tensors`; all of it in one part, if they lie together."""
+        if _lie_together(tensors):
+            whole = tensors[0].as_strided((self.size,), (1,))
+            return [(vector, whole)]
+        parts, start = [], 0
+        for tensor in tensors:
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            parts.append((vector[start : start + real.numel()], real))
+            start += real.numel()
+        return parts
+
+
+def _dense(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient

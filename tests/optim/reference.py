@@ -1,0 +1,106 @@
+"""The optimizers, slow and readable: what the real ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def value_and_gradient(function: Function, x: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """f and its gradient at x."""
+    x = x.clone().requires_grad_()
+    f = function(x)
+    (gradient,) = torch.autograd.grad(f, x)
+    return f.item(), gradient
+
+
+def two_loops(pairs: list[tuple[torch.Tensor, torch.Tensor]], gradient: torch.Tensor) -> torch.Tensor:
+    """The L-BFGS direction by the recursion of Nocedal, "Updating quasi-Newton matrices with limited storage", 1980."""
+    q, alphas = -gradient.double(), []
+    doubles = [(s.double(), y.double()) for s, y in pairs]
+    for s, y in reversed(doubles):
+        alphas.append((s @ q) / (s @ y))
+        q = q - alphas[-1] * y
+    if doubles:
+        s, y = doubles[-1]
+        q = q * (s @ y) / (y @ y)
+    for (s, y), alpha in zip(doubles, reversed(alphas), strict=True):
+        q = q + (alpha - (y @ q) / (s @ y)) * s
+    return q
+
+
+def wolfe_step(function: Function, x: torch.Tensor, direction: torch.Tensor) -> float:
+    """A step that satisfies the weak Wolfe conditions, by doubling and bisection."""
+    f, gradient = value_and_gradient(function, x)
+    slope = (gradient @ direction).item()
+    low, high, step = 0.0, float("inf"), 1.0
+    for _ in range(200):
+        value, there = value_and_gradient(function, x + step * direction)
+        if not value <= f + 1e-4 * step * slope:
+            high = step
+        elif (there @ direction).item() < 0.9 * slope:
+            low = step
+        else:
+            break
+        step = 2 * low if high == float("inf") else 0.5 * (low + high)
+    return step
+
+
+def lbfgs(function: Function, x: torch.Tensor, iterations: int, most: int = 10) -> torch.Tensor:
+    """The minimum by the two loops and bisection."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _, gradient = value_and_gradient(function, x)
+    for _ in range(iterations):
+        if gradient.abs().max() < 1e-10:
+            break
+        direction = two_loops(pairs, gradient)
+        after = x + wolfe_step(function, x, direction) * direction
+        _, new = value_and_gradient(function, after)
+        if (after - x) @ (new - gradient) > 0:
+            pairs = [*pairs, (after - x, new - gradient)][-most:]
+        x, gradient = after, new
+    return x
+
+
+def conjugate_gradients(matrix: torch.Tensor, right: torch.Tensor, x: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Linear conjugate gradients (Hestenes and Stiefel 1952) for `matrix @ x = right`."""
+    residual = right - matrix @ x
+    direction = residual
+    for _ in range(iterations):
+        product = matrix @ direction
+        step = (residual @ residual) / (direction @ product)
+        x = x + step * direction
+        new = residual - step * product
+        direction = new + (new @ new) / (residual @ residual) * direction
+        residual = new
+    return x
+
+
+def proximal_gradient(function: Function, x: torch.Tensor, l1: float, rate: float, iterations: int) -> torch.Tensor:
+    """The minimum of f plus an L1 penalty, by soft thresholding (ISTA)."""
+    for _ in range(iterations):
+        _, gradient = value_and_gradient(function, x)
+        x = x - rate * gradient
+        x = x.sign() * (x.abs() - rate * l1).clamp_min(0.0)
+    return x
+
+
+def broyden(inverse: torch.Tensor, s: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The self-scaled Broyden update of an inverse Hessian, from the formulas for the Hessian: both are inverted."""
+    hessian = torch.linalg.inv(inverse)
+    n = len(s)
+    bs, sy = hessian @ s, s @ y
+    b, h = (s @ bs) / sy, (y @ inverse @ y) / sy
+    a = b * h - 1
+    least = min(torch.tensor(1.0), h * (1 - (a / (a + 1)).sqrt()))
+    theta = max((least - 1) / a, min(1 / least, (1 - b) / b))
+    sigma = (1 + a * theta) ** (-1.0 / (n - 1))
+    scale = min(torch.tensor(1.0), 1 / b)
+    tau = scale * min(sigma, 1 / theta) if theta > 0 else min(scale * sigma, 1 + a * theta)
+    w = (s @ bs).sqrt() * (y / sy - bs / (s @ bs))
+    updated = tau * (hessian - bs.outer(bs) / (s @ bs) + theta * w.outer(w)) + y.outer(y) / sy
+    result: torch.Tensor = torch.linalg.inv(updated)
+    return result

@@ -1,0 +1,111 @@
+"""L-BFGS: what is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import batchopt
+from batchopt.optim.status import Status
+from tests.optim import reference
+from tests.optim.test_descent import EXACT, Problem, logistic, rosenbrock, start
+
+
+def test_without_a_search_the_iterates_are_those_of_the_two_loops() -> None:
+    x = start()
+    problem = Problem(batchopt.LBFGS, logistic, x, line_search_fn=None, lr=0.7, max_iter=12, history_size=4)
+    points = [x]
+    problem.optimizer.callback = lambda iteration: points.append(problem.x)
+    problem.step()
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _, gradient = reference.value_and_gradient(logistic, x)
+    for point in points[1:]:
+        direction = reference.two_loops(pairs, gradient)
+        step = 0.7 if pairs else 0.7 * min(1.0, 1.0 / gradient.norm().item())
+        after = x + step * direction
+        torch.testing.assert_close(point, after, rtol=1e-8, atol=1e-10)
+        _, new = reference.value_and_gradient(logistic, point)
+        pairs = [*pairs, (point - x, new - gradient)][-4:]
+        x, gradient = point, new
+
+
+def test_without_a_search_the_best_point_is_left() -> None:
+    problem = Problem(batchopt.LBFGS, rosenbrock, start(), line_search_fn=None, lr=2.0, max_iter=15, tolerance_change=0)
+    result = problem.step()
+    assert result.f == min(problem.values) == rosenbrock(problem.x).item()
+    assert problem.values != sorted(problem.values, reverse=True)
+
+
+def test_fewer_evaluations_than_the_optimizer_of_torch() -> None:
+    ours = Problem(batchopt.LBFGS, rosenbrock, start(20), **EXACT)
+    result = ours.step()
+    assert result.status is Status.GRADIENT
+    x = start(20).requires_grad_()
+    theirs = torch.optim.LBFGS(
+        [x], max_iter=5000, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+    count = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        theirs.zero_grad()
+        f = rosenbrock(x)
+        f.backward()  # type: ignore[no-untyped-call]
+        return f
+
+    theirs.step(closure)  # type: ignore[no-untyped-call]
+    assert result.evaluations < count
+
+
+@pytest.mark.parametrize("l1", [0.003, 0.02, 0.1, 1.0])
+def test_l1_is_the_minimum_of_soft_thresholding_with_its_zeros(l1: float) -> None:
+    problem = Problem(batchopt.LBFGS, logistic, start(12), l1=l1, **EXACT)
+    result = problem.step()
+    expected = reference.proximal_gradient(logistic, start(12), l1, 0.5, 5000)
+    torch.testing.assert_close(problem.x, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(problem.x == 0, expected == 0)
+    assert result.f == pytest.approx(logistic(expected).item() + l1 * expected.abs().sum().item(), rel=1e-9)
+    assert result.status in (Status.GRADIENT, Status.NO_DECREASE)
+
+
+def test_a_state_of_torch_is_taken_over_as_far_as_it_goes() -> None:
+    x = start().requires_grad_()
+    theirs = torch.optim.LBFGS([x], max_iter=3, history_size=7)
+
+    def closure() -> torch.Tensor:
+        theirs.zero_grad()
+        f = logistic(x)
+        f.backward()  # type: ignore[no-untyped-call]
+        return f
+
+    theirs.step(closure)  # type: ignore[no-untyped-call]
+    problem = Problem(batchopt.LBFGS, logistic, x.detach())
+    state = theirs.state_dict()
+    state["param_groups"][0]["params"] = [0, 1, 2]
+    problem.optimizer.load_state_dict(state)
+    assert problem.optimizer.param_groups[0]["history_size"] == 7
+    assert problem.optimizer.param_groups[0]["l1"] == 0.0
+    assert problem.step().f < logistic(x.detach()).item()
+
+
+def test_another_history_size_from_the_next_step_on() -> None:
+    problem = Problem(batchopt.LBFGS, rosenbrock, start(), max_iter=6)
+    problem.step()
+    problem.optimizer.param_groups[0]["history_size"] = 2
+    problem.step()
+    assert problem.optimizer.state_dict()["state"][0]["curvature"]["pairs"].shape[0] == 2
+
+
+def test_noise_in_f_does_not_stop_it_far_from_the_minimum() -> None:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        f = logistic(x) + 1e7
+        return f
+
+    problem = Problem(batchopt.LBFGS, rounded, start(), tolerance_grad=1e-6, tolerance_change=0.0, max_iter=200)
+    result = problem.step()
+    assert result.status is Status.GRADIENT
+
+
+def test_repr_names_the_options() -> None:
+    assert "history_size=100" in repr(batchopt.LBFGS([torch.nn.Parameter(torch.ones(1))]))
