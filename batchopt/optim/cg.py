@@ -108,7 +108,8 @@ class CG(Descent):
             self._y = self._vector.empty()
         y = add(after.gradient, before.gradient, -1.0, out=self._y)
         products = _Products(before.gradient, after.gradient, direction, y)
-        memory["beta"] = BETAS[self._group["beta"]](products) if products.dy > 0 else 0.0
+        sound = products.dy > 0 and products.gg > 0 and products.dd > 0  # not so small that squares are 0
+        memory["beta"] = BETAS[self._group["beta"]](products) if sound else 0.0
         memory["decrease"] = dot(change, before.gradient)
         self._direction = memory["direction"] if "direction" in memory else self._vector.empty()
         memory["direction"] = direction

@@ -213,6 +213,8 @@ class Descent(torch.optim.Optimizer):
     def _search(self, run: Run, line: Line, start: Sample) -> Sample | None:
         group, kind = self._group, self._line_search
         first = group["lr"] * self._first(start.slope, norm(self._direction), run.change)
+        if not 0 < first < math.inf:  # what it was made of is as small as numbers get
+            first = group["lr"]
         evaluations = int(min(SEARCH, _limit(group["max_eval"]) - run.function.evaluations))
         if kind is None:
             return fixed(line, start, first, evaluations)

@@ -66,12 +66,13 @@ class SSBroyden(Descent):
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
         y = add(after.gradient, before.gradient, -1.0, out=self._vector.empty())
         sy, yy = dot(change, y), dot(y, y)
-        if not sy > LEAST * yy:
+        along = dot(change, self._direction)
+        if not (sy > LEAST * yy > 0 and along > 0):
             return
         memory = self._memory
         if "inverse" in memory:
             # the change is `length` times the direction, which is minus the inverse times the gradient
-            length = dot(change, change) / dot(change, self._direction)
+            length = dot(change, change) / along
             curvature = -length * dot(change, before.gradient)
         else:
             memory["inverse"] = torch.eye(len(y), dtype=y.dtype, device=y.device) * (sy / yy)
@@ -107,7 +108,7 @@ def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float,
         rho = min(1.0, h * (1.0 - c))
         theta = max((rho - 1.0) / a, min(1.0 / rho, (1.0 - b) / b))
         sigma = 1.0 + a * theta
-    if not (sigma > 0 and b > 0 and h > 0 and math.isfinite(b)):
+    if not (sigma > 0 and b > 0 and math.isfinite(b) and sy * sy > 0 and yhy * yhy > 0):
         return None
     root = sigma ** (-1.0 / max(size - 1, 1))
     shorter = min(1.0, 1.0 / b)
