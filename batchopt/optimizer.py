@@ -17,7 +17,7 @@ from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
 from batchopt.flatten import trainable
-from batchopt.function import BatchFunction
+from batchopt.hessian import Curved
 from batchopt.history import History
 from batchopt.ownership import exclusive
 from batchopt.reduce import LARGE
@@ -31,7 +31,7 @@ from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
 
-class BatchOptimizer(BatchFunction):
+class BatchOptimizer(Curved):
     """Evaluates `criterion(module(inputs), targets)` and its gradient over whole batches on `parallelize` workers.
 
     Args:
