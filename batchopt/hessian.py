@@ -22,11 +22,11 @@ class Curved(BatchFunction):
         """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.
 
         `v` is 1-D, as long as `parameters`, of any floating dtype. The product is of the function that `evaluate` sees:
-        the same chunks, draws and buffers; with `chunk_size` bit for bit for any number of workers. It costs about
-        three evaluations' time and twice their memory. Gradients, `output` and counters other than `product_counter`
-        are untouched; prehook runs, posthook does not. Raises `TypeError` or `ValueError` for another `v`, what
-        `evaluate` raises, and `WorkerError` where the module cannot be differentiated twice; with
-        `on_nonfinite="return"` a product that is not finite is returned.
+        the same chunks, draws and buffers; with `chunk_size` bit for bit for any number of workers. It takes two to
+        three times as long as an evaluation, and keeps the graph of the first backward too. Gradients, `output` and
+        counters other than `product_counter` are untouched; prehook runs, posthook does not. Raises `TypeError` or
+        `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` where the module cannot be
+        differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
         """
         batch = self._loaded()
         direction = self._read_direction(v)
