@@ -13,7 +13,8 @@ import torch
 @dataclass(frozen=True)
 class History:
     """`evaluations`; `batches` stepped on, and their `samples`; `steps` begun (batches loaded), which number the
-    random draws; the last `loss`, and that of each term by name; and the sha256 chain of all losses."""
+    random draws; `products` of the Hessian; the last `loss`, and that of each term by name; and the sha256 chain of all
+    losses."""
 
     evaluations: int = 0
     batches: int = 0
@@ -22,6 +23,7 @@ class History:
     loss: float = 0.0
     losses: str = ""
     terms: dict[str, float] = field(default_factory=dict)
+    products: int = 0
 
     def chained(self, loss: float) -> str:
         """The chain with `loss` at its end."""

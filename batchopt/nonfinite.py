@@ -11,14 +11,17 @@ from batchopt.errors import NonFiniteError, WorkerError
 from batchopt.history import History
 from batchopt.reduce import all_finite
 from batchopt.split import runs, split_batch
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
+
+# What orders of each kind yield beside the loss.
+DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
 
 
 @dataclass(frozen=True)
 class Place:
     """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and which of
-    loss and gradient it is."""
+    the loss and its derivative it is."""
 
     chunk: int
     samples: range
@@ -26,17 +29,24 @@ class Place:
 
 
 def explain(
-    backend: Backend, cut: Cut, numbering: Numbering, number: Callable[[], int], history: History
+    backend: Backend,
+    cut: Cut,
+    numbering: Numbering,
+    number: Callable[[], int],
+    history: History,
+    kind: Kind = Kind.EVALUATE,
 ) -> NonFiniteError:
-    """The error for the evaluation that follows `history`: evaluates anew, without hooks (which the caller has taken
-    off), to find the place. `number` numbers the evaluations."""
-    place = locate(backend, cut, number, history.steps)
-    what = place.what if place is not None else "loss or gradient is not finite"
+    """The error for the evaluation, or the product, that follows `history`: evaluates anew, without hooks (which the
+    caller has taken off), to find the place. `number` numbers the evaluations."""
+    place = locate(backend, cut, number, history.steps, kind)
+    what = place.what if place is not None else f"loss or {DERIVATIVES[kind]} is not finite"
     chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
     return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1, numbering.within(samples))
 
 
-def locate(backend: Backend, cut: Cut, number: Callable[[], int], step: int) -> Place | None:
+def locate(
+    backend: Backend, cut: Cut, number: Callable[[], int], step: int, kind: Kind = Kind.EVALUATE
+) -> Place | None:
     """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
 
     None if each chunk is finite: a hook did it, or their sum is too large for the dtype.
@@ -46,10 +56,10 @@ def locate(backend: Backend, cut: Cut, number: Callable[[], int], step: int) -> 
         counts = split_batch(len(some), [1.0] * len(backend.workers))
         evaluation = number()
         orders = [
-            Order(evaluation, step, some.start + first, some.start + last) if last > first else None
+            Order(evaluation, step, some.start + first, some.start + last, kind) if last > first else None
             for first, last in runs(counts)
         ]
-        return next(filter(None, map(_what, backend.evaluate(cut, orders))), "")
+        return next(filter(None, (_what(answer, kind) for answer in backend.evaluate(cut, orders))), "")
 
     chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
     reason = what(cut, chunks)
@@ -78,12 +88,12 @@ def _narrow(items: range, what: Callable[[range], str]) -> range:
     return items
 
 
-def _what(answer: Answer) -> str:
-    """Which of loss and gradient is not finite; empty if both are."""
+def _what(answer: Answer, kind: Kind) -> str:
+    """Which of the loss and its derivative is not finite; empty if both are."""
     for _, partial in answer.partials:
         bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
         if bad is not None:
             return f"loss is {bad}"
         if not all_finite(partial.gradient):
-            return "gradient is not finite"
+            return f"{DERIVATIVES[kind]} is not finite"
     return ""

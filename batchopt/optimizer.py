@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,8 +17,9 @@ from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
 from batchopt.flatten import trainable
-from batchopt.function import BatchFunction
+from batchopt.hessian import Curved
 from batchopt.history import History
+from batchopt.objective import FlatObjective
 from batchopt.optim.descent import Descent
 from batchopt.ownership import exclusive
 from batchopt.reduce import LARGE
@@ -26,13 +27,16 @@ from batchopt.settings import Settings
 from batchopt.speeds import Speeds
 from batchopt.terms import Term, reweighed
 from batchopt.threads import torch_threads
+from batchopt.total import Total
 from batchopt.undo import Undo
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
+T = TypeVar("T")
 
-class BatchOptimizer(BatchFunction):
+
+class BatchOptimizer(Curved):
     """Evaluates `criterion(module(inputs), targets)` and its gradient over whole batches on `parallelize` workers.
 
     Args:
@@ -167,6 +171,10 @@ class BatchOptimizer(BatchFunction):
         makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for each term. What `batches` raises is raised when its turn has come. Raises what `step`
         raises. Between two steps nothing else may load a batch.
         """
+        return self._for_each(batches, self._step_on)
+
+    def _for_each(self, batches: Iterable[Any], use: Callable[[Prepared], T]) -> Iterator[T]:
+        """`use` each of `batches`; the next one is read while the workers compute."""
         read = as_arguments if self._settings.terms is None else as_batch_of_terms
         ahead = Ahead(batches, lambda batch: self._prepare(*read(batch), ahead=True))
 
@@ -177,10 +185,10 @@ class BatchOptimizer(BatchFunction):
         for prepared in ahead:
             self._meanwhile = fetch
             try:
-                loss = self._step_on(prepared)
+                found = use(prepared)
             finally:
                 self._meanwhile = None
-            yield loss
+            yield found
 
     @exclusive
     def _step_on(self, prepared: Prepared) -> float:
@@ -199,6 +207,53 @@ class BatchOptimizer(BatchFunction):
             )  # which sees to it itself
             with torch_threads(1 if alike and small else None):
                 self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
+
+    @exclusive
+    def full_gradient(self, data: Iterable[Any]) -> tuple[float, torch.Tensor]:
+        """f and df/dX (a new tensor, shape `(n,)`, X's dtype) of all of `data`, which comes in batches as for `steps`.
+
+        Exactly those of one batch with all samples: batches may differ in size, and count by what their mean divides
+        by. Summed in float64, in the order of the batches; with `chunk_size` the same bits for any number of workers.
+        It is left in `grad_parameters` and every `.grad`, too. X, buffers, later draws and the counters of batches are as
+        before; each batch is an evaluation, and `output` is the last one's. A batch has to be loaded anew. Raises `ValueError` where there is no sample, or
+        more than one term: each has a mean of its own, and in a batch's gradient they are summed already. Raises what
+        `load` and `evaluate` raise, and what `data` does; then the counters are as before, too.
+        """
+        self._check_open()
+        if len(self._settings.loss_fns) > 1:
+            raise ValueError(
+                "full_gradient needs an objective of one term: the means of several divide by different denominators, "
+                f"and there are {len(self._settings.loss_fns)}; load all data as one batch and call evaluate()"
+            )
+        self._end_step()
+        total, before = Total(self._flat.vector), self._history
+        try:
+            for _ in self._for_each(data, lambda prepared: self._add(prepared, total)):
+                pass
+            whole = total.whole()
+        except BaseException:
+            self._history = before
+            raise
+        finally:
+            self._batch = self._changes = None
+        self._history = replace(self._history, steps=before.steps)
+        self._grad.copy_(whole[1])
+        for parameter, view in zip(self._params, self._grad_views, strict=True):
+            parameter.grad = view
+        return whole
+
+    def _add(self, prepared: Prepared, total: Total) -> None:
+        """Evaluate a batch of `full_gradient`, unless nothing in it counts."""
+        (part,) = prepared.batch.parts
+        if part.weighting.divisor:
+            self._begin(prepared)
+            total.add(self.evaluate().item(), self._grad, part.weighting)
+            self._changes = None
+
+    def objective(self) -> FlatObjective:
+        """f of the loaded batch as a function of a flat NumPy vector, for solvers outside of torch: `FlatObjective`,
+        with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`."""
+        return FlatObjective(self, self._owner, self._loaded)
 
     @exclusive
     def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:

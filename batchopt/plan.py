@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from batchopt.speeds import Speeds
 from batchopt.split import runs, split_batch
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import Cut, Kind, Order
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,11 @@ class Plan:
     shares: tuple[int, ...]
     age: int = 0
 
-    def orders(self, evaluation: int, step: int) -> list[Order | None]:
-        """Each worker's order; None for a worker without a share."""
-        return [Order(evaluation, step, first, last) if last > first else None for first, last in runs(self.shares)]
+    def orders(self, evaluation: int, step: int, kind: Kind = Kind.EVALUATE) -> list[Order | None]:
+        """Each worker's order of that kind; None for a worker without a share."""
+        return [
+            Order(evaluation, step, first, last, kind) if last > first else None for first, last in runs(self.shares)
+        ]
 
     def samples(self) -> list[int]:
         """Each worker's number of samples."""

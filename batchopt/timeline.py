@@ -32,7 +32,7 @@ class Timeline:
     """The events of some evaluations: one lane a worker, one for this process.
 
     In the parent's lane `map` is an evaluation until the last worker has answered, `reduce` the putting together;
-    `load` brings a batch to the workers, `read ahead` the next one; what of a `step` is none of these is the
+    `load` brings a batch to the workers, `read ahead` the next one; `product` is one of the Hessian with a vector; what of a `step` is none of these is the
     optimizer's own. A worker's lane has a `chunk` event for each run of chunks; between them it waits.
     """
 
@@ -97,7 +97,7 @@ class Timeline:
         """The numbers: the parts of the time in the parent, and each worker's split and utilisation."""
         evaluations = sum(event.name == "map" for event in self.events)
         lines = [f"{evaluations} evaluations"]
-        for name in ("map", "reduce", "load", "read ahead", "step"):
+        for name in ("map", "reduce", "load", "read ahead", "product", "step"):
             if any(event.name == name for event in self.events):
                 lines.append(f"{name:>12}: {self.seconds(name) * 1e3:10.2f} ms")
         split, utilisation = self.split, self.utilisation
@@ -155,6 +155,7 @@ class Timeline:
 # In the order in which they are drawn: what is inside of another one comes later.
 _COLOURS = {
     "step": "#e4e4e4",
+    "product": "#8fa7c4",
     "map": "#b9cbe0",
     "read ahead": "#c5a3d6",
     "load": "#e8c268",

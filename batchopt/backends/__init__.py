@@ -60,7 +60,7 @@ class Setup:
 
 class Partial(NamedTuple):
     """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite until the next
-    evaluation), the changes of buffers, and which parameters had a gradient."""
+    evaluation), the changes of buffers, and which parameters had a gradient. Of a product, its sum takes the place of the gradient's."""
 
     losses: tuple[float, ...]
     gradient: torch.Tensor
@@ -131,6 +131,10 @@ class Backend(ABC):
         Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `PoisonChunkError` and
         `AllWorkersLostError`.
         """
+
+    @abstractmethod
+    def set_direction(self, direction: torch.Tensor) -> None:
+        """Let orders for a product multiply the Hessian with `direction`: shape `(n,)`, X's dtype."""
 
     @abstractmethod
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:

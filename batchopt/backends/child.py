@@ -125,7 +125,7 @@ class Child:
         """Queue an order, which leaves at the next `flush`."""
         asked = Asked(self.channel.number(), EVALUATING, order=order)
         self._note(asked)
-        self.channel.queue(asked.number, Kind.EVALUATE, order.encode())
+        self.channel.queue(asked.number, order.kind, order.encode())
 
     def flush(self) -> None:
         """Send what is queued, as far as the pipe takes it. Raises `OSError` if the worker is gone."""

@@ -4,7 +4,9 @@
                                             ║ boundary
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
     EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
+    MULTIPLY order, 37 bytes      ── pipe ──╫──────────►  the same, and backward along v
     X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
+    v           block "direction" ══════════╬═══════════  what their Hessian is multiplied with
     partials    block "rows", one a worker ═╬═══════════  gradients are summed there
     answers     ◄── pipe ───────────────────╫───────────  REPORT after a chunk, DONE; or FAILED, as text
 
@@ -40,7 +42,7 @@ from batchopt.errors import PoisonChunkError, WorkerLostError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import ORDERS, Cut, Kind, Order
 from batchopt_workers.packing import dumps, pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.torch_settings import TorchSettings
@@ -96,11 +98,12 @@ class ProcessBackend(Backend):
         _check_parameters_are_only_read(setup.program.module)
         self._setup = setup
         self._timeout = setup.timeout
-        self._pace: dict[int, float] = {}  # seconds a sample, by rank
+        self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
         # memory of two batches, of which the workers read the one at `_slot`; and what they were told to map
         self._slots: list[SharedBlock | None] = [None, None]
         self._slot = 0
         self._attached: dict[str, SharedBlock] = {}
+        self._direction: torch.Tensor | None = None
         self._size = setup.workers
         self._pool = Pool(self._start, setup.restarts, self._allowance)
         self._tell_program(setup, setup.flat.block)
@@ -165,7 +168,8 @@ class ProcessBackend(Backend):
             return self._timeout
         bounds = child.cut.bounds
         largest = max(bounds[i + 1] - bounds[i] for i in range(asked.order.first, asked.order.last))
-        pace = self._pace.get(child.rank, max(self._pace.values(), default=None))
+        paces = self._paces[asked.order.kind]
+        pace = paces.get(child.rank, max(paces.values(), default=None))
         return UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest)
 
     def resize(self, workers: int) -> None:
@@ -224,7 +228,7 @@ class ProcessBackend(Backend):
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         self._pool.enter()
-        round = Round(cut, len(self._weights), orders, self._pace)
+        round = Round(cut, len(self._weights), orders, self._paces)
         try:
             directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
@@ -248,6 +252,15 @@ class ProcessBackend(Backend):
         for child in self._pool.children.values():
             child.stderr.pass_on()
         return round.answers()
+
+    def set_direction(self, direction: torch.Tensor) -> None:
+        if self._direction is None:
+            layout = self._setup.flat.layout
+            block = SharedBlock.create(layout.size * layout.dtype.itemsize)
+            what = "being given memory"
+            self._pool.tell("direction", call(what, "attach", "direction", block=block), call(what, "set_direction"))
+            self._direction = block.tensor(layout.dtype, (layout.size,))
+        self._direction.copy_(direction)
 
     def _direct(self, round: Round) -> None:
         """Give those that have nothing to do something to do."""

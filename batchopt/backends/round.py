@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from batchopt.backends import Answer, Partial, Span
@@ -21,24 +22,26 @@ SLOWEST = 10.0
 
 
 class Round:
-    """Takes in what workers say of one evaluation of so many `terms`. `pace` (seconds a sample, by rank) is kept
-    current."""
+    """Takes in what workers say of one evaluation of so many `terms`. Of `paces` (seconds a sample, by rank) that of
+    the kind of its orders is kept current."""
 
-    def __init__(self, cut: Cut, terms: int, orders: Sequence[Order | None], pace: dict[int, float]) -> None:
+    def __init__(
+        self, cut: Cut, terms: int, orders: Sequence[Order | None], paces: Mapping[Kind, dict[int, float]]
+    ) -> None:
         some = next(order for order in orders if order is not None)
         self.cut = cut
         self.dispatch = Dispatch([None if o is None else Run(o.first, o.last) for o in orders], cut.chunks)
         self.failures: list[tuple[int, Failure]] = []
         self.poison: tuple[int, range] | None = None
-        self._evaluation, self._step = some.evaluation, some.step
-        self._terms, self._pace = terms, pace
+        self._order, self._evaluation = some, some.evaluation
+        self._terms, self._pace = terms, paces[some.kind]
         self._reports: dict[Child, Report] = {}
         self._spans: dict[tuple[Child, int], Span] = {}  # by order
         self._hooked: dict[int, tuple[Child, bytes]] = {}
 
     def order(self, run: Assign) -> Order:
         """The message for a worker."""
-        return Order(self._evaluation, self._step, run.first, run.last)
+        return replace(self._order, first=run.first, last=run.last)
 
     def held(self, child: Child) -> tuple[Node, ...]:
         """What the worker holds of this evaluation."""

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
 from batchopt.errors import WorkerError
 from batchopt.threads import torch_threads
@@ -78,6 +80,9 @@ class SerialBackend(Backend):
             partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
         span = Span(report.began, report.seconds, order.first, order.last)
         return [Answer(0, samples, report.seconds, partials, results, [span])]
+
+    def set_direction(self, direction: torch.Tensor) -> None:
+        self._evaluator.direction = self._setup.flat.layout.views(direction)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order])}

@@ -14,7 +14,7 @@ from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
-from batchopt_workers.messages import Cut, Order, Report
+from batchopt_workers.messages import Cut, Kind, Order, Report
 from batchopt_workers.rows import Rows
 from batchopt_workers.tree import Fold, Node
 from batchopt_workers.weighting import Weighting
@@ -645,3 +645,32 @@ def test_a_large_model_keeps_no_second_gradient(large: None) -> None:
     bench.load()
     bench.evaluate()
     assert kept == [[True, True]]
+
+
+def curvature(module: nn.Module, direction: torch.Tensor) -> torch.Tensor:
+    """The Hessian times `direction`, on the whole batch in one process."""
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(nn.MSELoss()(module(INPUTS), TARGETS), parameters, create_graph=True)
+    slope = torch.cat([gradient.flatten() for gradient in gradients]) @ direction
+    return torch.cat([part.flatten() for part in torch.autograd.grad(slope, parameters)])
+
+
+@given(bounds_of())
+@settings(deadline=None, max_examples=20)
+def test_every_cut_gives_the_product_of_one_process(bounds: tuple[int, ...]) -> None:
+    module = network()
+    bench = Bench(module, nn.MSELoss())
+    bench.load(bounds=bounds)
+    direction = torch.linspace(-1, 1, bench.layout.size, dtype=torch.float64)
+    bench.evaluator.direction = bench.layout.views(direction)
+    grads = [torch.full_like(parameter, 7.0) for parameter in bench.parameters]
+    for parameter, grad in zip(bench.parameters, grads, strict=True):
+        parameter.grad = grad
+    seen: list[str] = []
+    bench.evaluator.prehook = lambda worker, sample: seen.append("pre")
+    bench.evaluator.posthook = lambda worker, sample: seen.append("post")
+    with draws_kept():
+        *_, (report, results) = bench.evaluator.evaluate(Order(1, 0, 0, len(bounds) - 1, Kind.MULTIPLY), bench.rows)
+    torch.testing.assert_close(bench.gradient(report), curvature(module, direction), rtol=1e-12, atol=1e-15)
+    assert all(p.grad is grad and (grad == 7.0).all() for p, grad in zip(bench.parameters, grads, strict=True))
+    assert seen == ["pre"] * (len(bounds) - 1) and not results

@@ -75,3 +75,9 @@ def test_samples_that_count_nothing_weigh_exactly_zero() -> None:
 def test_no_samples_weigh_exactly_zero_in_a_mean() -> None:
     assert Weighting("mean", 3).of(2, 2) == 0.0
     assert weighting_of([0.1, 0.2, 0.7]).of(2, 2) == 0.0
+
+
+def test_a_mean_divides_by_the_sum_of_its_denominators_and_a_sum_by_one() -> None:
+    assert Weighting("mean", 7).divisor == 7.0
+    assert weighting_of([0.5, 0.0, 2.0]).divisor == 2.5
+    assert Weighting("sum", 7).divisor == 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import add
@@ -18,7 +18,7 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.draws import seed_draws
-from batchopt_workers.messages import Cut, Order, Report, Summary
+from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
 from batchopt_workers.tree import Fold, Node
@@ -138,7 +138,8 @@ class _Collector:
 class Evaluator:
     """Evaluates chunks of the loaded batch on one module.
 
-    `parameters` are the module's trainable ones, in the order of the layout. `weights` are those of the terms in f.
+    `parameters` are the module's trainable ones, in the order of the layout, and `direction` what their Hessian is
+    multiplied with, in their shapes. `weights` are those of the terms in f.
     `at_hand` is the range of samples, numbered through all terms, in the forward that runs, or ran last.
     """
 
@@ -150,6 +151,7 @@ class Evaluator:
         self.posthook: Hook | None = None
         self.batch: Batch | None = None
         self.weights: Sequence[float] = (1.0,) * len(program.loss_fns)
+        self.direction: Sequence[torch.Tensor] = ()
         self.cut = Cut((0,))
         self.at_hand = range(0)
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
@@ -173,18 +175,18 @@ class Evaluator:
         for chunk in range(order.first, order.last):
             row = self._sums.free_row()
             results: list[Any] = []
-            losses, used = self._chunk(order.step, chunk, rows[row], results)
+            losses, used = self._chunk(order, chunk, rows[row], results)
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, _Partial(row, losses, used), rows)
             self.at_hand = range(0)
             yield self._sums.report(chunk + 1, began), results
 
-    def _chunk(self, step: int, chunk: int, row: Row, results: list[Any]) -> tuple[tuple[float, ...], bytes]:
+    def _chunk(self, order: Order, chunk: int, row: Row, results: list[Any]) -> tuple[tuple[float, ...], bytes]:
         assert self.batch is not None
         numbering = self.batch.numbering
         start, stop = self.cut.bounds[chunk], self.cut.bounds[chunk + 1]
         self._at = chunk
-        seed_draws(self._seed, step, chunk)
+        seed_draws(self._seed, order.step, chunk)
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
         self.at_hand = range(start, stop)  # while samples are cut out and collated
         try:
@@ -195,8 +197,11 @@ class Evaluator:
                 )
                 weight = piece.weight * self.weights[piece.term]
                 collector = _Collector(self._parameters, row, weight, used, self._at)
-                losses[piece.term] += self._forward_backward(piece, sample, weight, collector, results)
-                collector.collect()
+                if order.kind is Kind.MULTIPLY:
+                    losses[piece.term] += self._multiply(piece, sample, weight, collector)
+                else:
+                    losses[piece.term] += self._forward_backward(piece, sample, weight, collector, results)
+                    collector.collect()
                 self.at_hand = range(self.at_hand.stop, stop)
             self.at_hand = range(start, stop)
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
@@ -214,17 +219,55 @@ class Evaluator:
     ) -> float:
         for parameter in self._parameters:
             parameter.grad = None
+        loss = self._forward(piece, sample)
+        if weight != 0.0:  # else nothing of it counts, and the mean of nothing is NaN
+            with collector if self.posthook is None else nullcontext():  # a posthook may look at the gradients
+                loss.backward()  # type: ignore[no-untyped-call]
+        sample.loss = loss.item()
+        if self.posthook is not None:
+            results.append(self.posthook(self.worker, sample))
+        return _part_of(sample.loss, piece)
+
+    def _multiply(self, piece: Piece, sample: Sample, weight: float, collector: _Collector) -> float:
+        """The gradient's own gradient along `direction`; leaves each `.grad` as it was."""
+        loss = self._forward(piece, sample)
+        if weight != 0.0:
+            trained = [(p, v) for p, v in zip(self._parameters, self.direction, strict=True) if p.requires_grad]
+            gradients = torch.autograd.grad(loss, [p for p, _ in trained], create_graph=True, allow_unused=True)
+            varying = [
+                (g, v) for g, (_, v) in zip(gradients, trained, strict=True) if g is not None and g.requires_grad
+            ]
+            with _grads_kept(self._parameters), collector:
+                # `autograd.grad` would pass over functions that cannot be differentiated twice; this raises
+                torch.autograd.backward([g for g, _ in varying], [v for _, v in varying])
+                collector.collect()
+        return _part_of(loss.item(), piece)
+
+    def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
+        """The loss of what the prehook makes of the sample."""
         if self.prehook is not None:
             self.prehook(self.worker, sample)
         faults.point("worker.forward", self._at)
         with torch.enable_grad():
             objective = self._objectives[piece.term]
             sample.output, loss = objective(sample.inputs, sample.targets, piece.criterion_weight)
-            faults.point("worker.backward", self._at)
-            if weight != 0.0:  # else nothing of it counts, and the mean of nothing is NaN
-                with collector if self.posthook is None else nullcontext():  # a posthook may look at the gradients
-                    loss.backward()  # type: ignore[no-untyped-call]
-        sample.loss = loss.item()
-        if self.posthook is not None:
-            results.append(self.posthook(self.worker, sample))
-        return sample.loss * piece.weight if piece.weight != 0.0 else 0.0
+        faults.point("worker.backward", self._at)
+        return loss
+
+
+@contextmanager
+def _grads_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Have no `.grad` inside, and afterwards those of before."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def _part_of(loss: float, piece: Piece) -> float:
+    """What the loss of a piece adds to its term's."""
+    return loss * piece.weight if piece.weight != 0.0 else 0.0

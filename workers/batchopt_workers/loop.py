@@ -29,7 +29,7 @@ from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, HEAD, Cut, Failure, Kind, Order, Report
+from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report
 from batchopt_workers.mirror import HOST, Mirror, pin
 from batchopt_workers.packing import Placement, unpack
 from batchopt_workers.rows import Rows
@@ -148,6 +148,16 @@ class Session:
         """Weigh the terms so in f."""
         self.evaluator.weights = weights
 
+    def set_direction(self) -> None:
+        """Multiply Hessians with what the parent has in block "direction", which is read-only here as X is."""
+        block, layout = self._blocks["direction"], self._layout
+        block.protect()
+        direction = block.tensor(layout.dtype, (layout.size,))
+        if self._mirror is not None:
+            pin(block, self.worker.device)
+            direction = self._mirror.direct(direction)
+        self.evaluator.direction = layout.views(direction)
+
     def set_cut(self, cut: Cut) -> None:
         """Cut the batch so."""
         self.evaluator.cut = cut
@@ -238,13 +248,13 @@ def serve(connection: Connection, session: Session) -> None:
             if kind == Kind.LIMIT:  # of an order that is over
                 continue
             try:
-                if kind == Kind.EVALUATE:
-                    seconds = _evaluate(mailbox, session, number, Order.decode(message[HEAD.size :]))
+                if kind in ORDERS:
+                    seconds = _evaluate(mailbox, session, number, Order.decode(message[HEAD.size :], Kind(kind)))
                     awake = session.awake if seconds < _SHORT else 0.0
                 else:
                     mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
             except BaseException as error:  # of the pipe too: then this message does not get out either
-                samples = session.at_hand if kind == Kind.EVALUATE else range(0)
+                samples = session.at_hand if kind in ORDERS else range(0)
                 mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
         except (EOFError, OSError):
             return

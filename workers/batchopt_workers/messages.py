@@ -1,11 +1,12 @@
 """What crosses the process boundary: the vocabulary of parent and worker.
 
 Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
-memory follow it); `EVALUATE` carries an `Order`, 37 bytes in all; `LIMIT` shortens the order that it has the number of.
+memory follow it); `EVALUATE` and `MULTIPLY` carry an `Order`, 37 bytes in all; `LIMIT` shortens the order that it has
+the number of.
 Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`), of which nothing is
 unpickled; `RESULT` and `HOOKED` carry what functions of the user returned there, pickled.
 
-Each `CALL` and `EVALUATE` is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not. Before the `DONE` of an
+Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not. Before the `DONE` of an
 order come a `REPORT` for each chunk but the last, and a `HOOKED` for each chunk with a posthook.
 """
 
@@ -34,8 +35,11 @@ class Kind(IntEnum):
     HOOKED = 7
     REPORT = 8
     LIMIT = 9
+    MULTIPLY = 10
 
 
+# What carries an `Order`.
+ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY})
 # What ends the work on a message.
 ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
 # How many chunks a LIMIT leaves; the chunk that a HOOKED is about.
@@ -44,13 +48,15 @@ CHUNK = struct.Struct("!I")
 
 @dataclass(frozen=True)
 class Order:
-    """Evaluate chunks `first` up to `last` at the current X. `evaluation` numbers the evaluation, of which a worker may
-    get several orders; `step` numbers the batch, for the random draws."""
+    """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), or the Hessian times the
+    current direction (`MULTIPLY`). `evaluation` numbers the evaluation, of which a worker may get several orders;
+    `step` numbers the batch, for the random draws."""
 
     evaluation: int
     step: int
     first: int
     last: int
+    kind: Kind = Kind.EVALUATE
 
     _FORMAT = struct.Struct("<QQII")
 
@@ -59,9 +65,10 @@ class Order:
         return self._FORMAT.pack(self.evaluation, self.step, self.first, self.last)
 
     @classmethod
-    def decode(cls, frame: bytes) -> Order:
-        """The inverse of `encode`."""
-        return cls(*cls._FORMAT.unpack(frame))
+    def decode(cls, frame: bytes, kind: Kind = Kind.EVALUATE) -> Order:
+        """The inverse of `encode`, for a frame after this kind byte."""
+        evaluation, step, first, last = cls._FORMAT.unpack(frame)
+        return cls(evaluation, step, first, last, kind)
 
 
 @dataclass(frozen=True)

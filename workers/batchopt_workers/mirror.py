@@ -13,7 +13,7 @@ from batchopt_workers.batch import Piece, map_tensors
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Order, Report
+from batchopt_workers.messages import Kind, Order, Report
 from batchopt_workers.rows import Rows
 
 # The memory of this machine, which parent and workers share.
@@ -43,10 +43,10 @@ def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -
 
 
 class Mirror:
-    """What a worker has on its `device`: X, as `parameters`; the module's constants; gradients; the pieces of the batch
-    that it has evaluated.
+    """What a worker has on its `device`: X, as `parameters`; the direction of products; the module's constants;
+    gradients; the pieces of the batch that it has evaluated.
 
-    X crosses once an order, each piece of the batch once, and a gradient for each partial that is reported.
+    X crosses once an order, the direction once an order for a product, each piece of the batch once, and a gradient for each partial that is reported.
     """
 
     def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:
@@ -54,6 +54,7 @@ class Mirror:
         self._layout, self._device, self._shared = layout, device, x
         self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
         self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        self._directions: tuple[torch.Tensor, torch.Tensor] | None = None  # the shared one, and its copy
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: Rows | None = None
         self._pieces: dict[tuple[int, int, int], Piece] = {}
@@ -87,6 +88,12 @@ class Mirror:
                 copy.copy_(shared)
         self.forget_pieces()
 
+    def direct(self, shared: torch.Tensor) -> torch.Tensor:
+        """The vector on the device that follows the `shared` direction."""
+        copy = torch.empty_like(shared, device=self._device)
+        self._directions = shared, copy
+        return copy
+
     def add_rows(self, count: int, changes: int) -> None:
         """Sum in `count` rows more, each with `changes` numbers that say how buffers change."""
         if self._rows is None:
@@ -113,6 +120,9 @@ class Mirror:
         assert self._rows is not None
         with torch.no_grad():
             self._vector.copy_(self._shared)
+            if order.kind is Kind.MULTIPLY and self._directions is not None:
+                shared_direction, copy = self._directions
+                copy.copy_(shared_direction)
         for report, results in evaluator.evaluate(order, self._rows):
             for summary in report.summaries:
                 what = report.evaluation, summary.node

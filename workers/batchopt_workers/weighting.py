@@ -20,6 +20,13 @@ class Weighting:
     size: int
     running: torch.Tensor | None = None
 
+    @property
+    def divisor(self) -> float:
+        """What the loss of all samples was divided by: their number or the sum of their denominators; 1 for a sum."""
+        if self.reduction == "sum":
+            return 1.0
+        return float(self.size) if self.running is None else float(self.running[-1].item())
+
     def of(self, start: int, stop: int) -> float:
         """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them; NaN if all denominators
         are 0."""

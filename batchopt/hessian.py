@@ -1,0 +1,64 @@
+"""The Hessian of f, by its products with vectors: what Newton's method asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from batchopt.function import BatchFunction
+from batchopt.nonfinite import explain
+from batchopt.ownership import exclusive
+from batchopt.reduce import reduce_answers
+from batchopt_workers.messages import Kind
+
+
+class Curved(BatchFunction):
+    """f, its gradient, and its Hessian times any vector."""
+
+    @exclusive
+    def hvp(self, v: torch.Tensor) -> torch.Tensor:
+        """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.
+
+        `v` is 1-D, as long as `parameters`, of any floating dtype. The product is of the function that `evaluate` sees:
+        the same chunks, draws and buffers; with `chunk_size` bit for bit for any number of workers. It takes two to
+        three times as long as an evaluation, and keeps the graph of the first backward too. Gradients, `output` and
+        counters other than `product_counter` are untouched; prehook runs, posthook does not. Raises `TypeError` or
+        `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` where the module cannot be
+        differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
+        """
+        batch = self._loaded()
+        direction = self._read_direction(v)
+        with self._doing("product"):
+            self._backend.set_direction(direction)
+            orders = self._plan.orders(self._next_number(), self._history.steps, Kind.MULTIPLY)
+            answers = self._backend.evaluate(self._plan.cut, orders, self._meanwhile)
+            product = torch.empty_like(self._flat.vector)
+            whole = reduce_answers(answers, self._plan.cut.chunks, product)
+        if not whole.finite and self._settings.on_nonfinite == "raise":
+            with self._without_hooks():
+                raise explain(
+                    self._backend, self._plan.cut, batch.numbering, self._next_number, self._history, Kind.MULTIPLY
+                )
+        self._history = replace(self._history, products=self._history.products + 1)
+        return product
+
+    def _read_direction(self, v: Any) -> torch.Tensor:
+        x = self._flat.vector
+        if not isinstance(v, torch.Tensor) or not v.is_floating_point():
+            given = f"a tensor of {v.dtype}" if isinstance(v, torch.Tensor) else type(v).__name__
+            raise TypeError(f"`v` must be a tensor of floating-point numbers, shape ({len(x)},); got {given}")
+        if v.shape != x.shape:
+            raise ValueError(f"`v` must have shape ({len(x)},), as `parameters`; got {tuple(v.shape)}")
+        direction = torch.empty_like(x).copy_(v.detach())  # laid out as in shared memory, for the same bits
+        finite = direction.isfinite()
+        if not bool(finite.all()):
+            where = int(finite.logical_not().nonzero()[0])
+            raise ValueError(f"`v[{where}]` is {v[where].item()}, not a finite number of {x.dtype}")
+        return direction
+
+    @property
+    def product_counter(self) -> int:
+        """Products of the Hessian with a vector so far."""
+        return self._history.products

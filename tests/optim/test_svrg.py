@@ -1,0 +1,151 @@
+"""SVRG against its formula, and on its own ground: mini-batches of different sizes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import batchopt
+
+ROWS = torch.randn(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+RIGHT = ROWS @ torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+BATCHES = [range(0, 16), range(16, 32), range(32, 48), range(48, 50)]
+
+
+class Regression:
+    """Least squares of four unknowns in two parameters, and a closure for some of the rows."""
+
+    def __init__(self) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+        self.parameters += [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+
+    @property
+    def x(self) -> torch.Tensor:
+        return torch.cat([parameter.detach() for parameter in self.parameters])
+
+    def closure(self, rows: range) -> Callable[[], torch.Tensor]:
+        def evaluate() -> torch.Tensor:
+            for parameter in self.parameters:
+                parameter.grad = None
+            loss = (
+                (
+                    ROWS[rows.start : rows.stop] @ torch.cat(list[torch.Tensor](self.parameters))
+                    - RIGHT[rows.start : rows.stop]
+                )
+                .square()
+                .mean()
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return evaluate
+
+
+def gradient(x: torch.Tensor, rows: range) -> torch.Tensor:
+    matrix, right = ROWS[rows.start : rows.stop], RIGHT[rows.start : rows.stop]
+    return 2 * matrix.T @ (matrix @ x - right) / len(rows)
+
+
+def test_the_steps_are_those_of_the_formula() -> None:
+    problem = Regression()
+    optimizer = batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05), update_freq=2)
+    x = problem.x
+    at = x
+    for number in range(4):
+        taken = optimizer.begin_pass(problem.closure(range(50)))
+        assert taken == (number % 2 == 0)
+        at = x if taken else at
+        for rows in BATCHES:
+            expected = ((ROWS[rows.start : rows.stop] @ x - RIGHT[rows.start : rows.stop]).square().mean()).item()
+            x = x - 0.05 * (gradient(x, rows) - gradient(at, rows) + gradient(at, range(50)))
+            loss = optimizer.step(problem.closure(rows))
+            assert float(loss) == pytest.approx(expected)
+            torch.testing.assert_close(problem.x, x)
+
+
+def test_it_converges_at_a_fixed_rate_where_sgd_does_not() -> None:
+    inexact = RIGHT + torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    best = torch.linalg.lstsq(ROWS, inexact[:, None]).solution[:, 0]
+    ends = []
+    for reduced in (False, True):
+        model = torch.nn.Linear(4, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+
+        def make(params: list[torch.nn.Parameter], reduced: bool = reduced) -> torch.optim.Optimizer:
+            base = torch.optim.SGD(params, lr=0.05)
+            return batchopt.SVRG(base) if reduced else base
+
+        loader = [(ROWS[rows.start : rows.stop], inexact[rows.start : rows.stop, None]) for rows in BATCHES]
+        with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer=make) as opt:
+            for _ in range(60):
+                if isinstance(opt.optimizer, batchopt.SVRG):
+                    opt.optimizer.begin_pass(lambda: opt.full_gradient(loader))  # noqa: B023  # called at once
+                for _ in opt.steps(loader):
+                    pass
+        ends.append((model.weight.detach()[0] - best).norm().item())
+    assert ends[1] < 1e-6 < ends[0]
+
+
+def test_a_scheduler_and_groups_are_those_of_the_base() -> None:
+    problem = Regression()
+    one, other = problem.parameters
+    groups: list[dict[str, Any]] = [{"params": [one], "lr": 0.1}, {"params": [other]}]
+    base = torch.optim.SGD(groups, lr=0.01)
+    optimizer = batchopt.SVRG(base)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.begin_pass(problem.closure(range(50)))
+    optimizer.step(problem.closure(range(8)))
+    scheduler.step()
+    assert [group["lr"] for group in base.param_groups] == [0.05, 0.005]
+
+
+def test_state_with_its_snapshot_goes_on() -> None:
+    def make(problem: Regression) -> batchopt.SVRG:
+        return batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05, momentum=0.9), update_freq=3)
+
+    one, other = Regression(), Regression()
+    first, second = make(one), make(other)
+    first.begin_pass(one.closure(range(50)))
+    first.step(one.closure(BATCHES[0]))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    for parameter, value in zip(other.parameters, copy.deepcopy(one.parameters), strict=True):
+        parameter.data.copy_(value.data)
+    for problem, optimizer in ((one, first), (other, second)):
+        assert not optimizer.begin_pass(problem.closure(range(50)))
+        optimizer.step(problem.closure(BATCHES[1]))
+    assert torch.equal(one.x, other.x)
+
+
+def test_what_the_closure_raises_leaves_the_parameters() -> None:
+    problem = Regression()
+    optimizer = batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05))
+    optimizer.begin_pass(problem.closure(range(50)))
+    optimizer.step(problem.closure(BATCHES[0]))
+    before = problem.x
+
+    def fails() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(fails)
+    assert torch.equal(problem.x, before)
+
+
+def test_arguments_that_cannot_work() -> None:
+    problem = Regression()
+    base = torch.optim.SGD(problem.parameters, lr=0.05)
+    with pytest.raises(TypeError, match="`base` must be an optimizer"):
+        batchopt.SVRG(problem.parameters)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`update_freq` must be a number of passes"):
+        batchopt.SVRG(base, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`update_freq` must be >= 1"):
+        batchopt.SVRG(base, 0)
+    with pytest.raises(RuntimeError, match="call begin_pass"):
+        batchopt.SVRG(base).step(problem.closure(range(8)))

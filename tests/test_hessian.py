@@ -1,0 +1,395 @@
+"""Products of the Hessian with vectors are those of plain torch, for any number of workers, and disturb nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Sample, Term, Worker, WorkerError
+from tests.workloads import Workload, burgers, cnn, logistic, mlp, rnn
+
+WAYS = pytest.mark.parametrize(
+    "parallelize, chunk_size",
+    [(1, None), (1, 5), (2, None), (2, 5), *(pytest.param(3, size, marks=pytest.mark.slow) for size in (None, 5))],
+)
+
+
+def direction(module: nn.Module, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = sum(parameter.numel() for parameter in module.parameters())
+    return torch.randn(size, dtype=torch.float64, generator=generator)
+
+
+def expected(module: nn.Module, f: Callable[[Callable[..., torch.Tensor]], torch.Tensor], v: torch.Tensor) -> Any:
+    """By plain torch: `f` gets what to call in place of the module."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    parts = [
+        part.view_as(p) for part, p in zip(torch.split(v, [p.numel() for p in parameters]), parameters, strict=True)
+    ]
+
+    def of(*values: torch.Tensor) -> torch.Tensor:
+        return f(lambda *inputs: functional_call(module, dict(zip(names, values, strict=True)), inputs))
+
+    _, found = torch.autograd.functional.hvp(of, parameters, tuple(parts))  # type: ignore[no-untyped-call]
+    return torch.cat([part.reshape(-1) for part in found])
+
+
+def of_workload(work: Workload, v: torch.Tensor) -> torch.Tensor:
+    def f(module: Callable[..., torch.Tensor]) -> torch.Tensor:
+        if isinstance(work.inputs, list):
+            pairs = zip(work.inputs, work.targets, strict=True)
+            return torch.stack([work.criterion(module(x), y) for x, y in pairs]).mean()
+        output = module(work.inputs)
+        return work.criterion(output) if work.targets is None else work.criterion(output, work.targets)
+
+    product: torch.Tensor = expected(work.module, f, v)
+    return product
+
+
+def on(work: Workload, **options: Any) -> BatchOptimizer:
+    """Evaluates the workload's module, on its batch."""
+    opt = BatchOptimizer(work.module, work.criterion, optimizer=None, **options)
+    opt.load(work.inputs, work.targets)
+    return opt
+
+
+def close(found: torch.Tensor, right: torch.Tensor) -> None:
+    assert ((found - right).norm() / right.norm()).item() <= 1e-10
+
+
+@WAYS
+@pytest.mark.parametrize("case", [mlp, burgers, logistic, cnn], ids=lambda case: case.__name__)
+def test_products_are_those_of_plain_torch(
+    case: Callable[[], Workload], parallelize: int, chunk_size: int | None
+) -> None:
+    work = case()
+    vectors = [direction(work.module, seed) for seed in range(2)]
+    right = [of_workload(work, v) for v in vectors]
+    with on(work, parallelize=parallelize, chunk_size=chunk_size) as opt:
+        for v, product in zip(vectors, right, strict=True):
+            close(opt.hvp(v), product)
+        assert opt.product_counter == 2
+        assert opt.eval_counter == 0
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_lists_of_samples(parallelize: int) -> None:
+    work = rnn()
+    v = direction(work.module)
+    right = of_workload(work, v)
+    with on(work, parallelize=parallelize) as opt:
+        close(opt.hvp(v), right)
+
+
+def squares(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (module(inputs) - targets).square().sum()
+    return loss
+
+
+def quartics(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+    loss: torch.Tensor = module(inputs).pow(4).mean()
+    return loss
+
+
+@WAYS
+def test_terms(parallelize: int, chunk_size: int | None) -> None:
+    work = mlp()
+    points, known = work.inputs, (work.inputs[:9], work.targets[:9])
+    v = direction(work.module)
+    right = expected(
+        work.module, lambda m: 1.5 * m(points).pow(4).mean() + 10 * (m(known[0]) - known[1]).square().sum(), v
+    )
+    terms = {"a": Term(quartics, 1.5), "none": Term(quartics, 0.0), "b": Term(squares, 10.0, reduction="sum")}
+    with BatchOptimizer(
+        work.module, terms=terms, optimizer=None, parallelize=parallelize, chunk_size=chunk_size
+    ) as opt:
+        opt.load({"a": points, "none": points, "b": known})
+        close(opt.hvp(v), right)
+
+
+def test_the_bits_are_those_of_one_worker_where_chunks_are_fixed() -> None:
+    found = set()
+    for options in ({}, {"parallelize": 2}, {"parallelize": 3}, {"devices": ["cpu:0", "cpu:0"]}):
+        work = mlp(torch.float32)
+        with on(work, chunk_size=4, **options) as opt:
+            v = direction(work.module)
+            found.add(opt.hvp(v).numpy().tobytes())
+            # wherever the numbers lie
+            padded = torch.cat([torch.zeros(1), v.float()])
+            found.add(opt.hvp(padded[1:]).numpy().tobytes())
+            found.add(opt.hvp(v.repeat_interleave(2)[::2]).numpy().tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_workers_on_devices(chunk_size: int | None) -> None:
+    work = burgers()
+    v = direction(work.module)
+    with on(work, devices=["cpu:0", "cpu:0"], chunk_size=chunk_size) as opt:
+        for scale in (1.0, 2.0):
+            opt.parameters.mul_(scale)
+            close(opt.hvp(scale * v), of_workload(work, scale * v))
+
+
+@pytest.mark.parametrize("options", [{"parallelize": 2}, {"devices": ["cpu:0", "cpu"]}], ids=str)
+def test_a_worker_that_is_killed_is_replaced_and_told_the_direction(options: Any) -> None:
+    work = mlp()
+    v, u = direction(work.module), direction(work.module, 1)
+    with on(work, chunk_size=4, **options) as opt:
+        bits = opt.hvp(v), opt.hvp(u)
+        for times in range(1, 3):
+            os.kill(opt.workers[0].pid, signal.SIGKILL)
+            while opt.workers[0].restarts < times or not opt.workers[0].alive:
+                assert torch.equal(opt.hvp(v), bits[0])
+            assert torch.equal(opt.hvp(u), bits[1])
+
+
+def test_a_worker_that_dies_in_a_product_costs_its_chunk(tmp_path: Any) -> None:
+    work = mlp()
+    v = direction(work.module)
+    died = tmp_path / "died"
+
+    def prehook(worker: Worker, sample: Sample) -> None:
+        if worker.rank == 1 and worker.state.get("deadly") and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def arm(worker: Worker) -> None:
+        worker.state["deadly"] = True
+
+    with on(work, parallelize=2, chunk_size=4, prehook=prehook) as opt:
+        bits = opt.hvp(v)
+        opt.run_on_workers(arm)
+        assert torch.equal(opt.hvp(v), bits)
+        assert died.exists()
+        assert torch.equal(opt.hvp(v), bits)
+
+
+def test_products_go_on_with_more_and_fewer_workers() -> None:
+    work = mlp()
+    v = direction(work.module)
+    with on(work, parallelize=2, chunk_size=4) as opt:
+        bits = opt.hvp(v)
+        for workers in (3, 1, 2):
+            opt.resize(workers)
+            opt.load(work.inputs, work.targets)
+            assert torch.equal(opt.hvp(v), bits)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_evaluations_are_untouched(parallelize: int) -> None:
+    work = mlp()
+    results: list[Any] = []
+
+    def posthook(worker: Worker, sample: Sample) -> float:
+        results.append(None)
+        assert sample.loss is not None
+        return sample.loss
+
+    with on(work, parallelize=parallelize, chunk_size=5, posthook=posthook) as opt:
+        loss = opt.evaluate()
+        gradient, grads = opt.grad_parameters.clone(), [p.grad for p in work.module.parameters()]
+        before = opt.output, opt.hook_results, opt.fingerprint(), [w.speed for w in opt.workers]
+        calls = len(results)
+        opt.hvp(direction(work.module))
+        assert torch.equal(opt.grad_parameters, gradient)
+        assert all(p.grad is g for p, g in zip(work.module.parameters(), grads, strict=True))
+        assert (opt.output, opt.hook_results, opt.fingerprint(), [w.speed for w in opt.workers]) == before
+        assert len(results) == calls
+        assert opt.evaluate() == loss
+        assert torch.equal(opt.grad_parameters, gradient)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_product_sees_the_draws_and_leaves_the_buffers_of_its_step(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.4), nn.Linear(8, 1)).double()
+    x, y = torch.randn(24, 3).double(), torch.randn(24, 1).double()
+    v = direction(module)
+    h = 1e-5
+    with (
+        pytest.warns(UserWarning, match="BatchNorm1d"),
+        BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=8) as opt,
+    ):
+        opt.load(x, y)
+        statistics = [buffer.clone() for buffer in module.buffers()]
+        product = opt.hvp(v)
+        assert all(map(torch.equal, module.buffers(), statistics))
+        kept, gradients = opt.parameters.clone(), []
+        for sign in (1, -1):
+            opt.parameters.copy_(kept + sign * h * v)
+            opt.evaluate()
+            gradients.append(opt.grad_parameters.clone())
+        opt.parameters.copy_(kept)
+    slope = (gradients[0] - gradients[1]) / (2 * h)
+    assert ((product - slope).norm() / slope.norm()).item() < 1e-6
+
+
+class Partly(nn.Module):
+    """Linear in `linear`, a square of `square`; nothing depends on `unused`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.square = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (x @ self.linear).mean() + (x @ self.square).square().mean()
+        return loss
+
+
+@WAYS
+def test_what_f_is_linear_in_or_does_not_depend_on_is_zero(parallelize: int, chunk_size: int | None) -> None:
+    x = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with BatchOptimizer(Partly(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
+        opt.load(x)
+        product = opt.hvp(torch.ones(7))
+        assert product[:5].tolist() == [0.0] * 5
+        close(product[5:], 2 * x.T @ x @ torch.ones(2, dtype=torch.float64) / 12)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_loss_that_is_linear_has_no_curvature(parallelize: int) -> None:
+    with BatchOptimizer(
+        nn.Linear(2, 1), loss_fn=lambda m, x, y: m(x).mean(), optimizer=None, parallelize=parallelize
+    ) as opt:
+        opt.load(torch.ones(4, 2))
+        assert opt.hvp(torch.ones(3)).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_frozen_parameters_are_left_out(parallelize: int) -> None:
+    work = mlp()
+    v = direction(work.module)
+    with on(work, parallelize=parallelize) as opt:
+        bias = work.module.get_parameter("first.bias")
+        bias.requires_grad_(False)
+        opt.load(work.inputs, work.targets)
+        product = opt.hvp(v)
+        assert product[54:63].tolist() == [0.0] * 9 and product.count_nonzero() == len(v) - 9
+
+
+class Once(torch.autograd.Function):
+    """A square whose backward cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        result: torch.Tensor = 2 * x * grad
+        return result
+
+
+def apply_once(x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = Once.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(parallelize: int) -> None:
+    work = mlp()
+    with on(Workload(work.module, lambda o, y: apply_once(o - y).square().mean(), work.inputs, work.targets)) as opt:
+        loss = opt.evaluate()
+        with pytest.raises(WorkerError, match="once_differentiable"):
+            opt.hvp(direction(work.module))
+        assert opt.evaluate() == loss
+        assert opt.product_counter == 0
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None:
+    """The second derivative of |x|^1.5 at 0, where loss and gradient are finite."""
+    x = torch.ones(12, 1, dtype=torch.float64)
+    x[7] = 0.0
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
+        loss: torch.Tensor = (module(x) + 1e-320).abs().pow(1.5).mean()
+        return loss
+
+    module = nn.Linear(1, 1, dtype=torch.float64)
+    nn.init.ones_(module.weight)
+    nn.init.zeros_(module.bias)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "parallelize": parallelize, "chunk_size": 3}
+    with BatchOptimizer(module, **options) as opt:
+        opt.load(x)
+        assert math.isfinite(opt.evaluate().item())
+        huge = torch.full((2,), 1e300, dtype=torch.float64)
+        with pytest.raises(NonFiniteError, match=r"Hessian-vector product is not finite in chunk 2 \(sample 7\)"):
+            opt.hvp(huge)
+        assert opt.product_counter == 0
+        assert torch.isfinite(opt.hvp(torch.ones(2) * 1e-3)).all()
+    with BatchOptimizer(module, **options, on_nonfinite="return") as opt:
+        opt.load(x)
+        assert not torch.isfinite(opt.hvp(huge)).all()
+
+
+@pytest.mark.parametrize(
+    "v, error, message",
+    [
+        ([1.0] * 103, TypeError, "got list"),
+        (torch.ones(103, dtype=torch.int64), TypeError, "a tensor of torch.int64"),
+        (torch.ones(103, dtype=torch.complex64), TypeError, "a tensor of torch.complex64"),
+        (torch.ones(102), ValueError, r"shape \(103,\).* got \(102,\)"),
+        (torch.ones(1, 103), ValueError, r"got \(1, 103\)"),
+        (torch.tensor([1.0] * 50 + [math.nan] * 53), ValueError, r"`v\[50\]` is nan"),
+        (torch.full((103,), 1e300, dtype=torch.float64), ValueError, r"not a finite number of torch.float32"),
+    ],
+)
+def test_vectors_that_cannot_be(v: Any, error: type[Exception], message: str) -> None:
+    with on(mlp(torch.float32)) as opt, pytest.raises(error, match=message):
+        opt.hvp(v)
+
+
+def test_a_product_needs_a_batch_and_an_open_optimizer() -> None:
+    work = mlp()
+    opt = BatchOptimizer(work.module, work.criterion)
+    with pytest.raises(BatchoptError, match="no batch was loaded"):
+        opt.hvp(direction(work.module))
+    opt.close()
+    with pytest.raises(BatchoptError, match="closed"):
+        opt.hvp(direction(work.module))
+
+
+def test_a_large_model() -> None:
+    """Larger than what is collected during the backward."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 8000), nn.Tanh(), nn.Linear(8000, 1)).double()
+    work = Workload(module, nn.MSELoss(), torch.randn(12, 40).double(), torch.randn(12, 1).double())
+    v = direction(module)
+    right = of_workload(work, v)
+    with on(work, parallelize=2, chunk_size=3) as opt:
+        close(opt.hvp(v), right)
+
+
+def test_a_timeline_has_products() -> None:
+    work = mlp()
+    with on(work, parallelize=2) as opt, opt.timeline() as timeline:
+        opt.hvp(direction(work.module))
+    assert timeline.seconds("product") > 0
+    assert "product" in str(timeline)
+
+
+def test_workers_read_the_direction_and_cannot_write_it() -> None:
+    def names(worker: Worker) -> Sequence[str]:
+        with open("/proc/self/smaps") as maps:
+            return [line for line in maps if "memfd:batchopt" in line and line.split()[1].startswith("r--")]
+
+    work = mlp()
+    with on(work, parallelize=2) as opt:
+        before = list(map(len, opt.run_on_workers(names)))
+        opt.hvp(direction(work.module))
+        assert list(map(len, opt.run_on_workers(names))) == [count + 1 for count in before]

@@ -1,0 +1,267 @@
+"""The function of a batch as plain mathematics, and solvers of other libraries on it."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, WorkerError
+from tests.workloads import Workload, burgers, logistic, mlp
+
+WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
+
+
+def on(work: Workload, **options: Any) -> BatchOptimizer:
+    """Evaluates the workload's module, on its batch."""
+    opt = BatchOptimizer(work.module, work.criterion, optimizer=None, **options)
+    opt.load(work.inputs, work.targets)
+    return opt
+
+
+def ridge() -> Workload:
+    """Logistic regression with a unique minimum."""
+    work = logistic()
+    targets = work.targets.clamp(0)
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = work.module
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            penalty = sum((p.square().sum() for p in self.scores.parameters()), torch.zeros(()))
+            return nn.functional.cross_entropy(self.scores(x), y) + 0.01 * penalty
+
+    return Workload(Penalised(), None, work.inputs, targets)  # type: ignore[arg-type]
+
+
+@WORKERS
+def test_value_gradient_and_curvature_are_those_of_the_module(parallelize: int) -> None:
+    work = mlp()
+    with on(work, parallelize=parallelize) as opt:
+        objective = opt.objective()
+        x = objective.x0 + 0.1
+        v = np.sin(np.arange(len(x)))
+        value, gradient = objective.value_and_grad(x)
+        assert gradient.dtype == "float64" and gradient.shape == x.shape
+        product = objective.hvp(x, v)
+        objective.assign(x)
+        assert torch.equal(opt.parameters, torch.from_numpy(x))
+        right, slope = work.reference()
+        assert value == pytest.approx(right, rel=1e-12)
+        np.testing.assert_allclose(gradient, slope.numpy(), rtol=1e-10, atol=1e-14)
+        h = 1e-6
+        ahead, behind = (objective.gradient(x + sign * h * v) for sign in (1, -1))
+        np.testing.assert_allclose(product, (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-8)
+
+
+@WORKERS
+def test_calls_leave_parameters_as_they_were(parallelize: int) -> None:
+    work = mlp()
+    with on(work, parallelize=parallelize) as opt:
+        objective = opt.objective()
+        x = objective.x0
+        before = opt.parameters.clone()
+        for call in (objective, objective.gradient, objective.value_and_grad, lambda x: objective.hvp(x, x)):
+            call(x + 1.0)
+            assert torch.equal(opt.parameters, before)
+        x += 1.0
+        assert torch.equal(opt.parameters, before)
+        objective.value_and_grad(x)[1].fill(7.0)
+        objective.gradient(x).fill(7.0)
+        assert not (objective.gradient(x) == 7.0).any()
+
+
+def picky(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (output - targets).square().mean()
+    if loss > 1e6:
+        raise ValueError("too far")
+    return loss
+
+
+@WORKERS
+def test_calls_that_raise_leave_parameters_as_they_were(parallelize: int) -> None:
+    work = mlp()
+    with on(Workload(work.module, picky, work.inputs, work.targets), parallelize=parallelize) as opt:
+        objective = opt.objective()
+        x, before = objective.x0, opt.parameters.clone()
+        value = objective(x)
+        for call in (objective, objective.gradient, lambda x: objective.hvp(x, x)):
+            with pytest.raises(WorkerError, match="too far"):
+                call(x + 1e4)
+            assert torch.equal(opt.parameters, before)
+        assert objective(x) == pytest.approx(value, rel=1e-12)
+    with on(mlp(), parallelize=parallelize) as opt:
+        objective = opt.objective()
+        with pytest.raises(NonFiniteError):
+            objective(np.full_like(objective.x0, 1e200))
+        assert np.array_equal(objective.x0, before.numpy())
+
+
+def test_the_last_point_is_remembered_until_another_batch_is_loaded() -> None:
+    work = mlp()
+    with on(work) as opt:
+        objective = opt.objective()
+        x = objective.x0
+        value, gradient = objective(x), objective.gradient(x)
+        assert objective.value_and_grad(x)[0] == value
+        assert opt.eval_counter == 1
+        objective(x + 1.0)
+        assert np.array_equal(objective.gradient(x), gradient)
+        assert opt.eval_counter == 3
+        opt.load(work.inputs, work.targets)
+        assert objective(x) == pytest.approx(value)
+        assert opt.eval_counter == 4
+        opt.load(work.inputs[:10], work.targets[:10])
+        assert objective(x) != pytest.approx(value, rel=1e-3)
+
+
+def test_an_objective_keeps_no_batch_alive() -> None:
+    work = mlp()
+    with on(work) as opt:
+        objective = opt.objective()
+        objective(objective.x0)
+        opt.load(work.inputs[:5], work.targets[:5])
+        gc.collect()
+        assert objective._last is not None and objective._last.batch() is None
+
+
+def test_a_batch_is_needed() -> None:
+    work = mlp()
+    opt = BatchOptimizer(work.module, work.criterion)
+    objective = opt.objective()
+    x = objective.x0
+    for call in (objective, objective.gradient, objective.value_and_grad, lambda x: objective.hvp(x, x)):
+        with pytest.raises(BatchoptError, match="no batch was loaded"):
+            call(x)
+    opt.load(work.inputs, work.targets)
+    objective(x)
+    opt.resize(1)
+    with pytest.raises(BatchoptError, match="no batch was loaded"):
+        objective(x)
+    opt.close()
+    with pytest.raises(BatchoptError, match="closed"):
+        objective(x)
+
+
+@pytest.mark.parametrize(
+    "x, error, message",
+    [
+        (np.zeros(102), ValueError, r"`x` must have shape \(103,\), as `x0`; got \(102,\)"),
+        (np.zeros((1, 103)), ValueError, r"got \(1, 103\)"),
+        (1.0, ValueError, r"got \(\)"),
+        (np.zeros(103, dtype=complex), TypeError, "real numbers.* complex128"),
+        (["a"] * 103, TypeError, "real numbers"),
+        (np.array([0.0] * 5 + [math.inf] * 98), ValueError, r"`x\[5\]` is inf"),
+        (np.array([0.0] * 102 + [math.nan]), ValueError, r"`x\[102\]` is nan"),
+        (np.full(103, 1e300), ValueError, "not a finite number of torch.float32"),
+    ],
+)
+def test_points_that_cannot_be(x: Any, error: type[Exception], message: str) -> None:
+    with on(mlp(torch.float32)) as opt:
+        objective = opt.objective()
+        for call in (objective, objective.gradient, objective.assign, lambda x: objective.hvp(x, objective.x0)):
+            with pytest.raises(error, match=message):
+                call(x)
+        with pytest.raises(error, match=message.replace("`x`", "`v`").replace(r"`x\[", r"`v\[")):
+            objective.hvp(objective.x0, x)
+
+
+def test_what_can_be_a_point() -> None:
+    with on(mlp(torch.float32)) as opt:
+        objective = opt.objective()
+        right = objective(np.ones(103))
+        for x in ([1] * 103, torch.ones(103), np.ones(206, dtype=np.float32)[::2], np.ones(103, dtype=">f8")):
+            assert objective(x) == right
+        objective.assign(np.arange(103))
+        assert opt.parameters.tolist() == list(range(103))
+
+
+def minimum(work: Workload) -> tuple[float, np.ndarray[Any, Any]]:
+    """By plain torch in this process."""
+    parameters = list(work.module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=500, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = work.module(work.inputs, work.targets)
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    found = closure(), torch.cat([p.detach().flatten() for p in parameters]).numpy()
+    with torch.no_grad():
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+            p.grad = None
+    return found
+
+
+METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "L-BFGS-B": lambda objective: {"options": {"gtol": 1e-9, "ftol": 0.0, "maxcor": 30}},
+    "BFGS": lambda objective: {"options": {"gtol": 1e-9}},
+    "trust-ncg": lambda objective: {"hessp": objective.hvp, "options": {"gtol": 1e-9}},
+    "Newton-CG": lambda objective: {"hessp": objective.hvp, "options": {"xtol": 1e-10}},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scipy_finds_the_minimum(method: str) -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    work = ridge()
+    value, x = minimum(work)
+    with on(work, parallelize=2) as opt:
+        objective = opt.objective()
+        found = optimize.minimize(
+            objective.value_and_grad, objective.x0, jac=True, method=method, **METHODS[method](objective)
+        )
+        assert found.fun == pytest.approx(value, rel=1e-10)
+        np.testing.assert_allclose(found.x, x, atol=1e-6)
+        assert not np.allclose(objective.x0, found.x)
+        objective.assign(found.x)
+        assert opt.evaluate().item() == pytest.approx(value, rel=1e-10)
+
+
+def test_bounds_hold() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    work = ridge()
+    _, x = minimum(work)
+    bound = float(np.abs(x).max() / 2)
+    with on(work, parallelize=2) as opt:
+        objective = opt.objective()
+        start = np.clip(objective.x0, -bound, bound)
+        bounds = [(-bound, bound)] * len(x)
+        found = optimize.minimize(objective.value_and_grad, start, jac=True, method="L-BFGS-B", bounds=bounds)
+        assert found.success and np.abs(found.x).max() == bound
+        free = np.abs(found.x) < bound
+        assert np.abs(objective.gradient(found.x)[free]).max() < 1e-3
+
+
+def test_scipys_check_of_gradients_is_content() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    with on(burgers()) as opt:
+        objective = opt.objective()
+        assert optimize.check_grad(objective, objective.gradient, objective.x0) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["bfgs", "l-bfgs", "cg"])
+def test_a_torch_optimizer_of_another_library_finds_the_minimum(method: str) -> None:
+    torchmin = pytest.importorskip("torchmin")
+    work = ridge()
+    value, x = minimum(work)
+    with on(work, parallelize=2) as opt:
+        minimizer = torchmin.Minimizer(list(work.module.parameters()), method=method, tol=1e-8, max_iter=500)
+        # it calls backward() on what the closure returns, which has no graph here: the gradients are there already
+        minimizer.step(lambda: opt.evaluate().requires_grad_())
+        assert opt.evaluate().item() == pytest.approx(value, rel=1e-6)
+        np.testing.assert_allclose(opt.parameters.numpy(), x, atol=1e-3)

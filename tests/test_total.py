@@ -1,0 +1,187 @@
+"""f and df/dX of a data set are those of one batch with all samples, however it comes in batches."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
+from batchopt.total import Total
+from batchopt_workers.weighting import Weighting
+from tests.workloads import Workload, logistic, mlp, rnn
+
+WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
+
+
+def batches(work: Workload, size: int) -> list[Any]:
+    """The last one may be smaller."""
+    starts = range(0, len(work.inputs), size)
+    return [(work.inputs[start : start + size], work.targets[start : start + size]) for start in starts]
+
+
+def summed() -> Workload:
+    work = mlp()
+    return Workload(work.module, nn.MSELoss(reduction="sum"), work.inputs, work.targets)
+
+
+@WORKERS
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("case", [mlp, logistic, summed, rnn], ids=lambda case: case.__name__)
+def test_it_is_that_of_one_batch(case: Any, chunk_size: int | None, parallelize: int) -> None:
+    work = case()
+    loss, gradient = work.reference()
+    with BatchOptimizer(work.module, work.criterion, parallelize=parallelize, chunk_size=chunk_size) as opt:
+        x = opt.parameters.clone()
+        found, slope = opt.full_gradient(batches(work, 10))
+        assert found == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+        assert torch.equal(opt.parameters, x)
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (len(batches(work, 10)), 0, 0)
+        with pytest.raises(BatchoptError, match="no batch was loaded"):
+            opt.evaluate()
+        slope += 1
+        assert not torch.equal(slope, opt.full_gradient(batches(work, 10))[1])
+
+
+def test_twice_the_same_bits_and_for_any_number_of_workers() -> None:
+    found = set()
+    for parallelize in (1, 2, 3):
+        work = mlp(torch.float32)
+        with BatchOptimizer(work.module, work.criterion, parallelize=parallelize, chunk_size=2) as opt:
+            for _ in range(2):
+                loss, gradient = opt.full_gradient(batches(work, 8))
+                found.add((loss, gradient.numpy().tobytes()))
+                assert gradient.dtype == torch.float32
+    assert len(found) == 1
+
+
+def test_two_workers_of_given_speeds_give_the_same_bits_twice() -> None:
+    work = mlp()
+    with BatchOptimizer(work.module, work.criterion, parallelize=2, speeds=[1, 2]) as opt:
+        (loss, gradient), (again, slope) = (opt.full_gradient(batches(work, 8)) for _ in range(2))
+        assert loss == again and torch.equal(gradient, slope)
+
+
+@WORKERS
+def test_a_loader_and_a_generator(parallelize: int) -> None:
+    work = mlp()
+    loss, gradient = work.reference()
+    data = torch.utils.data.TensorDataset(work.inputs, work.targets)
+    with BatchOptimizer(work.module, work.criterion, parallelize=parallelize) as opt:
+        for source in (torch.utils.data.DataLoader(data, batch_size=7), iter(batches(work, 7))):
+            found, slope = opt.full_gradient(source)
+            assert found == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_batches_in_which_nothing_counts_add_nothing() -> None:
+    work = logistic()
+    loss, gradient = work.reference()  # targets 10 to 13 are ignored
+    with BatchOptimizer(work.module, work.criterion) as opt:
+        found, slope = opt.full_gradient(batches(work, 2))
+        assert found == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+        assert opt.eval_counter == 32
+        with pytest.raises(ValueError, match="no sample that counts"):
+            opt.full_gradient([(work.inputs[10:14], work.targets[10:14])])
+        with pytest.raises(ValueError, match="no sample that counts"):
+            opt.full_gradient([])
+        assert opt.eval_counter == 32
+
+
+def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (module(x) - y).square().mean()
+    return loss
+
+
+def test_one_term_is_weighed_and_several_are_an_error() -> None:
+    work = mlp()
+    loss, gradient = work.reference()
+    with BatchOptimizer(work.module, terms={"a": Term(misfit, 3.0)}) as opt:
+        found, slope = opt.full_gradient({"a": batch} for batch in batches(work, 10))
+        assert found == pytest.approx(3 * loss, rel=1e-12)
+        torch.testing.assert_close(slope, 3 * gradient, rtol=1e-10, atol=1e-13)
+    with (
+        BatchOptimizer(work.module, terms={"a": Term(misfit), "b": Term(misfit)}) as opt,
+        pytest.raises(ValueError, match="needs an objective of one term"),
+    ):
+        opt.full_gradient([])
+
+
+@WORKERS
+def test_draws_buffers_and_the_next_step_are_as_without(parallelize: int) -> None:
+    def run(measured: bool) -> tuple[str, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4)).double()
+        work = mlp()
+        options: dict[str, Any] = {"optimizer": "sgd", "parallelize": parallelize, "chunk_size": 5}
+        with BatchOptimizer(net, nn.MSELoss(), **options) as opt:
+            opt.step(work.inputs[:20], work.targets[:20])
+            if measured:
+                loss, gradient = opt.full_gradient(batches(work, 20))
+                again, slope = opt.full_gradient(batches(work, 20))
+                assert loss == again and torch.equal(gradient, slope)
+            opt.step(work.inputs[20:30], work.targets[20:30])
+            return str(opt.parameters.tolist()), {name: t.clone() for name, t in net.state_dict().items()}
+
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        (x, state), (right, states) = run(True), run(False)
+    assert x == right
+    assert all(torch.equal(state[name], states[name]) for name in state)
+
+
+@WORKERS
+def test_what_goes_wrong_leaves_counters_and_parameters(parallelize: int) -> None:
+    work = mlp()
+    bad = work.inputs.clone()
+    bad[25] = math.nan
+
+    def failing() -> Iterator[Any]:
+        yield from batches(work, 10)[:2]
+        raise OSError("no more")
+
+    with BatchOptimizer(work.module, work.criterion, parallelize=parallelize) as opt:
+        before = opt.fingerprint()
+        with pytest.raises(NonFiniteError, match="sample 5"):
+            opt.full_gradient(batches(Workload(work.module, work.criterion, bad, work.targets), 10))
+        with pytest.raises(OSError, match="no more"):
+            opt.full_gradient(failing())
+        assert opt.fingerprint() == before
+        assert opt.full_gradient(batches(work, 10))[0] == pytest.approx(work.reference()[0], rel=1e-12)
+
+
+def test_a_worker_that_is_killed_costs_no_bits() -> None:
+    work = mlp()
+    with BatchOptimizer(work.module, work.criterion, parallelize=2, chunk_size=3) as opt:
+        loss, gradient = opt.full_gradient(batches(work, 10))
+
+        def deadly() -> Iterator[Any]:
+            for i, batch in enumerate(batches(work, 10)):
+                if i == 2:
+                    os.kill(opt.workers[1].pid, signal.SIGKILL)
+                yield batch
+
+        again, slope = opt.full_gradient(deadly())
+        assert loss == again and torch.equal(gradient, slope)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), min_size=1), st.sampled_from(["mean", "sum"]))
+def test_means_count_by_their_size_and_sums_add_up(parts: list[tuple[int, float]], reduction: str) -> None:
+    total = Total(torch.zeros(1))
+    for size, mean in parts:
+        total.add(mean, torch.tensor([mean]), Weighting(reduction, size))
+    loss, gradient = total.whole()
+    counts = [size if reduction == "mean" else 1 for size, _ in parts]
+    right = sum(c * mean for c, (_, mean) in zip(counts, parts, strict=True))
+    right /= sum(counts) if reduction == "mean" else 1
+    assert loss == pytest.approx(right, rel=1e-9, abs=1e-9)
+    assert gradient.item() == pytest.approx(right, rel=1e-5, abs=1e-3)
