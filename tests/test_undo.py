@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import batchopt
+from batchopt.optim.curvature import Curvature
 from batchopt.undo import Undo
 
 LENGTHS = [3, 2]
@@ -57,6 +59,9 @@ def bits(value: Any) -> Any:
         return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, Curvature):
+        value = value.state_dict()
+        return {key: bits(item) for key, item in value.items()}
     return [bits(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -81,6 +86,11 @@ OPTIMIZERS: dict[str, Factory] = {
     "lbfgs": lbfgs(None),
     "lbfgs with strong_wolfe": lbfgs("strong_wolfe", lr=1.0),
     "lbfgs with a long history": lbfgs("strong_wolfe", history=100, lr=1.0),
+    "our lbfgs": lambda p: batchopt.LBFGS(p, max_iter=2, history_size=3),
+    "our lbfgs with a long history": lambda p: batchopt.LBFGS(p, max_iter=2),
+    "our lbfgs with l1": lambda p: batchopt.LBFGS(p, max_iter=2, history_size=3, l1=0.01),
+    "cg": lambda p: batchopt.CG(p, max_iter=2),
+    "ssbroyden": lambda p: batchopt.SSBroyden(p, max_iter=2),
 }
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 

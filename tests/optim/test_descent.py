@@ -357,3 +357,12 @@ def test_names_of_what_there_is_no_more_than_one_of() -> None:
         batchopt.CG([torch.nn.Parameter(torch.ones(2))], beta="fr")
     with pytest.raises(ValueError, match="`history_size` must be >= 1"):
         batchopt.LBFGS([torch.nn.Parameter(torch.ones(2))], history_size=0)
+
+
+@every_kind
+@pytest.mark.parametrize("scale", [1e-150, 1e-170, 1e150])
+def test_numbers_as_small_and_as_large_as_they_get(make: Make, scale: float) -> None:
+    problem = Problem(make, lambda x: scale * (x * x).sum(), start(), max_iter=40, tolerance_grad=0.0)
+    result = problem.step()
+    assert math.isfinite(result.f) and problem.x.isfinite().all()
+    assert result.f <= problem.values[0]
