@@ -13,7 +13,7 @@ import torch
 from batchopt.optim.algebra import add, copy, largest, norm
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
-from batchopt.optim.linesearch import FLAT, Sample, armijo, fixed, strong_wolfe
+from batchopt.optim.linesearch import FLAT, Sample, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.options import check_options
 from batchopt.optim.status import Iteration, Result, Status
 from batchopt.optim.vector import Vector
@@ -24,6 +24,8 @@ Callback = Callable[[Iteration], Any]
 SEARCH = 30
 # Differences of f that are a smaller multiple of its rounding than this say nothing.
 NOISE = 4.0
+# More than this part of f is not believed to be noise.
+NOISIEST = 1e-2
 # So many iterations that lower neither f nor the gradient are the last: both are nothing but rounding.
 STALE = 20
 # Of two functions with the same value and gradient, to so many digits, one is taken for the other.
@@ -43,6 +45,7 @@ class Run:
     lowest: Point | None = None  # a copy of the best point, where it is not `here`
     least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
     stale: int = 0  # iterations since
+    noise: float = 0.0  # of f, as far as searches in vain have shown it
 
     @property
     def best(self) -> float:
@@ -200,7 +203,10 @@ class Descent(torch.optim.Optimizer):
             slope = line.slope(here)
         if not -math.inf < slope < 0:
             return None
-        found = self._search(run, line, Sample(0.0, here.f, slope))
+        start = Sample(0.0, here.f, slope)
+        found = self._search(run, line, start)
+        if found is None and self._learn_noise(run, start, line.samples):
+            found = self._search(run, line, start)
         after, spare = line.take(found)
         largest_change = largest(add(after.x, here.x, -1.0, out=self._change))
         if after is here or largest_change == 0:
@@ -220,8 +226,22 @@ class Descent(torch.optim.Optimizer):
             return fixed(line, start, first, evaluations)
         if kind == "armijo":
             return armijo(line, start, first, evaluations)
-        noise = NOISE * torch.finfo(self._vector.dtype).eps * abs(run.best)
+        noise = max(run.noise, self._rounding(run))
         return strong_wolfe(line, start, first, evaluations, max(noise - (start.f - run.best), 0.0), self.flat)
+
+    def _rounding(self, run: Run) -> float:
+        return NOISE * torch.finfo(self._vector.dtype).eps * abs(run.best)
+
+    def _learn_noise(self, run: Run, start: Sample, samples: list[Sample]) -> bool:
+        """After a search in vain: what f differs by from what the slopes say, where they say the same at both ends. Returns
+        whether that is more than was thought of as noise."""
+        if self._line_search != "strong_wolfe":
+            return False
+        noise = 2 * max((discrepancy(start, sample) for sample in samples), default=0.0)
+        if not max(run.noise, self._rounding(run)) < noise <= NOISIEST * abs(run.best):
+            return False
+        run.noise = noise
+        return True
 
     def _keep_lowest(self, run: Run, before: Point) -> None:
         if run.here.f <= min(before.f, math.inf if run.lowest is None else run.lowest.f):

@@ -71,6 +71,7 @@ class Line:
         self._last, self._best = spare
         self._last.f = self._best.f = math.inf
         self.last_step = math.nan
+        self.samples: list[Sample] = []
 
     def __call__(self, step: float) -> Sample:
         """Evaluate at `step`."""
@@ -82,7 +83,9 @@ class Line:
         slope = self.slope(point) if math.isfinite(point.f) else math.nan
         if not math.isfinite(slope):
             point.f = math.inf
-        return Sample(step, point.f, slope)
+        sample = Sample(step, point.f, slope)
+        self.samples.append(sample)
+        return sample
 
     def place(self, step: float, x: torch.Tensor) -> None:
         """Write the point at `step` to `x`."""

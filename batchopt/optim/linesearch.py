@@ -161,6 +161,14 @@ def _cubic(one: Sample, other: Sample) -> float | None:
     return other.step - length * (other.slope + root - middle) / below if below else None
 
 
+def discrepancy(start: Sample, trial: Sample) -> float:
+    """What the change of f differs by from what both slopes, which are about the same, say that it is; 0 where they are not:
+    then it may be curvature."""
+    if not trial.finite or abs(trial.slope - start.slope) > 0.5 * abs(start.slope):
+        return 0.0
+    return abs(trial.f - start.f - 0.5 * trial.step * (start.slope + trial.slope))
+
+
 def armijo(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | None:
     """The first step, going back from `first`, that decreases f by a part of what the slope promises (Armijo 1966); each
     is the minimum of a parabola through the one before, but a tenth of it at least, and half at most.

@@ -109,3 +109,17 @@ def test_noise_in_f_does_not_stop_it_far_from_the_minimum() -> None:
 
 def test_repr_names_the_options() -> None:
     assert "history_size=100" in repr(batchopt.LBFGS([torch.nn.Parameter(torch.ones(1))]))
+
+
+def test_noise_that_is_more_than_rounding_is_learned_from_a_search_in_vain() -> None:
+    """f has two digits less than its dtype, its gradient all of them."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        f = logistic(x)
+        return f + (f.detach() * 1e4).round() / 1e4 - f.detach()
+
+    problem = Problem(batchopt.LBFGS, noisy, start(), tolerance_grad=1e-4, tolerance_change=0.0, max_iter=200)
+    result = problem.step()
+    expected = reference.lbfgs(logistic, start(), 500)
+    torch.testing.assert_close(problem.x, expected, rtol=0.05, atol=0.05)
+    assert result.f == min(problem.values)
