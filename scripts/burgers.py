@@ -5,8 +5,8 @@ The problem, the network and the points are those of Raissi, Perdikaris and Karn
 (part I)", arXiv:1711.10561, 2017: 10,000 residual points by Latin hypercube sampling, 9 layers of 20, 3,021 parameters. The error
 is relative to the solution by Cole and Hopf, in the L2 norm on a grid of 100 x 256.
 
-Each run's curve and network go to a folder; what is there already is not run again. Then prints a table of all runs there, and
-draws the solution of the best one.
+Each run's curve and network go to a folder; what is there already is not run again. Then prints a table of all runs there, up
+to so many evaluations, and how long each took to the loss that torch's came to; and draws the solution of the best one.
 """
 
 from __future__ import annotations
@@ -198,11 +198,11 @@ def run(name: str, seed: int, evaluations: int, parallelize: int, folder: Path) 
     )
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """One line an optimizer: medians over its seeds, the lowest and the highest error."""
+def table(runs: list[dict[str, Any]], most: int) -> str:
+    """One line an optimizer: medians over its seeds, the lowest and the highest error, after `most` evaluations at most."""
     lines = [f"{'':12}{'seeds':>6}{'evaluations':>12}{'loss':>10}{'error':>10}{'lowest':>10}{'highest':>10}"]
     for name in sorted({run["name"] for run in runs}):
-        ends = [run["curve"][-1] for run in runs if run["name"] == name]
+        ends = [[row for row in run["curve"] if row[0] <= most][-1] for run in runs if run["name"] == name]
         evaluations, losses, errors, _ = zip(*ends, strict=True)
         middle = [statistics.median(numbers) for numbers in (losses, errors)]
         numbers = "".join(f"{number:10.2e}" for number in (*middle, min(errors), max(errors)))
@@ -213,6 +213,19 @@ def table(runs: list[dict[str, Any]]) -> str:
 def seconds_to(curve: list[tuple[int, float, float, float]], loss: float) -> float:
     """When a curve first came down to a loss; infinity if it did not."""
     return next((row[3] for row in curve if row[1] <= loss), math.inf)
+
+
+def against_torch(runs: list[dict[str, Any]]) -> str:
+    """For each run of torch's: its loss and seconds, and the seconds of the others with that seed to that loss."""
+    lines = []
+    for theirs in (run for run in runs if run["name"] == "torch"):
+        _, loss, _, seconds = theirs["curve"][-1]
+        lines.append(f"seed {theirs['seed']}: torch came to {loss:.2e} in {seconds:.0f} s")
+        for run in runs:
+            if run["name"] != "torch" and run["seed"] == theirs["seed"]:
+                ours = seconds_to(run["curve"], loss)
+                lines.append(f"  {run['name']}: {ours:.0f} s, {seconds / ours:.1f} times as fast")
+    return "\n".join(lines)
 
 
 def draw(runs: list[dict[str, Any]], folder: Path) -> None:
@@ -251,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizers", nargs="*", default=["LBFGS", "SSBroyden"], choices=[*OURS, "torch"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--evaluations", type=int, default=6000, help="of each run, at most")
+    parser.add_argument("--evaluations", type=int, default=4000, help="of each run, at most")
     parser.add_argument(
         "--parallelize", type=int, default=2, help="workers; the result has the same bits for any number"
     )
@@ -261,9 +274,10 @@ def main() -> None:
     for seed in given.seeds:
         for name in given.optimizers:
             run(name, seed, given.evaluations, given.parallelize, given.folder)
-    runs = [json.loads(path.read_text()) for path in sorted(given.folder.glob("*.json"))]
+    runs = [json.loads(path.read_text()) for path in sorted(given.folder.glob("*-*.json"))]
     if runs:
-        print(table(runs))
+        print(table(runs, given.evaluations), against_torch(runs), sep="\n")
+        (given.folder / "burgers.json").write_text(json.dumps(runs) + "\n")
         draw(runs, given.folder)
 
 
