@@ -94,14 +94,21 @@ def largest(vector: torch.Tensor) -> float:
 
 
 def copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """The elements of `source` (shape `(n,)`, or any shape of n elements) into `out` (shape `(n,)`)."""
-    if source.dim() != 1:
-        out = out.view_as(source)
-    if not _on_cpu(out) or out.numel() < LARGE:
+    """The elements of `source` into `out` (of one shape), rounded if need be."""
+    if not _on_cpu(out) or out.dim() != 1 or len(out) < LARGE:
         with torch_threads(1):
             out.copy_(source)
     else:
         _blocks(len(out), lambda part: out[part].copy_(source[part]), 2 * len(out))
+
+
+def scaled(vector: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+    """`factor * vector`, in `out`."""
+    if not _on_cpu(out) or len(out) < LARGE:
+        with torch_threads(1):
+            return torch.mul(vector, factor, out=out)
+    _blocks(len(out), lambda part: torch.mul(vector[part], factor, out=out[part]), 2 * len(out))
+    return out
 
 
 def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from batchopt.optim.algebra import add, dot
+from batchopt.optim.algebra import add, dot, scaled
 from batchopt.optim.descent import Callback, Descent
 from batchopt.optim.line import Point
 from batchopt.optim.options import check_choice
@@ -98,9 +98,9 @@ class CG(Descent):
     def _aim(self, here: Point, out: torch.Tensor) -> None:
         memory = self._memory
         if "direction" in memory:
-            add(here.gradient, memory["direction"], -memory["beta"], out=out).neg_()
+            add(scaled(here.gradient, -1.0, out), memory["direction"], memory["beta"], out=out)
         else:
-            torch.neg(here.gradient, out=out)
+            scaled(here.gradient, -1.0, out)
 
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
         memory, direction = self._memory, self._direction
@@ -117,7 +117,7 @@ class CG(Descent):
     def _forget(self) -> bool:
         return self._memory.pop("direction", None) is not None
 
-    def _first(self, slope: float, length: float, change: float) -> float:
+    def _first(self, slope: float, length: float) -> float:
         """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization", 2006,
         equation 3.60)."""
         if "direction" in self._memory:

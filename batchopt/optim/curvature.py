@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt.optim.algebra import add, combination, copy, dot, norm, products
+from batchopt.optim.algebra import add, combination, copy, dot, norm, products, scaled
 
 # A pair whose s.y is a smaller part of y.y than this says nothing that is not rounding.
 LEAST = 2.3e-16
@@ -117,7 +117,6 @@ class Curvature:
 
     def times(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`-H @ vector`, in `out` (shapes `(size,)`); `vector` has to stay as it is until a pair is added."""
-        copy(vector, out)
         pair = self._pair
         if pair is not None and pair.after is not vector:
             self._complete()
@@ -128,9 +127,9 @@ class Curvature:
             self._complete(found[:, :-1] - self._known.with_seen)
         self._known, self._seen = self._known._replace(with_seen=found), vector
         if not slots:
-            return out.neg_()
+            return scaled(vector, -1.0, out)
         scale, weights = _weights(self._known)
-        out.mul_(-scale)
+        scaled(vector, -scale, out)
         at_slots = torch.empty(len(slots), 2, dtype=torch.float64)
         at_slots[torch.tensor(slots)] = weights.T
         return combination(at_slots.view(-1), self._rows[: 2 * len(slots)], out)

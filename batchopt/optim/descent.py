@@ -40,7 +40,8 @@ class Run:
     here: Point
     spare: list[Point]
     iterations: int = 0
-    change: float = math.inf  # the length of the last step
+    change: float = 0.0  # the length of the last step
+    line: Line | None = None  # that is searched along
     forgotten: list[str] = field(default_factory=list)
     lowest: Point | None = None  # a copy of the best point, where it is not `here`
     least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
@@ -101,8 +102,8 @@ class Descent(torch.optim.Optimizer):
         """Have the next direction be the steepest descent; returns whether it would have been another one."""
 
     @abstractmethod
-    def _first(self, slope: float, length: float, change: float) -> float:
-        """Where a line search begins, along a direction of Euclidean `length`, after a step of length `change`."""
+    def _first(self, slope: float, length: float) -> float:
+        """Where a line search begins, along a direction of Euclidean `length`."""
 
     def _function(self, closure: Closure) -> Function:
         return Function(self._vector, closure)
@@ -135,7 +136,7 @@ class Descent(torch.optim.Optimizer):
         run = Run(function, begin, [self._spare[1], self._last_point()])
         self._recognise(run)
         try:
-            status = self._why_stop(run) or self._descend(run)
+            status = Status.NOT_FINITE if not begin.finite else self._why_stop(run) or self._descend(run)
         finally:
             self._settle(run)
         gradient = largest(self._steepest(run.here))
@@ -181,8 +182,6 @@ class Descent(torch.optim.Optimizer):
 
     def _why_stop(self, run: Run) -> Status | None:
         group = self._group
-        if not run.here.finite:
-            return Status.NOT_FINITE
         if largest(self._steepest(run.here)) <= group["tolerance_grad"]:
             return Status.GRADIENT
         if run.iterations >= _limit(group["max_iter"]):
@@ -204,9 +203,11 @@ class Descent(torch.optim.Optimizer):
         if not -math.inf < slope < 0:
             return None
         start = Sample(0.0, here.f, slope)
+        run.line = line
         found = self._search(run, line, start)
         if found is None and self._learn_noise(run, start, line.samples):
             found = self._search(run, line, start)
+        run.line = None
         after, spare = line.take(found)
         largest_change = largest(add(after.x, here.x, -1.0, out=self._change))
         if after is here or largest_change == 0:
@@ -218,7 +219,7 @@ class Descent(torch.optim.Optimizer):
 
     def _search(self, run: Run, line: Line, start: Sample) -> Sample | None:
         group, kind = self._group, self._line_search
-        first = group["lr"] * self._first(start.slope, norm(self._direction), run.change)
+        first = group["lr"] * self._first(start.slope, norm(self._direction))
         if not 0 < first < math.inf:  # what it was made of is as small as numbers get
             first = group["lr"]
         evaluations = int(min(SEARCH, _limit(group["max_eval"]) - run.function.evaluations))
@@ -261,6 +262,7 @@ class Descent(torch.optim.Optimizer):
         run.stale = 0 if here.f < run.least[0] or gradient < run.least[1] else run.stale + 1
         run.least = min(here.f, run.least[0]), min(gradient, run.least[1])
         if self.callback is not None:
+            self._vector.write(here.x)  # which need not be the last one that was evaluated
             numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
             if self.callback(Iteration(*numbers, here.f, gradient, step, run.change)):
                 return Status.CALLBACK
@@ -270,7 +272,9 @@ class Descent(torch.optim.Optimizer):
         return None
 
     def _settle(self, run: Run) -> None:
-        """Leave the best point."""
+        """Leave the best point, in the middle of a search too."""
+        if run.line is not None:
+            run.here, run.spare = run.line.take(None)
         if run.lowest is not None and run.lowest.f < run.here.f:
             run.here = run.lowest
         self._vector.write(run.here.x)

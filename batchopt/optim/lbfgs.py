@@ -107,7 +107,7 @@ class LBFGS(Descent):
         self._curvature.clear()
         return remembered
 
-    def _first(self, slope: float, length: float, change: float) -> float:
+    def _first(self, slope: float, length: float) -> float:
         return 1.0 if len(self._curvature) else min(1.0, 1.0 / length)
 
     @property

@@ -78,6 +78,7 @@ class Line:
         if self._last.f <= self._best.f:
             self._last, self._best = self._best, self._last
         point, self.last_step = self._last, step
+        point.f = math.inf  # until it is known
         self.place(step, point.x)
         self._function.at(point)
         slope = self.slope(point) if math.isfinite(point.f) else math.nan

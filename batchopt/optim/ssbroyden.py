@@ -88,7 +88,7 @@ class SSBroyden(Descent):
     def _forget(self) -> bool:
         return self._memory.pop("inverse", None) is not None
 
-    def _first(self, slope: float, length: float, change: float) -> float:
+    def _first(self, slope: float, length: float) -> float:
         return 1.0 if "inverse" in self._memory else min(1.0, 1.0 / length)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from batchopt.optim.algebra import copy
+
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements in one row; of a complex one real and imaginary parts."""
@@ -64,11 +66,11 @@ class Vector:
     def write(self, x: torch.Tensor) -> None:
         """Set the parameters to `x`."""
         for part, tensor in self._parts([parameter.detach() for parameter in self._parameters], x):
-            tensor.copy_(part.view_as(tensor))
+            copy(part.view_as(tensor), tensor)
 
     def _gather(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for part, tensor in self._parts(tensors, out):
-            part.copy_(tensor.reshape(-1))
+            copy(tensor.reshape(-1), part)
 
     def _parts(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The parts of `vector` that belong to each of `tensors`; all of it in one part, if they lie together."""
