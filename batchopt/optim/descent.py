@@ -141,7 +141,14 @@ class Descent(torch.optim.Optimizer):
             self._settle(run)
         gradient = largest(self._steepest(run.here))
         self.result = Result(
-            status, run.iterations, function.evaluations, run.here.f, gradient, run.change, tuple(run.forgotten)
+            status,
+            run.iterations,
+            function.evaluations,
+            run.here.f,
+            gradient,
+            run.change,
+            function.not_finite,
+            tuple(run.forgotten),
         )
         return first
 

@@ -36,6 +36,7 @@ class Function:
     def __init__(self, vector: Vector, closure: Closure) -> None:
         self._vector, self._closure = vector, closure
         self.evaluations = 0
+        self.not_finite = 0  # of these, trials where f or the gradient was not
 
     def here(self, point: Point) -> torch.Tensor | float:
         """Evaluate at the parameters as they are, into `point`; returns what the closure did."""
@@ -84,6 +85,7 @@ class Line:
         slope = self.slope(point) if math.isfinite(point.f) else math.nan
         if not math.isfinite(slope):
             point.f = math.inf
+            self._function.not_finite += 1
         sample = Sample(step, point.f, slope)
         self.samples.append(sample)
         return sample

@@ -26,7 +26,8 @@ class Result:
     """What a step did: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute element of its
     gradient at the parameters that it left, and the length (Euclidean) of the last change of the parameters.
 
-    `forgotten` names each time that what was known of the function's curvature was dropped, and why.
+    `not_finite` counts the trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names
+    each time that what was known of the function's curvature was dropped, and why.
     """
 
     status: Status
@@ -35,6 +36,7 @@ class Result:
     f: float
     gradient: float
     change: float
+    not_finite: int = 0
     forgotten: tuple[str, ...] = ()
 
 
