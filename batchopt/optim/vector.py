@@ -56,12 +56,7 @@ class Vector:
 
     def read_gradient(self, out: torch.Tensor) -> None:
         """Their gradients, into `out`; 0 where there is none."""
-        found = [parameter.grad for parameter in self._parameters]
-        if None in [None if gradient is None else 0 for gradient in found] or any(
-            gradient is not None and gradient.is_sparse for gradient in found
-        ):
-            found = [_dense(p, gradient) for p, gradient in zip(self._parameters, found, strict=True)]
-        self._gather([gradient.detach() for gradient in found if gradient is not None], out)
+        self._gather([_gradient(parameter) for parameter in self._parameters], out)
 
     def write(self, x: torch.Tensor) -> None:
         """Set the parameters to `x`."""
@@ -85,7 +80,9 @@ class Vector:
         return parts
 
 
-def _dense(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Dense; 0 where there is none."""
+    gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach()

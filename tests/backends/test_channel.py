@@ -213,20 +213,30 @@ def interrupts() -> Iterator[list[bool]]:
 
 
 def test_interrupts_at_any_moment_lose_no_reply(ends: Ends, interrupts: list[bool]) -> None:
+    for _ in range(20):  # on a busy machine the timer may not come in time
+        exchange(ends, interrupts)
+        if len(interrupts) > 1:
+            break
+    assert len(interrupts) > 1
+
+
+def exchange(ends: Ends, interrupts: list[bool]) -> None:
+    """Three thousand replies, and none is lost."""
     channel, theirs = ends
-    rounds = 3000
-    for _ in range(rounds):
+    first = channel.number()
+    for _ in range(2999):
         channel.number()
     send(channel, b"")  # so that all numbers are known
+    numbers = range(first, first + 3001)
 
     def answer() -> None:
-        for number in range(1, rounds + 2):
+        for number in numbers:
             theirs.send_bytes(HEAD.pack(number, Kind.RESULT) + str(number).encode() * (number % 7))
 
     writer = threading.Thread(target=answer)
     writer.start()
     found: dict[int, bytes] = {}
-    while len(found) < rounds + 1:
+    while len(found) < len(numbers):
         try:
             interrupts[0] = True
             for reply in channel.replies():  # first: what an interrupt left here wakes nobody up
@@ -239,8 +249,7 @@ def test_interrupts_at_any_moment_lose_no_reply(ends: Ends, interrupts: list[boo
             interrupts[0] = False
             found.update((reply.number, reply.body) for reply in channel.replies())
     writer.join()
-    assert found == {n: str(n).encode() * (n % 7) for n in range(1, rounds + 2)}
-    assert len(interrupts) > 1
+    assert found == {n: str(n).encode() * (n % 7) for n in numbers}
 
 
 def test_interrupts_at_any_moment_leave_the_messages_sent_in_order(ends: Ends, interrupts: list[bool]) -> None:

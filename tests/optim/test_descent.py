@@ -242,8 +242,6 @@ def test_a_function_that_changes_between_steps_is_told(make: Make) -> None:
     problem.function = logistic
     problem.step()
     assert next(iter(problem.result.forgotten)) == "the function changed between two steps"
-    fresh = Problem(make, logistic, start(), max_iter=8)
-    fresh.optimizer.state.clear()
     assert problem.result.f < problem.values[-problem.result.evaluations]
 
 
