@@ -17,23 +17,27 @@ LEAST = 2.3e-16
 class _Known(NamedTuple):
     """What is known of the pairs beside themselves; small, float64, and replaced, never written."""
 
-    slots: tuple[int, ...]  # where each pair is, the oldest first
+    first: int  # the slot of the oldest pair; those of the younger ones follow, in a ring
     sy: torch.Tensor  # s_i . y_j for i <= j
     yy: torch.Tensor  # y_i . y_j
     with_seen: torch.Tensor  # s_i and y_i (shape `(2, pairs)`) times the vector that H was last multiplied with
 
-    def without_oldest(self) -> _Known:
-        return _Known(self.slots[1:], self.sy[1:, 1:], self.yy[1:, 1:], self.with_seen[:, 1:])
+    @property
+    def pairs(self) -> int:
+        return len(self.sy)
+
+    def without_oldest(self, slots: int) -> _Known:
+        return _Known((self.first + 1) % slots, self.sy[1:, 1:], self.yy[1:, 1:], self.with_seen[:, 1:])
 
     def with_pair(self, pair: _Pair, columns: torch.Tensor) -> _Known:
         """`columns`: the older s and y (shape `(2, pairs)`) times the y of `pair`."""
-        count = len(self.slots)
+        count = self.pairs
         sy, yy = torch.zeros(2, count + 1, count + 1, dtype=torch.float64)
         sy[:count, :count], yy[:count, :count] = self.sy, self.yy
         sy[:count, count], yy[:count, count] = columns
         yy[count, :count] = columns[1]
         sy[count, count], yy[count, count] = pair.sy, pair.yy
-        return _Known((*self.slots, pair.slot), sy, yy, self.with_seen)
+        return _Known(self.first, sy, yy, self.with_seen)
 
 
 class _Pair(NamedTuple):
@@ -48,7 +52,7 @@ class _Pair(NamedTuple):
 
 _NONE = torch.zeros(0, 0, dtype=torch.float64)
 _NO_PRODUCTS = torch.zeros(2, 0, dtype=torch.float64)
-_NOTHING = _Known((), _NONE, _NONE, _NO_PRODUCTS)
+_NOTHING = _Known(0, _NONE, _NONE, _NO_PRODUCTS)
 
 
 class Curvature:
@@ -75,7 +79,7 @@ class Curvature:
         self._overwritten: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._known.slots) + (self._pair is not None)
+        return self._known.pairs + (self._pair is not None)
 
     def clear(self) -> None:
         """Forget all pairs."""
@@ -92,9 +96,9 @@ class Curvature:
         sy, yy = dot(s, self._y), dot(self._y, self._y)
         if not sy > LEAST * yy or not math.isfinite(sy) or not math.isfinite(yy):
             return False
-        slot = len(self._known.slots)
-        if slot == self.most:
-            slot, self._known = self._known.slots[0], self._known.without_oldest()
+        slot = (self._known.first + self._known.pairs) % self.most
+        if self._known.pairs == self.most:
+            self._known = self._known.without_oldest(self.most)
         self._keep(slot)
         copy(s, self._rows[2 * slot])
         copy(self._y, self._rows[2 * slot + 1])
@@ -106,14 +110,15 @@ class Curvature:
         """Take up the pair that is new; `columns` as in `_Known.with_pair`."""
         if self._pair is not None:
             if columns is None:
-                columns = self._with_old(self._rows[2 * self._pair.slot + 1], self._known.slots)
+                columns = self._with_rows(self._rows[2 * self._pair.slot + 1])[:, :-1]
             self._known, self._pair = self._known.with_pair(self._pair, columns), None
 
-    def _with_old(self, vector: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
-        """s and y (shape `(2, pairs)`) of `slots` times `vector`."""
-        if not slots:
+    def _with_rows(self, vector: torch.Tensor) -> torch.Tensor:
+        """s and y of all pairs, the oldest first (shape `(2, pairs)`), times `vector`."""
+        if not len(self):
             return _NO_PRODUCTS
-        return products(self._rows[: 2 * len(self)], vector).view(-1, 2)[torch.tensor(slots)].T
+        found = products(self._rows[: 2 * len(self)], vector)
+        return torch.roll(found, -2 * self._known.first).view(-1, 2).T
 
     def times(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`-H @ vector`, in `out` (shapes `(size,)`); `vector` has to stay as it is until a pair is added."""
@@ -121,18 +126,16 @@ class Curvature:
         if pair is not None and pair.after is not vector:
             self._complete()
             pair = None
-        slots = self._known.slots if pair is None else (*self._known.slots, pair.slot)
-        found = self._with_old(vector, slots)
+        found = self._with_rows(vector)
         if pair is not None:
             self._complete(found[:, :-1] - self._known.with_seen)
         self._known, self._seen = self._known._replace(with_seen=found), vector
-        if not slots:
+        if not len(self):
             return scaled(vector, -1.0, out)
         scale, weights = _weights(self._known)
         scaled(vector, -scale, out)
-        at_slots = torch.empty(len(slots), 2, dtype=torch.float64)
-        at_slots[torch.tensor(slots)] = weights.T
-        return combination(at_slots.view(-1), self._rows[: 2 * len(slots)], out)
+        weights = torch.roll(weights.view(-1), 2 * self._known.first)
+        return combination(weights, self._rows[: 2 * len(self)], out)
 
     def mark(self) -> None:
         """Remember the present, for `rewind`: rows are copied when they are overwritten."""
@@ -154,14 +157,13 @@ class Curvature:
         if self._marked is None or slot in self._overwritten:
             return
         known, pair = self._marked
-        if slot in known.slots or (pair is not None and pair.slot == slot):
+        if (slot - known.first) % self.most < known.pairs + (pair is not None):
             self._overwritten[slot] = self._rows[2 * slot : 2 * slot + 2].clone()
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), and their products."""
         self._complete()
-        slots = torch.tensor(self._known.slots, dtype=torch.int64)
-        pairs = self._rows.view(self.most, 2, -1)[slots.to(self._rows.device)]
+        pairs = torch.roll(self._rows.view(self.most, 2, -1)[: len(self)], -self._known.first, dims=0)
         return {"pairs": pairs, "sy": self._known.sy.clone(), "yy": self._known.yy.clone()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -174,16 +176,16 @@ class Curvature:
         kept = pairs[dropped:]
         self._rows[: 2 * len(kept)] = kept.reshape(-1, kept.shape[-1]).to(self._rows)
         sy, yy = (state[key].double().cpu()[dropped:, dropped:] for key in ("sy", "yy"))
-        self._known = _Known(tuple(range(len(kept))), sy, yy, torch.zeros(2, len(kept), dtype=torch.float64))
+        self._known = _Known(0, sy, yy, torch.zeros(2, len(kept), dtype=torch.float64))
         self._pair = self._seen = None
 
 
 def _weights(known: _Known) -> tuple[float, torch.Tensor]:
-    """Of `-H @ vector`: the factor of `-vector`, and those of each s and y (shape `(2, pairs)`)."""
+    """Of `-H @ vector`: the factor of `-vector`, and those of s and y of each pair (shape `(pairs, 2)`)."""
     with_s, with_y = known.with_seen
     diagonal = known.sy.diagonal()
     scale = (diagonal[-1] / known.yy[-1, -1]).item()
     once = torch.linalg.solve_triangular(known.sy, with_s[:, None], upper=True)[:, 0]
     inner = diagonal * once + scale * (torch.mv(known.yy, once) - with_y)
     of_s = torch.linalg.solve_triangular(known.sy.T, inner[:, None], upper=False)[:, 0]
-    return scale, torch.stack((-of_s, scale * once))
+    return scale, torch.stack((-of_s, scale * once), dim=1)
