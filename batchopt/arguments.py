@@ -6,13 +6,15 @@ import inspect
 import math
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from batchopt.backends import BACKENDS
+from batchopt.backends.cluster import Needs, capacity
 from batchopt.cores import usable_cores
 from batchopt.speeds import Speeds
 
@@ -30,13 +32,23 @@ def _integer(name: str, value: Any, least: int) -> int:
     return value
 
 
-def read_workers(parallelize: Any, backend: Any) -> int:
-    """The number of workers of the backend named; the serial one has one.
+def read_ray_options(options: Any, backend: Any) -> Mapping[str, Any]:
+    """What the user passes through to Ray; raises `TypeError` or `ValueError` for what cannot be, or without Ray."""
+    if options is not None and backend != "ray":
+        raise ValueError(f"`ray_options` are for backend='ray', got backend={backend!r}: leave them out")
+    Needs.read(options)
+    return {} if options is None else dict(options)
+
+
+def read_workers(parallelize: Any, backend: Any, options: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """The number of workers of the backend named, with its `options`; the serial one has one.
 
     Raises `TypeError` or `ValueError` for any other, and for more processes than this machine has room for.
     """
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
+    if backend == "ray" and parallelize == "auto":
+        return max(capacity(Needs.read(options)), 1)
     workers = read_parallelize(parallelize)
     if backend == "serial" and workers > 1:
         raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")

@@ -128,6 +128,27 @@ class Dispatch:
             last -= 1
         return Run(first, last) if first < last else None
 
+    def release(self) -> tuple[list[Run], list[Limit]]:
+        """Give up half of what no worker has begun, for somebody else to evaluate: the runs, and what to tell workers."""
+        kept: list[tuple[int | None, Run]] = []
+        given, limits = [], []
+        for planned_for, run in self._pending:
+            middle = run.first + (run.last - run.first) // 2
+            given.append(Run(middle, run.last))
+            if middle > run.first:
+                kept.append((planned_for, Run(run.first, middle)))
+        self._pending = kept
+        for worker, task in self._tasks.items():
+            behind = self._behind(worker)
+            if behind is not None:
+                task.last = behind.first + (behind.last - behind.first) // 2
+                given.append(Run(task.last, behind.last))
+                limits.append(Limit(worker, task.last))
+        for run in given:
+            self.missing -= sum(self._missing[run.first : run.last])
+            self._missing[run.first : run.last] = bytes(run.last - run.first)
+        return given, limits
+
     def decide(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Assign | Limit]:
         """What the workers that are `idle` should do; to be carried out in this order."""
         commands: list[Assign | Limit] = []

@@ -61,8 +61,8 @@ class WorkerError(BatchoptError):
 
 
 _ADVICE = {
-    "ModuleNotFoundError": " (install it where the workers run, or send the module by value: "
-    "cloudpickle.register_pickle_by_value(module))",
+    "ModuleNotFoundError": " (install it where the workers run, or send the module: by value, with "
+    "cloudpickle.register_pickle_by_value(module), or on Ray with ray.init(runtime_env={'py_modules': [module]}))",
     "MemoryError": " (a smaller chunk_size needs less memory at a time)",
 }
 

@@ -61,6 +61,7 @@ class BatchFunction(State):
                 self._flat,
                 self._params,
                 self._buffers,
+                options=settings.options,
             ),
         )
 
@@ -126,6 +127,7 @@ class BatchFunction(State):
         """Begin a step on what was prepared."""
         self._flat.check(self._module, self._params)
         self._end_step()
+        self._grow()
         batch = prepared.batch
         with self._doing("load"), self._undone_if_it_fails():
             self._batch = None
@@ -141,6 +143,16 @@ class BatchFunction(State):
             self._plan = make_plan(batch.size, self._chunks, self._speeds)
             self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
             self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
+
+    def _grow(self) -> None:
+        """Use machines that have joined, if there are to be as many workers as there is room for."""
+        more = self._backend.room() if self._settings.elastic else 0
+        if more > 0:
+            workers = len(self.workers) + more
+            self._backend.resize(workers)
+            self._settings = replace(self._settings, workers=workers)
+            self._speeds = self._speeds.resized(workers)
+            self._observe([0] * workers, [0.0] * workers)
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
@@ -304,7 +316,7 @@ class BatchFunction(State):
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
         if self._settings.devices is not None:
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
-        workers = arguments.read_workers(parallelize, self._settings.backend)
+        workers = arguments.read_workers(parallelize, self._settings.backend, self._settings.options)
         given = arguments.read_speeds(speeds, workers)
         settings = replace(self._settings, workers=workers, prehook=self._prehook, posthook=self._posthook)
         self._end_step()

@@ -45,8 +45,11 @@ class BatchOptimizer(Curved):
         optimizer: `"lbfgs"`, the default, `"cg"` or `"ssbroyden"` for those of batchopt; the name of another class of
             `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to only
             evaluate.
-        parallelize: number of workers, or `"auto"`: one a usable core. 1, the default, evaluates in this process.
-        backend: where workers run: `"process"`, worker processes on this machine.
+        parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each step
+            anew. 1, the default, evaluates in this process.
+        backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of a
+            Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
+            `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine. One worker is always this process.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
         terms: for an objective of several terms, each over data of its own, instead of a criterion or `loss_fn`: a `Term`
             under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for each:
@@ -80,6 +83,9 @@ class BatchOptimizer(Curved):
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
             `"return"`: the loss is infinity, for a line search that can back off.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
+        ray_options: what one worker takes of a machine on Ray, `num_cpus` (default 1, and as many threads), `num_gpus`
+            (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
+            actor, such as `runtime_env`, for the actor that holds a machine's workers.
 
     Raises `TypeError` or `ValueError` for arguments that cannot work, before a process starts; `WorkerError` if
     precode raises.
@@ -110,6 +116,7 @@ class BatchOptimizer(Curved):
         seed: int = 0,
         on_nonfinite: str = "raise",
         verbose: int = 0,
+        ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings.read(
             criterion=criterion,
@@ -132,6 +139,7 @@ class BatchOptimizer(Curved):
             seed=seed,
             on_nonfinite=on_nonfinite,
             verbose=verbose,
+            ray_options=ray_options,
         )
         anticipate(settings.backend, settings.workers, settings.threads)  # torch's optimizers import for a second, too
         self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])

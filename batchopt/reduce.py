@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchopt.backends import Answer, Partial
-from batchopt_workers.tree import Fold, maximal
+from batchopt_workers.tree import Fold, Node, maximal
 
 # Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is
 # looked at again.
@@ -23,6 +23,7 @@ BLOCK = 2**18
 LARGE = 2**20
 
 Vector = npt.NDArray[Any]
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Whole(NamedTuple):
@@ -42,6 +43,27 @@ def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tenso
     Its bits do not depend on who evaluated what. A chunk that several workers evaluated counts once. Raises
     `LookupError` if a chunk is missing. Each partial is read once.
     """
+    fold, pairs = _merged(answers, chunks)
+    root = fold.root
+    with torch.no_grad():
+        finite = _sum(pairs, root.gradient, gradient) and all(map(math.isfinite, root.losses))
+    return Whole(root.losses, root.changes, root.used, finite)
+
+
+def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:
+    """Sum the partials of some of `chunks` chunks as far as their tree goes, in the workers' memory: what is left, in chunk
+    order. With the same bits, however often and by whom that is done on the way to the whole."""
+    fold, pairs = _merged(answers, chunks)
+    if pairs:
+        last, _ = pairs[-1]
+        with torch.no_grad():
+            _sum(pairs, last, last)
+    return fold.partials
+
+
+def _merged(answers: Sequence[Answer], chunks: int) -> tuple[Fold[Partial], Pairs]:
+    """All partials, each chunk once, merged up to their gradients; and the pairs of gradients to be added, in order,
+    the second to the first."""
     found = {node: partial for answer in answers for node, partial in answer.partials}
     nodes = list(found)
     if sum(node.chunks(chunks) for node in nodes) != chunks:
@@ -61,17 +83,12 @@ def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tenso
         fold: Fold[Partial] = Fold(chunks, merge)
         for node in sorted(nodes, key=lambda node: node.first_chunk):
             fold.add(node, found[node])
-        root = fold.root
-        finite = _sum(pairs, root.gradient, gradient) and all(map(math.isfinite, root.losses))
-    return Whole(root.losses, root.changes, root.used, finite)
+    return fold, pairs
 
 
 def weighed(losses: Sequence[float], weights: Sequence[float]) -> float:
     """f: the sum of each term's loss times its weight, in their order."""
     return float(sum(map(mul, losses, weights)))
-
-
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _sum(pairs: Pairs, root: torch.Tensor, out: torch.Tensor) -> bool:

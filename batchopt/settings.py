@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from batchopt_workers.worker import Hook, Precode
 @dataclass(frozen=True)
 class Settings:
     """The arguments of `BatchOptimizer`, as documented there. `deterministic`: torch was told to use deterministic
-    algorithms.
+    algorithms. `elastic`: there are to be as many workers as there is room for. `options` are the backend's own.
 
     `threads` None: as many as the backend thinks right.
     """
@@ -47,6 +47,8 @@ class Settings:
     on_nonfinite: str
     verbose: int
     deterministic: bool
+    elastic: bool
+    options: Mapping[str, Any]
 
     @classmethod
     def read(
@@ -72,10 +74,12 @@ class Settings:
         seed: Any,
         on_nonfinite: Any,
         verbose: Any,
+        ray_options: Any,
     ) -> Settings:
         """Check every argument; raises `TypeError` or `ValueError` that names the first one that cannot work."""
         devices = arguments.read_devices(devices, parallelize)
-        workers = arguments.read_workers(parallelize if devices is None else len(devices), backend)
+        options = arguments.read_ray_options(ray_options, backend)
+        workers = arguments.read_workers(parallelize if devices is None else len(devices), backend, options)
         instead = {"criterion": criterion, "loss_fn": loss_fn, "reduction": reduction, "denominators": denominators}
         terms = read_terms(terms, **instead, collate_fn=collate_fn)
         arguments.check_criterion(criterion, loss_fn)
@@ -109,6 +113,8 @@ class Settings:
             on_nonfinite=arguments.read_on_nonfinite(on_nonfinite),
             verbose=arguments.read_verbose(verbose),
             deterministic=deterministic,
+            elastic=backend == "ray" and parallelize == "auto",
+            options=options,
         )
 
     @property

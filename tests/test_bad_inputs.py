@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, WorkerError
+from batchopt.backends import template
 from batchopt.backends.process import ProcessBackend
 from batchopt.errors import BatchoptError
 from batchopt_workers import memory
@@ -222,7 +223,9 @@ ARGUMENTS = {
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[BaseProcess]:
-    """The processes that the library tries to start: it fails."""
+    """The processes that the library tries to start: it fails. The template is there: it may start before all is
+    checked, and is none that works."""
+    template.anticipate(2, None)
     tried: list[BaseProcess] = []
 
     def start(process: BaseProcess) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,7 +18,11 @@ from batchopt_workers.messages import Cut, Order
 from batchopt_workers.tree import Node
 from batchopt_workers.worker import Hook, Precode
 
-BACKENDS = {"serial": "batchopt.backends.serial:SerialBackend", "process": "batchopt.backends.process:ProcessBackend"}
+BACKENDS = {
+    "serial": "batchopt.backends.serial:SerialBackend",
+    "process": "batchopt.backends.process:ProcessBackend",
+    "ray": "batchopt.backends.ray:RayBackend",
+}
 
 
 @dataclass
@@ -41,7 +45,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a backend needs to start. `fixed_bits`: chunks are fixed, and so must be all that the bits depend on."""
+    """What a backend needs to start. `fixed_bits`: chunks are fixed, and so must be all that the bits depend on.
+
+    `ranks` of its workers, where they are some of `world` that other backends have the others of. `options` are the
+    user's, passed through.
+    """
 
     workers: int
     fixed_bits: bool
@@ -56,6 +64,9 @@ class Setup:
     flat: Flat
     parameters: list[torch.nn.Parameter]
     buffers: StepBuffers
+    ranks: tuple[int, ...] | None = None
+    world: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Partial(NamedTuple):
@@ -140,6 +151,10 @@ class Backend(ABC):
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         """The seconds that each worker needs for the same order, by rank; a worker that is lost, or very late, is left
         out. Raises `WorkerError`."""
+
+    def room(self) -> int:
+        """How many more workers there is room for, where that changes: machines may have joined."""
+        return 0
 
     @abstractmethod
     def resize(self, workers: int) -> None:

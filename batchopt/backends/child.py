@@ -52,9 +52,12 @@ class Asked(NamedTuple):
 
 
 class Child:
-    """A worker process. It is killed, with all that it started, when this object is forgotten."""
+    """A worker process. It is killed, with all that it started, when this object is forgotten.
 
-    def __init__(self, rank: int, world_size: int, threads: int) -> None:
+    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: another one where some are on other machines.
+    """
+
+    def __init__(self, rank: int, number: int, world_size: int, threads: int) -> None:
         ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
         self.rank = rank
         self.channel = Channel(ours)
@@ -71,7 +74,7 @@ class Child:
         self.writing = False  # whether the pipe is watched for room
         try:
             with theirs:
-                self.process = fork_worker(theirs, self.stderr.writer, rank, world_size, threads)
+                self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
         except BaseException:
             self.channel.close()
             raise

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.packing import Packed
 
-_Key = tuple[torch.nn.Module, str]
+Place = tuple[torch.nn.Module, str]
+
+
+def constants(module: torch.nn.Module) -> list[tuple[Place, torch.Tensor]]:
+    """The frozen parameters and the buffers of a module, and where each is registered."""
+    found = []
+    for owner in module.modules():
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
+                found.append(((owner, name), tensor))
+    return found
+
+
+def check_form(place: Place, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise `ValueError` unless the tensor at `place` still has the shape and dtype that the workers have."""
+    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(
+            f"'{place[1]}' of {type(place[0]).__name__} was {tuple(shape)} {dtype} when this "
+            f"BatchOptimizer was built and is now {tuple(tensor.shape)} {tensor.dtype}: build a new one"
+        )
+
+
+def flags(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[bool], list[bool]]:
+    """Training mode of each submodule, and `requires_grad` of each parameter of X."""
+    return [m.training for m in module.modules()], [p.requires_grad for p in parameters]
 
 
 class Constants:
@@ -21,19 +47,11 @@ class Constants:
         """Put all tensors of the packed program into `block`."""
         self._module = module
         placed = {id(t): view for t, view in zip(packed.tensors, packed.place(block), strict=True)}
-        self._views = {key: placed[id(tensor)] for key, tensor in self._tensors() if id(tensor) in placed}
+        self._views = {key: placed[id(tensor)] for key, tensor in constants(self._module) if id(tensor) in placed}
         self._bind()
 
-    def _tensors(self) -> list[tuple[_Key, torch.Tensor]]:
-        found = []
-        for owner in self._module.modules():
-            for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-                if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-                    found.append(((owner, name), tensor))
-        return found
-
     def _bind(self) -> None:
-        for key, tensor in self._tensors():
+        for key, tensor in constants(self._module):
             if key in self._views:
                 tensor.data = self._views[key]
 
@@ -43,18 +61,10 @@ class Constants:
         Raises `ValueError` for a tensor of another shape or dtype than the workers have.
         """
         with torch.no_grad():
-            for key, tensor in self._tensors():
+            for key, tensor in constants(self._module):
                 view = self._views.get(key)
                 if view is None or view.data_ptr() == tensor.data_ptr():
                     continue
-                if view.shape != tensor.shape or view.dtype != tensor.dtype:
-                    raise ValueError(
-                        f"'{key[1]}' of {type(key[0]).__name__} was {tuple(view.shape)} {view.dtype} when this "
-                        f"BatchOptimizer was built and is now {tuple(tensor.shape)} {tensor.dtype}: build a new one"
-                    )
+                check_form(key, tensor, view.shape, view.dtype)
                 view.copy_(tensor)
         self._bind()
-
-    def flags(self, parameters: list[torch.nn.Parameter]) -> tuple[list[bool], list[bool]]:
-        """Training mode of each submodule, and `requires_grad` of each parameter of X."""
-        return [m.training for m in self._module.modules()], [p.requires_grad for p in parameters]

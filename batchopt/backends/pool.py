@@ -7,6 +7,7 @@ case.
 
 from __future__ import annotations
 
+import os
 import selectors
 import time
 from collections import Counter
@@ -168,6 +169,9 @@ class Pool:
         now = time.monotonic()
         timeout = min(until, self._check_at) - now
         for key, _ in self._selector.select(max(0.0, timeout)):
+            if key.data is None:
+                os.read(key.fd, 4096)
+                continue
             child, is_exit = key.data
             if self.children.get(child.rank) is not child:
                 continue
@@ -314,6 +318,10 @@ class Pool:
                             child.ask(call, topic, calls)
                     child.told[topic] = calls
             child.knows = self._topics
+
+    def wake_up_for(self, fd: int) -> None:
+        """Let `pump` end when there is something to read from `fd`, a pipe; it is read there."""
+        self._selector.register(fd, selectors.EVENT_READ, None)
 
     def _watch(self, child: Child) -> None:
         known = self._selector.get_map()

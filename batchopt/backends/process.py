@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
-from batchopt.backends.constants import Constants
+from batchopt.backends.constants import Constants, flags
 from batchopt.backends.launch import preparation
 from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Calls, Probe, Round
@@ -56,8 +56,11 @@ AWAKE = 5e-4
 STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
 
 
+T = TypeVar("T")
+
+
 @contextmanager
-def _sending(what: str, *objects: Any) -> Iterator[None]:
+def sending(what: str, *objects: Any) -> Iterator[None]:
     """Name `what` if it cannot be pickled, and what it captures."""
     try:
         yield
@@ -67,7 +70,7 @@ def _sending(what: str, *objects: Any) -> Iterator[None]:
         raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
 
 
-def _check_parameters_are_only_read(module: torch.nn.Module) -> None:
+def check_parameters_are_only_read(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
@@ -77,7 +80,7 @@ def _check_parameters_are_only_read(module: torch.nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Placed(Prepared):
+class Placed(Prepared):
     """A batch in shared memory."""
 
     slot: int
@@ -95,7 +98,7 @@ class ProcessBackend(Backend):
                 f"parameters are on {self._device}; workers run on cpu: call module.cpu(), and name other "
                 "devices of the workers with devices=[...]; or use parallelize=1"
             )
-        _check_parameters_are_only_read(setup.program.module)
+        check_parameters_are_only_read(setup.program.module)
         self._setup = setup
         self._timeout = setup.timeout
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
@@ -117,19 +120,19 @@ class ProcessBackend(Backend):
     def _tell_program(self, setup: Setup, parameters: SharedBlock) -> None:
         """What a worker must know before it can work."""
         program = setup.program
-        with _sending("`precode`", setup.precode):
+        with sending("`precode`", setup.precode):
             precode = call("running precode", "run", setup.precode)
-        with _sending("the module, the criterion or a `loss_fn`", program):
+        with sending("the module, the criterion or a `loss_fn`", program):
             packed = pack(program, setup.parameters)
         block = SharedBlock.create(packed.nbytes)
         self._weights = (1.0,) * len(program.loss_fns)
         self._constants = Constants(program.module, packed, block)
-        self._flags = self._constants.flags(setup.parameters)
+        self._flags = flags(program.module, setup.parameters)
         what = "receiving the module"
         environment = worker_environment(max(self._threads()))
         self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
         if setup.devices is not None:
-            self._pool.tell("devices", call(STARTING, "use", setup.devices))
+            self._pool.tell("devices", call(STARTING, "use", self._by_rank(setup.devices)))
         self._pool.tell("torch", call(STARTING, "set_torch", TorchSettings.current()))
         if setup.precode is not None:
             self._pool.tell("precode", precode)
@@ -145,6 +148,10 @@ class ProcessBackend(Backend):
     def workers(self) -> list[WorkerInfo]:
         return self._pool.infos
 
+    def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
+        """Of each worker, by its rank among all."""
+        return dict(zip(self._setup.ranks or range(len(values)), values, strict=True))
+
     def _threads(self) -> list[int]:
         return share_cores(self._size, self._setup.threads)
 
@@ -152,10 +159,12 @@ class ProcessBackend(Backend):
         self._size = workers
         threads = self._threads()
         awake = AWAKE if sum(threads) <= usable_cores() else 0.0
-        self._pool.tell("world", call(STARTING, "set_world", workers, threads, awake))
+        world = self._setup.world or workers
+        self._pool.tell("world", call(STARTING, "set_world", world, self._by_rank(threads), awake))
 
     def _start(self, rank: int) -> Child:
-        return Child(rank, self._size, max(self._threads()))
+        number = self._setup.ranks[rank] if self._setup.ranks else rank
+        return Child(rank, number, self._setup.world or self._size, max(self._threads()))
 
     def _allowance(self, child: Child, asked: Asked) -> float:
         if asked.what == STARTING:
@@ -189,12 +198,12 @@ class ProcessBackend(Backend):
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         for name, hook in (("`prehook`", prehook), ("`posthook`", posthook)):
-            with _sending(name, hook):
+            with sending(name, hook):
                 dumps(hook)
         self._pool.tell("hooks", call("receiving the hooks", "set_hooks", prehook, posthook))
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        with _sending("the batch", batch):
+        with sending("the batch", batch):
             packed = pack(batch)
         # a worker reads the present batch only while it evaluates
         is_read = ahead or not all(child.free for child in self._pool.children.values())
@@ -206,16 +215,16 @@ class ProcessBackend(Backend):
             memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
         packed.place(memory)
         load = call("receiving the batch", "load", f"batch {slot}", packed.data, packed.placements)
-        return _Placed(batch, slot, memory, load)
+        return Placed(batch, slot, memory, load)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        assert isinstance(prepared, _Placed)
+        assert isinstance(prepared, Placed)
         self._pool.enter()
         self._constants.refresh()
-        flags = self._constants.flags(self._setup.parameters)
-        if flags != self._flags:
-            self._pool.tell("flags", call(prepared.load.what, "set_flags", *flags))
-            self._flags = flags
+        present = flags(self._setup.program.module, self._setup.parameters)
+        if present != self._flags:
+            self._pool.tell("flags", call(prepared.load.what, "set_flags", *present))
+            self._flags = present
         if weights != self._weights:
             self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
             self._weights = weights
@@ -241,17 +250,22 @@ class ProcessBackend(Backend):
                 if late == math.inf and len(round.dispatch.workers) < len(self._pool.children):
                     late = round.dispatch.next_late(round.estimate)
                 self._pool.pump(round, late)
+                self._turn(round)
                 if round.poison is not None:
                     chunk, samples = round.poison
                     raise PoisonChunkError(chunk, samples, self._pool.ending, self._numbering.within(samples))
         finally:
             self._pool.call_off()
+            self._turn(None)
         if round.failures:
             raise self._first_failure(round)
         self._hear_the_late(round)
         for child in self._pool.children.values():
             child.stderr.pass_on()
         return round.answers()
+
+    def _turn(self, round: Round | None) -> None:
+        """Something has happened in this evaluation; or in none, or it is over."""
 
     def set_direction(self, direction: torch.Tensor) -> None:
         if self._direction is None:
@@ -337,6 +351,7 @@ class ProcessBackend(Backend):
                 probe.asked(child)
             while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
                 self._pool.pump(probe, probe.patience)
+                self._turn(None)
         finally:
             self._pool.call_off()
         if probe.failures:
@@ -344,7 +359,7 @@ class ProcessBackend(Backend):
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        with _sending("the function or an argument", function, *arguments):
+        with sending("the function or an argument", function, *arguments):
             message = call(FUNCTION, "run", function, *arguments)
         self._pool.enter()
         self._pool.wait()

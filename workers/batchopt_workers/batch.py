@@ -127,6 +127,13 @@ class Part:
         """Number of samples."""
         return self.weighting.size
 
+    def fill(self, start: int, inputs: Any, targets: Any, options: Any) -> None:
+        """Put samples from `start` on where the lists of this part have holes; None for what is no list here."""
+        lists: tuple[Any, ...] = (self.inputs.data, self.targets and self.targets.data, self.options)
+        for whole, piece in zip(lists, (inputs, targets, options), strict=True):
+            if piece is not None:
+                whole[start : start + len(piece)] = piece
+
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order.
 

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -38,6 +38,8 @@ from batchopt_workers.versions import versions
 from batchopt_workers.worker import Hook, Worker
 
 _F_SETSIG = 10  # Linux; Python does not name it
+# What the names of blocks begin with that belong to a part of a batch.
+PIECE = "piece "
 # Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
@@ -91,7 +93,7 @@ class Session:
         """Compute as the parent does."""
         settings.apply()
 
-    def use(self, devices: Sequence[torch.device]) -> None:
+    def use(self, devices: Mapping[int, torch.device]) -> None:
         """Compute on the device of this worker's rank."""
         self.worker.device = devices[self.worker.rank]
         if self.worker.device.type == "cuda":
@@ -139,10 +141,17 @@ class Session:
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, and begin a step."""
+        self._blocks = {known: block for known, block in self._blocks.items() if not known.startswith(PIECE)}
         self.evaluator.batch = unpack(data, placements, self._blocks[name])
         if self._mirror is not None:
             self._mirror.begin_step()
         self._buffers.begin_step()
+
+    def fill(self, name: str, term: int, start: int, data: bytes, placements: Sequence[Placement]) -> None:
+        """Put samples of a term, from `start` on, into the lists of the batch; their tensors are in block `name`."""
+        inputs, targets, options = unpack(data, placements, self._blocks[name])
+        assert self.evaluator.batch is not None
+        self.evaluator.batch.parts[term].fill(start, inputs, targets, options)
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """Weigh the terms so in f."""
@@ -174,7 +183,7 @@ class Session:
         if self._mirror is not None:
             self._mirror.add_rows(count, self._buffers.size)
 
-    def set_world(self, size: int, threads: Sequence[int], awake: float) -> None:
+    def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
         """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake` seconds
         after a short order."""
         self.awake = awake

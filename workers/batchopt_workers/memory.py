@@ -51,6 +51,17 @@ def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
     return MemoryError(f"{_shortage(nbytes, free)} ({error})")
 
 
+def _take(fd: int, offset: int, nbytes: int) -> None:
+    """Have the pages of so many bytes, which lengthen the file if they lie beyond its end."""
+    free = free_memory()
+    if free is not None and nbytes > free:  # the kernel would take what there is, then kill for the rest
+        raise MemoryError(_shortage(nbytes, free))
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, nbytes)
+    else:
+        os.ftruncate(fd, max(os.fstat(fd).st_size, offset + nbytes))
+
+
 class SharedBlock:
     """One mapping of anonymous shared memory, known by its file descriptor alone.
 
@@ -66,29 +77,37 @@ class SharedBlock:
         self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def create(cls, nbytes: int) -> SharedBlock:
+    def create(cls, nbytes: int, sparse: bool = False) -> SharedBlock:
         """A new block of at least `nbytes` zero bytes, in whole pages.
 
         Its pages are taken here, so a machine or a container without the memory raises `MemoryError` now instead of
-        killing whoever touches a page later. Raises `OSError` where this process may open no more files.
+        killing whoever touches a page later; those of a `sparse` one when they are reserved. Raises `OSError` where
+        this process may open no more files.
         """
         nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        free = free_memory()
-        if free is not None and nbytes > free:  # the kernel would take what there is, then kill for the rest
-            raise MemoryError(_shortage(nbytes, free))
         try:
             fd = anonymous_file()
         except OSError as error:
-            raise _explained(error, nbytes, free) from error
+            raise _explained(error, nbytes, free_memory()) from error
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, nbytes)
-            else:
+            if sparse:
                 os.ftruncate(fd, nbytes)
+            else:
+                _take(fd, 0, nbytes)
             return cls(fd)
         except (OSError, OverflowError) as error:
             os.close(fd)
-            raise _explained(error, nbytes, free) from error
+            raise _explained(error, nbytes, free_memory()) from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Take the pages of `nbytes` bytes from `offset` on, of a sparse block. Raises `MemoryError`."""
+        try:
+            _take(self.fd, offset, nbytes)
+        except OSError as error:
+            raise _explained(error, nbytes, free_memory()) from error
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """The memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""

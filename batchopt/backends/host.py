@@ -1,0 +1,428 @@
+"""The workers of one machine among several: what an actor there does.
+
+    driver                                  ║ network     this machine
+    Machine.evaluate(X, orders, samples)  ──╫──►  Host ── Crew, a process backend ── worker processes
+                                            ║            X, batch and partials in shared memory
+    merged partials  ◄──────────────────────╫───  Host ◄─┘
+
+X arrives once, whatever the number of workers, and their partials leave merged. Nothing here knows what carries the
+messages: an object with methods, whose arguments and results are numbers, bytes and arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt.backends import Answer, Setup, WorkerInfo
+from batchopt.backends.child import call
+from batchopt.backends.constants import constants
+from batchopt.backends.freight import Bytes, Fragment, Freight, Hold, Skeleton, from_bytes, to_bytes
+from batchopt.backends.process import Placed, ProcessBackend
+from batchopt.backends.round import Round
+from batchopt.dispatch import Run
+from batchopt.errors import BatchoptError
+from batchopt.flatten import Flat
+from batchopt.reduce import merge_answers
+from batchopt_workers import faults
+from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.layout import Layout
+from batchopt_workers.loop import PIECE
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import Cut, Kind, Order
+from batchopt_workers.packing import dumps, unpack
+from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.versions import versions
+
+
+class CalledOff(BatchoptError):
+    """Nobody waits for this share any more."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a machine's workers are to do for as long as they live; precode is pickled."""
+
+    layout: Layout
+    precode: bytes
+    fixed_bits: bool
+    timeout: float | None
+    restarts: int
+    threads: int
+    devices: tuple[torch.device, ...] | None
+    ranks: tuple[int, ...]
+    world: int
+    torch: TorchSettings
+
+
+class State(NamedTuple):
+    """The module's, where it is not X's: modes, and those constants that have changed, by their index."""
+
+    training: list[bool]
+    requires_grad: list[bool]
+    constants: list[tuple[int, Bytes]]
+
+
+class Share(NamedTuple):
+    """One evaluation's part of a machine: the chunks of each of its workers. `attempt` is its number among all shares of
+    all machines: an evaluation that does not get by with one a machine gives more."""
+
+    kind: int
+    attempt: int
+    step: int
+    runs: tuple[Run | None, ...]
+
+
+class Sum(NamedTuple):
+    """A merged partial: which node of the tree, and what `Partial` has."""
+
+    level: int
+    position: int
+    losses: tuple[float, ...]
+    gradient: Bytes
+    changes: Bytes
+    used: bytes
+
+
+class Work(NamedTuple):
+    """What a worker did: as `Answer`, with spans counted from when the machine was asked, and hook results pickled."""
+
+    worker: int
+    samples: int
+    seconds: float
+    spans: list[tuple[float, float, int, int]]
+    results: bytes
+
+
+class Condition(NamedTuple):
+    """What is known of a worker, as in `WorkerInfo`."""
+
+    pid: int
+    device: str
+    restarts: int
+    alive: bool
+    lost: bool
+
+
+class Yield(NamedTuple):
+    """What a share came to, in `seconds`."""
+
+    attempt: int
+    sums: list[Sum]
+    work: list[Work]
+    seconds: float
+
+
+class Failed(NamedTuple):
+    """An exception, apart: the name of its class, what makes another one, and the traceback."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    trace: str
+
+
+class Reply(NamedTuple):
+    """What a request came to, and how the workers are."""
+
+    value: Any
+    failed: Failed | None
+    workers: list[Condition]
+
+
+# A method of `Host`, and its arguments.
+Request = tuple[str, tuple[Any, ...]]
+
+
+class Crew(ProcessBackend):
+    """Worker processes that are some of all. While the main thread evaluates, others may ask it for something."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._bell, self._button = os.pipe()
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[str, Future[list[Run]]]] = deque()
+        self._attempt = -1  # the share that is evaluated
+        self._off: set[int] = set()  # those that nobody waits for any more
+        self._pieces = 0
+        try:
+            super().__init__(setup)
+        except BaseException:
+            self._close_bell()
+            raise
+        self._pool.wake_up_for(self._bell)
+
+    def open(self, hold: Hold) -> Placed:
+        """A batch whose samples come later, with `fill`."""
+        skeleton = hold.skeleton
+        batch: Batch = unpack(skeleton.data, skeleton.placements, hold.block)
+        load = call("receiving the batch", "load", "batch 0", skeleton.data, skeleton.placements)
+        for number in range(self._pieces):
+            self._pool.tell(f"{PIECE}{number}")
+        self._pieces = 0
+        return Placed(batch, 0, hold.block, load)
+
+    def fill(self, fragment: Fragment) -> None:
+        """Let the workers have what a fragment has in lists; its rows they see in the batch's memory."""
+        if fragment.lists is None:
+            return
+        name, freight = f"{PIECE}{self._pieces}", fragment.lists
+        self._pieces += 1
+        what = "receiving samples"
+        self._pool.tell(
+            name,
+            call(what, "attach", name, block=freight.unload()),
+            call(what, "fill", name, fragment.term, fragment.start, freight.data, freight.placements),
+        )
+
+    def keep(self, workers: int, world: int) -> None:
+        """Have no more than so many workers, of `world` in all."""
+        assert self._setup.ranks is not None
+        self._setup = replace(self._setup, ranks=self._setup.ranks[:workers], world=world)
+        self.resize(workers)
+
+    @property
+    def calm(self) -> bool:
+        """Whether no worker evaluates anything."""
+        return all(child.free for child in self._pool.children.values())
+
+    # ---- from other threads
+
+    def begin(self, attempt: int) -> None:
+        """From now on questions about this share are answered, between two messages of the workers. Raises `CalledOff`."""
+        with self._lock:
+            if attempt in self._off:
+                raise CalledOff("this share was called off")
+            self._off.clear()  # shares come in their order
+            self._attempt = attempt
+
+    def end(self) -> None:
+        """From now on there is nothing to answer."""
+        with self._lock:
+            self._attempt = -1
+        self._turn(None)
+
+    def ask(self, question: str, attempt: int, seconds: float) -> list[Run]:
+        """Answered by the thread that evaluates: `"release"`, `"call off"` or `"ping"`; nothing if it evaluates another
+        share. Raises `TimeoutError`."""
+        answer: Future[list[Run]] = Future()
+        with self._lock:
+            if attempt != self._attempt:
+                if question == "call off":
+                    self._off.add(attempt)
+                return []
+            self._asked.append((question, answer))
+        os.write(self._button, b"!")
+        return answer.result(seconds)
+
+    def _turn(self, round: Round | None) -> None:
+        while self._asked:
+            question, answer = self._asked.popleft()
+            released: list[Run] = []
+            if question == "release" and round is not None:
+                released, limits = round.dispatch.release()
+                for limit in limits:
+                    self._pool.children[limit.worker].limit(limit.last)
+            answer.set_result(released)
+            if question == "call off" and round is not None:
+                raise CalledOff("this share was called off")
+
+    def close(self) -> None:
+        super().close()
+        self._close_bell()
+
+    def _close_bell(self) -> None:
+        for end in (self._bell, self._button):
+            if end >= 0:
+                os.close(end)
+        self._bell = self._button = -1
+
+
+class Host:
+    """A machine's workers, as the driver asks for them. One thread makes requests (`work`, and what it names), another one
+    may interrupt it (`ask`)."""
+
+    def __init__(self) -> None:
+        self._crew: Crew | None = None
+        self._vector: torch.Tensor
+        self._constants: list[torch.Tensor] = []
+        self._module: torch.nn.Module
+        self._parameters: list[torch.nn.Parameter] = []
+        self._cut = Cut((0,))
+        self._hold: Hold | None = None
+
+    def greet(self) -> tuple[str, str]:
+        """What has to be as it is with the driver, and this machine's name."""
+        return versions(), socket.gethostname()
+
+    def work(self, news: Sequence[Request], task: Request, *bulk: Any) -> Reply:
+        """Take in `news`, then do `task`, whose last argument is `bulk` if that is given. Never raises."""
+        value, failed = None, None
+        try:
+            for name, arguments in news:
+                getattr(self, name)(*arguments)
+            name, arguments = task
+            value = getattr(self, name)(*arguments, *bulk)
+        except BaseException as error:
+            failed = failure_of(error)
+        return Reply(value, failed, [] if self._crew is None else [_condition(info) for info in self._crew.workers])
+
+    def ask(self, question: str, attempt: int, seconds: float) -> list[Run] | None:
+        """As `Crew.ask`; None if there was no answer in time."""
+        try:
+            return [] if self._crew is None else self._crew.ask(question, attempt, seconds)
+        except TimeoutError:
+            return None
+
+    # ---- what a request names
+
+    @property
+    def crew(self) -> Crew:
+        """The workers."""
+        if self._crew is None:
+            raise BatchoptError("the workers of this machine were not started")
+        return self._crew
+
+    def start(self, contract: Contract, prehook: bytes, posthook: bytes, program: Freight) -> None:
+        """Start the workers of a packed program."""
+        contract.torch.apply()
+        layout = contract.layout
+        block = SharedBlock.create(layout.size * layout.dtype.itemsize)
+        self._vector = block.tensor(layout.dtype, (layout.size,))
+        parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        loaded = unpack(program.data, program.placements, program.unload(), parameters)
+        self._parameters, self._module = parameters, loaded.module
+        self._crew = Crew(
+            Setup(
+                workers=len(contract.ranks),
+                fixed_bits=contract.fixed_bits,
+                timeout=contract.timeout,
+                restarts=contract.restarts,
+                threads=contract.threads,
+                devices=contract.devices,
+                precode=pickle.loads(contract.precode),
+                prehook=pickle.loads(prehook),
+                posthook=pickle.loads(posthook),
+                program=loaded,
+                flat=Flat(layout, self._vector, block),
+                parameters=parameters,
+                buffers=StepBuffers(loaded.module),
+                ranks=contract.ranks,
+                world=contract.world,
+            )
+        )
+        self._constants = [tensor for _, tensor in constants(loaded.module)]
+
+    def set_hooks(self, prehook: bytes, posthook: bytes) -> None:
+        """Use these hooks from now on."""
+        self.crew.set_hooks(pickle.loads(prehook), pickle.loads(posthook))
+
+    def load(self, skeleton: Skeleton, state: State, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch whose samples come with `fill`."""
+        for part, training in zip(self._module.modules(), state.training, strict=True):
+            part.training = training
+        for parameter, requires_grad in zip(self._parameters, state.requires_grad, strict=True):
+            parameter.requires_grad_(requires_grad)
+        with torch.no_grad():
+            for i, elements in state.constants:
+                tensor = self._constants[i]
+                tensor.copy_(from_bytes(elements, tensor.dtype, tensor.shape))
+        self._hold = Hold(skeleton, self._hold if self.crew.calm else None)
+        self.crew.load(self.crew.open(self._hold), weights)
+
+    def fill(self, fragments: Sequence[Fragment]) -> None:
+        """Have these samples too."""
+        assert self._hold is not None
+        for fragment in fragments:
+            self._hold.fill(fragment)
+            self.crew.fill(fragment)
+
+    def set_cut(self, bounds: Sequence[int]) -> None:
+        """Cut the batch so."""
+        self._cut = Cut(tuple(bounds))
+
+    def resize(self, workers: int, world: int) -> None:
+        """Keep so many workers, of `world` on all machines."""
+        self.crew.keep(workers, world)
+
+    def evaluate(self, share: Share, x: Bytes | None, direction: Bytes | None) -> Yield:
+        """Evaluate a share, with another X and direction if these are given; its partials, merged."""
+        began = time.perf_counter()
+        self._set(x, direction)
+        head = share.attempt, share.step
+        orders = [None if run is None else Order(*head, *run, Kind(share.kind)) for run in share.runs]
+        faults.point("host.evaluate")
+        self.crew.begin(share.attempt)
+        try:
+            answers = self.crew.evaluate(self._cut, orders)
+        finally:
+            self.crew.end()
+        sums = [
+            Sum(*node, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
+            for node, p in merge_answers(answers, self._cut.chunks)
+        ]
+        faults.point("host.reply")
+        return Yield(share.attempt, sums, [_work(a, began) for a in answers], time.perf_counter() - began)
+
+    def _set(self, x: Bytes | None, direction: Bytes | None) -> None:
+        vector = self._vector
+        if x is not None:
+            with torch.no_grad():
+                vector.copy_(from_bytes(x, vector.dtype, vector.shape))
+        if direction is not None:
+            self.crew.set_direction(from_bytes(direction, vector.dtype, vector.shape))
+
+    def probe(self, share: Share, x: Bytes | None, direction: Bytes | None) -> dict[int, float]:
+        """The seconds that each worker needs for the first run of a share."""
+        self._set(x, direction)
+        run = share.runs[0]
+        assert run is not None
+        order = Order(share.attempt, share.step, *run, Kind(share.kind))
+        self.crew.begin(share.attempt)
+        try:
+            return self.crew.probe(self._cut, order)
+        finally:
+            self.crew.end()
+
+    def run(self, function: bytes) -> list[bytes]:
+        """Call a pickled function with pickled arguments in each worker; the results pickled."""
+        called, arguments = pickle.loads(function)
+        return [dumps(value) for value in self.crew.run(called, arguments)]
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._crew is not None:
+            self._crew.close()
+
+
+def _condition(info: WorkerInfo) -> Condition:
+    return Condition(info.pid, str(info.device), info.restarts, info.alive, info.lost)
+
+
+def _work(answer: Answer, began: float) -> Work:
+    spans = [(span.began - began, *span[1:]) for span in answer.spans]
+    return Work(answer.rank, answer.samples, answer.seconds, spans, dumps(answer.results) if answer.results else b"")
+
+
+def failure_of(error: BaseException) -> Failed:
+    """The exception apart, whatever its own methods do."""
+    arguments = getattr(error, "_arguments", None)
+    if arguments is None:
+        try:
+            arguments = (str(error),)
+        except BaseException as inner:
+            arguments = (f"<its __str__ raised {type(inner).__name__}>",)
+    trace = getattr(error.__cause__, "text", "")
+    if not isinstance(error, BatchoptError):
+        trace = "".join(traceback.format_exception(error))
+    return Failed(type(error).__name__, tuple(arguments), trace)
