@@ -91,10 +91,25 @@ def tiny() -> Workload:
     return Workload(nn.Linear(1, 1), Supervised(nn.MSELoss()), torch.randn(2, 1), torch.randn(2, 1))
 
 
+def matrix(rows: int, columns: int) -> Callable[[], Workload]:
+    """One linear layer without bias, and eight samples: little to compute for its size."""
+
+    def make() -> Workload:
+        return Workload(
+            nn.Linear(columns, rows, bias=False),
+            Supervised(nn.MSELoss()),
+            torch.randn(8, columns),
+            torch.randn(8, rows),
+        )
+
+    return make
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {"mlp": mlp, "cnn": cnn, "pinn": pinn, "logreg": logreg, "wide": wide}
 
 
 def build(name: str) -> Workload:
     """The workload `name`, the same each time."""
     torch.manual_seed(0)
-    return {**WORKLOADS, "tiny": tiny}[name]()
+    others = {"tiny": tiny, "10,000": matrix(100, 100), "8.4 million": matrix(4096, 2048)}
+    return {**WORKLOADS, **others}[name]()

@@ -452,7 +452,7 @@ def test_more_workers_than_there_is_room_for(two_nodes: Cluster) -> None:
 
 
 def test_other_versions_on_a_node_are_an_error(two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchopt.backends.ray.versions", lambda: "Python 3.9.0, torch 1.0.0")
+    monkeypatch.setattr("batchopt.backends.fleet.versions", lambda: "Python 3.9.0, torch 1.0.0")
     began = time.monotonic()
     with pytest.raises(batchopt.WorkerStartError, match=r"torch 2\..*this process has Python 3.9.0, torch 1.0.0"):
         BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2)
