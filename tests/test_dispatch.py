@@ -834,3 +834,30 @@ def _answer(hand: Hand, said: Said) -> Answer:
 
 TestEvaluations = Evaluations.TestCase
 TestEvaluations.settings = settings(deadline=None, max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
+
+
+def test_half_of_what_nobody_has_begun_is_given_up() -> None:
+    dispatch = begun((0, 8), (8, 16), None)
+    dispatch.reported(0, 3, 1.0)
+    given, limits = dispatch.release()
+    assert given == [Run(6, 8), Run(12, 16)] and limits == [Limit(0, 6), Limit(1, 12)]
+    assert dispatch.missing == 16 - 3 - 2 - 4
+    for worker, last in ((0, 6), (1, 12)):
+        dispatch.reported(worker, last, 2.0)
+        dispatch.ended(worker)
+    assert dispatch.missing == 0 and dispatch.decide([0, 1, 2], unknown, 3.0) == []
+
+
+def test_runs_that_wait_for_a_worker_are_given_up_by_half_and_the_chunk_at_hand_is_not() -> None:
+    dispatch = Dispatch([Run(0, 4), Run(4, 5)], 5)
+    assert dispatch.release() == ([Run(2, 4), Run(4, 5)], []) and dispatch.missing == 2
+    dispatch = begun((0, 1), (1, 2))
+    assert dispatch.release() == ([], []) and dispatch.missing == 2
+
+
+def test_a_chunk_that_was_given_up_and_begun_all_the_same_counts_for_nothing() -> None:
+    dispatch = begun((0, 4))
+    assert dispatch.release()[0] == [Run(2, 4)]
+    dispatch.reported(0, 3, 1.0)  # the limit came too late for chunk 2
+    dispatch.ended(0)
+    assert dispatch.missing == 0

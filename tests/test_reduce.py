@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchopt import reduce
 from batchopt.backends import Answer, Partial
-from batchopt.reduce import Whole, reduce_answers, weighed
+from batchopt.reduce import Whole, merge_answers, reduce_answers, weighed
 from batchopt_workers.tree import Fold, Node
 
 SIZE = 5
@@ -132,3 +132,26 @@ def test_a_missing_chunk_is_noticed(chunks: int, missing: int) -> None:
     answers = [answer_of(0, 0, missing, chunks), answer_of(1, missing + 1, chunks, chunks)]
     with pytest.raises(LookupError, match=r"some chunks are missing"):
         reduced(answers, chunks)
+
+
+@given(st.integers(1, 40), st.data())
+@settings(deadline=None)
+def test_merging_on_the_way_changes_no_bit(chunks: int, data: st.DataObject) -> None:
+    """Machines merge what their workers have; the parent merges what the machines have."""
+    expected = bits(reduced([answer_of(0, 0, chunks, chunks)], chunks))
+    cuts = sorted(data.draw(st.lists(st.integers(0, chunks), max_size=8)))
+    runs = list(pairwise([0, *cuts, chunks]))
+    machines: dict[int, list[Answer]] = {}
+    for rank, (first, last) in enumerate(runs):
+        machines.setdefault(data.draw(st.integers(0, 2)), []).append(answer_of(rank, first, last, chunks))
+    again = data.draw(st.sampled_from(runs))  # a machine was late, and another did the same
+    machines.setdefault(3, []).append(answer_of(99, *again, chunks))
+    merged = [Answer(rank, 0, 0.0, merge_answers(answers, chunks)) for rank, answers in machines.items()]
+    assert bits(reduced(merged, chunks)) == expected
+
+
+def test_a_run_of_chunks_merges_to_few_partials() -> None:
+    answers = [answer_of(rank, 4 * rank, 4 * rank + 4, 64) for rank in range(8)]
+    assert len(merge_answers(answers, 64)) == 1
+    answers = [answer_of(rank, 3 + 4 * rank, 7 + 4 * rank, 64) for rank in range(8)]
+    assert len(merge_answers(answers, 64)) <= 2 * 6

@@ -91,7 +91,7 @@ class RayBackend(Backend):
         self._constants = constants(setup.program.module)
         self._forms = [(tensor.shape, tensor.dtype) for _, tensor in self._constants]
         self._first = self._digests()
-        self._changed: dict[int, Any] = {}  # what constants are at the step's begin that were others in `_first`
+        self._changed: dict[int, Any] = {}  # constants that were others at first, or at any step, as they are now
         self.set_hooks(setup.prehook, setup.posthook)
         self._ray = connect()
         self._program = self._ray.put(Freight.of(packed))
@@ -171,8 +171,7 @@ class RayBackend(Backend):
         if known.hooks is not self._hooks:
             news.append(("set_hooks", self._hooks))
         if step is not None and known.load is not step:
-            have = {**self._first, **known.constants}
-            changed = [(i, self._changed[i]) for i, digest in step.constants.items() if have[i] != digest]
+            changed = [(i, e) for i, e in self._changed.items() if known.constants.get(i) != step.constants[i]]
             state = State(step.training, step.requires_grad, changed)
             news.append(("load", (step.shipment.skeleton, state, step.weights)))
         if known.cut is not self._cut:

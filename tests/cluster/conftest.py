@@ -10,6 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
+
+os.environ["RAY_AUTH_MODE"] = (
+    "disabled"  # Ray reads it when it is imported, and without it whether the user has a token
+)
+
 import ray
 from ray.cluster_utils import Cluster
 
@@ -70,7 +75,7 @@ def start() -> Iterator[Start]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "workers")]))
-        patch.setattr("batchopt.backends.cluster._warned", True)  # tokens are settled when Ray is imported
+        patch.setattr("batchopt.backends.cluster._warned", True)
         yield begin
         stop()
 

@@ -1,0 +1,127 @@
+"""Programs of their own that use a cluster: the README's, one that starts a cluster, one that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.test_readme import README
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+ALONE = """
+import os, signal, sys, threading
+import torch, batchopt
+
+def fingerprint(**options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    x, y = torch.randn(40, 3), torch.randn(40, 1)
+    with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), chunk_size=4, **options) as opt:
+        opt.step(x, y)
+        return opt.fingerprint()
+
+expected = fingerprint()
+handler, hook, environment = signal.getsignal(signal.SIGTERM), sys.breakpointhook, dict(os.environ)
+assert fingerprint(backend="ray", parallelize=2) == expected
+assert signal.getsignal(signal.SIGTERM) is handler and sys.breakpointhook is hook
+own = [{k: v for k, v in e.items() if not k.startswith("RAY_")} for e in (os.environ, environment)]
+assert own[0] == own[1]
+import ray
+assert not ray._private.worker._global_node.webui_url
+print("done")
+"""
+
+ENDLESS = """
+import torch, batchopt
+opt = batchopt.BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), backend="ray", parallelize=4)
+print(*[worker.pid for worker in opt.workers], flush=True)
+x, y = torch.randn(40, 3), torch.randn(40, 1)
+while True:
+    opt.step(x, y)
+"""
+
+
+LOSSY = """
+import torch, batchopt
+
+def fingerprint(**options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    x, y = torch.randn(40, 3), torch.randn(40, 1)
+    with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), chunk_size=4, max_restarts=100, **options) as opt:
+        for _ in range(4):
+            opt.step(x, y)
+        return opt.fingerprint(), sum(worker.restarts for worker in opt.workers)
+
+expected, _ = fingerprint()
+found, restarts = fingerprint(backend="ray", parallelize=4)
+assert found == expected
+print(restarts)
+"""
+
+
+@pytest.mark.parametrize("kind", ["req", "in_flight", "resp"])
+def test_calls_that_are_lost_or_executed_and_reported_as_failed(two_nodes: Cluster, kind: str) -> None:
+    """Ray makes them so: four of all that the driver makes, each with a chance of a tenth."""
+    chances = {f"{which}_failure_prob": 10 if which == kind else 0 for which in ("req", "in_flight", "resp")}
+    faults = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 4, **chances}}
+    environment = os.environ | {
+        "RAY_ADDRESS": two_nodes.address,
+        "PYTHONWARNINGS": "ignore",
+        "RAY_testing_rpc_failure": json.dumps(faults),
+        "RAY_testing_rpc_failure_avoid_intra_node_failures": "0",
+    }
+    ended = subprocess.run([sys.executable, "-c", LOSSY], capture_output=True, text=True, timeout=150, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[-1]) > 0
+
+
+def test_the_readmes_program(two_nodes: Cluster, tmp_path: Path) -> None:
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if 'backend="ray"' in b]
+    program = tmp_path / "train.py"
+    program.write_text(block)
+    environment = os.environ | {"RAY_ADDRESS": two_nodes.address, "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(line.split()[-1]) for line in ended.stdout.splitlines()]
+    assert len(losses) == 10 and losses[-1] < losses[0] / 100
+
+
+def test_without_a_cluster_one_is_started_with_a_token_and_without_a_dashboard() -> None:
+    warnings = ["-W", "error:this Ray cluster asks:UserWarning"]
+    with TemporaryDirectory(dir="/tmp") as folder:  # the name of a socket there may not be long
+        environment = os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "7" * 64,
+            "RAY_TMPDIR": folder,
+            "HOME": folder,
+        }
+        environment.pop("RAY_ADDRESS", None)
+        ended = subprocess.run(
+            [sys.executable, *warnings, "-c", ALONE], capture_output=True, text=True, timeout=100, env=environment
+        )
+    assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "done", ended.stderr
+
+
+def test_a_killed_driver_leaves_no_worker(two_nodes: Cluster) -> None:
+    environment = os.environ | {"RAY_ADDRESS": two_nodes.address, "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True, env=environment
+    ) as program:
+        assert program.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
+        assert len(workers) == 4
+        program.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(workers, timeout=20)
+    assert not left
