@@ -126,10 +126,10 @@ def connect() -> ModuleType:
     """
     ray = load_ray()
     if not ray.is_initialized():
-        _knock(os.environ.get("RAY_ADDRESS", ""))
+        address = _address()
         try:
             with _as_before():
-                ray.init(include_dashboard=False, configure_logging=False, log_to_driver=False)
+                ray.init(address, include_dashboard=False, configure_logging=False, log_to_driver=False)
         except Exception as error:
             where = os.environ.get("RAY_ADDRESS") or "of this machine"
             raise ConnectionError(f"the Ray cluster {where} cannot be used: {error}") from error
@@ -137,17 +137,33 @@ def connect() -> ModuleType:
     return ray
 
 
-def _knock(address: str) -> None:
-    """Raise `ConnectionError` where nobody listens: Ray itself would try for minutes."""
-    host, _, port = address.partition("://")[2].rpartition(":") if "://" in address else address.rpartition(":")
-    if not host or not port.isdigit():
-        return
+def _address() -> str | None:
+    """What to connect to; None where Ray finds it. Ray itself would try for minutes where nobody listens.
+
+    Raises `ConnectionError` if nobody listens at `RAY_ADDRESS`. An address that a cluster has left behind on this machine
+    is passed over.
+    """
+    given = os.environ.get("RAY_ADDRESS", "")
+    if given:
+        try:
+            _knock(given)
+        except OSError as error:
+            raise ConnectionError(
+                f"no Ray cluster answers at {given} (RAY_ADDRESS): {error}; start one with `ray start --head`, or unset RAY_ADDRESS"
+            ) from error
+        return None
     try:
+        _knock(import_module("ray._private.utils").read_ray_address() or "")  # there is no public way
+    except OSError:
+        return "local"
+    return None
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` where nobody listens; not for addresses that Ray gives a meaning of its own."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
         socket.create_connection((host, int(port)), REACHING).close()
-    except OSError as error:
-        raise ConnectionError(
-            f"no Ray cluster answers at {address} (RAY_ADDRESS): {error}; start one with `ray start --head`, or unset RAY_ADDRESS"
-        ) from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 from batchopt.backends import Setup
@@ -83,7 +84,7 @@ class Crew(ProcessBackend):
         with self._lock:
             if attempt in self._off:
                 raise CalledOff("this share was called off")
-            self._off.clear()  # shares come in their order
+            self._off = {later for later in self._off if later > attempt}  # shares come in their order
             self._attempt = attempt
 
     def end(self) -> None:
@@ -112,7 +113,8 @@ class Crew(ProcessBackend):
             if question == "release" and round is not None:
                 released, limits = round.dispatch.release()
                 for limit in limits:
-                    self._pool.children[limit.worker].limit(limit.last)
+                    with suppress(OSError):  # gone; the pool will find out
+                        self._pool.children[limit.worker].limit(limit.last)
             answer.set_result(released)
             if question == "call off" and round is not None:
                 raise CalledOff("this share was called off")

@@ -11,6 +11,7 @@ messages: an object with methods, whose arguments and results are numbers, bytes
 
 from __future__ import annotations
 
+import concurrent.futures
 import pickle
 import socket
 import time
@@ -166,7 +167,7 @@ class Host:
         """As `Crew.ask`; None if there was no answer in time."""
         try:
             return [] if self._crew is None else self._crew.ask(question, attempt, seconds)
-        except TimeoutError:
+        except concurrent.futures.TimeoutError:  # another class than Python's own before 3.11
             return None
 
     # ---- what a request names

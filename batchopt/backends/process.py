@@ -71,6 +71,7 @@ def sending(what: str, *objects: Any) -> Iterator[None]:
 
 
 def check_parameters_are_only_read(module: torch.nn.Module) -> None:
+    """Raise `ValueError` for a module whose forward writes its parameters, which all workers share."""
     for name, part in module.named_modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(

@@ -108,6 +108,8 @@ def test_without_a_cluster_one_is_started_with_a_token_and_without_a_dashboard()
             "HOME": folder,
         }
         environment.pop("RAY_ADDRESS", None)
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")  # left by one that has ended
         ended = subprocess.run(
             [sys.executable, *warnings, "-c", ALONE], capture_output=True, text=True, timeout=100, env=environment
         )
