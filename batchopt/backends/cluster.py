@@ -129,7 +129,7 @@ def connect() -> ModuleType:
         address = _address()
         try:
             with _as_before():
-                ray.init(address, include_dashboard=False, configure_logging=False, log_to_driver=False)
+                ray.init(address, include_dashboard=False, configure_logging=False)
         except Exception as error:
             where = os.environ.get("RAY_ADDRESS") or "of this machine"
             raise ConnectionError(f"the Ray cluster {where} cannot be used: {error}") from error

@@ -19,6 +19,7 @@ from batchopt.backends import WorkerInfo
 from batchopt.backends.cluster import Needs, Room, rooms, spread
 from batchopt.backends.host import Condition, Reply, Request
 from batchopt.backends.machine import Call, Known, Machine
+from batchopt.backends.pool import ATTEMPTS
 from batchopt.backends.process import STARTUP, UNKNOWN
 from batchopt.dispatch import Run
 from batchopt.errors import AllWorkersLostError, WorkerStartError
@@ -76,6 +77,7 @@ class Fleet:
         self._look_at = 0.0
         self._alone_since = math.inf
         self._error: BaseException | None = None  # of a machine that did not start
+        self._failures = 0  # of machines to start, in a row
 
     @property
     def ready(self) -> list[Machine]:
@@ -98,7 +100,7 @@ class Fleet:
             machine.work(Call("resize"), [], ("resize", (len(machine.ranks), workers)))
         try:
             if workers > before:
-                self._error = None
+                self._error, self._failures = None, 0
                 self._place(range(before, workers), self._room_for(workers - before))
                 self._await_all()
         except BaseException:
@@ -121,6 +123,8 @@ class Fleet:
             self.pump(Nobody(), until)
             if self._error is not None:
                 raise self._error
+            if self._failures >= ATTEMPTS:
+                raise WorkerStartError(f"workers do not start: {self.ending}")
             if any(machine.at("greet") for machine in waiting) and time.monotonic() >= until:
                 raise WorkerStartError(f"no worker was placed within {ANSWERING:.0f} s; `ray status` tells who is busy")
 
@@ -230,7 +234,9 @@ class Fleet:
             machine.known = Known()  # what of the news it took in is not known
         if call.what == "start":
             machine.ready = failed is None
-            if failed is not None:
+            if failed is None:
+                self._failures = 0
+            else:
                 self._error = self._error or machine.error(failed, "receiving the module")
                 self._lose(machine, f"{failed.name}: {failed.arguments}", listener)
         elif failed is not None and failed.name in ("AllWorkersLostError", "WorkerStartError"):
@@ -279,6 +285,7 @@ class Fleet:
         workers = f"worker {first}" if first == last else f"workers {first} to {last}"
         self.ending = f"{machine.name} ({workers}) {why}"
         self.machines.pop(machine.number, None)
+        self._failures += 0 if machine.ready else 1
         for rank in machine.ranks:
             self.infos[rank].alive = False
         machine.kill()

@@ -131,6 +131,12 @@ class Shipment:
         whole = [(i, to_bytes(tensor)) for i, tensor in enumerate(packed.tensors) if i not in sent_in_rows]
         return cls(batch, Skeleton(packed.data, packed.placements, packed.nbytes, whole), columns)
 
+    @property
+    def bytes_a_sample(self) -> float:
+        """Of its rows, on average; what is in lists is not counted."""
+        rows = {i: tensor.nbytes for of_term in self.columns for i, tensor in of_term.items()}
+        return sum(rows.values()) / self.batch.size
+
     def fragments(self, samples: range) -> Iterator[Fragment]:
         """What a machine needs to evaluate `samples`, numbered through all terms. Raises what pickling raises."""
         for term, part in self.batch.numbering.split(samples):

@@ -42,22 +42,26 @@ class Ask(NamedTuple):
 
 @dataclass
 class _Task:
-    """What a machine is at, and since when. `asked`: whether it is being asked for some of it; `spent`: whether it has
-    nothing to give."""
+    """What a machine is at, and since when. `asked`: when it was asked for some of it, if it has not answered; `spent`:
+    whether it has nothing to give."""
 
     runs: list[Run]
     since: float
-    asked: bool = False
+    asked: float | None = None
     spent: bool = False
 
 
 class Handout:
     """One evaluation. Tell it what happens; it says what to do (`decide`)."""
 
-    def __init__(self, shares: Mapping[int, Sequence[Run | None]], others: Iterable[Run], chunks: int) -> None:
-        """`shares`: the runs planned for each machine's workers; `others`: those of workers that there are not."""
+    def __init__(
+        self, shares: Mapping[int, Sequence[Run | None]], others: Iterable[Run], chunks: int, price: float = 0.0
+    ) -> None:
+        """`shares`: the runs planned for each machine's workers; `others`: those of workers that there are not; `price`:
+        the seconds that it takes to send a chunk."""
         self._planned = {machine: tuple(share) for machine, share in shares.items() if any(share)}
         self._workers = {machine: len(share) for machine, share in shares.items()}
+        self._price = price
         self._missing = bytearray(chunks)
         for run in [*others, *(run for share in shares.values() for run in share if run is not None)]:
             self._missing[run.first : run.last] = b"\1" * (run.last - run.first)
@@ -85,7 +89,7 @@ class Handout:
         """The machine, asked for some, gave up these runs: none, if it had nothing to give."""
         task = self._tasks.get(machine)
         if task is not None:
-            task.asked, task.spent = False, not given
+            task.asked, task.spent = None, not given
             for gone in given:
                 parts = [
                     (Run(run.first, gone.first), Run(gone.last, run.last)) if _meet(run, gone) else (run,)
@@ -158,30 +162,42 @@ class Handout:
         return found
 
     def _more(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Give | Ask]:
-        """Something for machines that have nothing, of what others are at."""
+        """Something for machines that have nothing, of what others are at: what they have not begun, if they answer; else
+        what they are late with."""
+        late = {machine for machine in self._tasks if self._due(machine, estimate) <= now}
+        if any(task.asked is not None and now - task.asked < PATIENCE for task in self._tasks.values()):
+            return []
 
         def left(machine: int) -> float:
-            seconds = estimate(machine, self._tasks[machine].runs)
-            return 0.0 if seconds is None else seconds - (now - self._tasks[machine].since)
+            task = self._tasks[machine]
+            seconds = estimate(machine, task.runs)
+            return now - task.since if seconds is None else seconds - (now - task.since)
 
-        if any(task.asked for task in self._tasks.values()):
-            return []
-        victim = max((machine for machine, task in self._tasks.items() if not task.spent), key=left, default=None)
-        if victim is not None and left(victim) > WORTHWHILE:
-            self._tasks[victim].asked = True
-            return [Ask(victim)]
-        in_time = [machine for machine in self._tasks if self._due(machine, estimate) > now]
-        return self._share_out(idle, self._open(in_time), now)
+        askable = [machine for machine, task in self._tasks.items() if not task.spent and task.asked is None]
+        victim = max(askable, key=lambda machine: (machine in late, left(machine)), default=None)
+        if victim is not None:
+            worth = max(WORTHWHILE, self._price * _chunks(self._tasks[victim].runs))
+            if victim in late or left(victim) > worth:
+                self._tasks[victim].asked = now
+                return [Ask(victim)]
+        return self._share_out(idle, self._open(machine for machine in self._tasks if machine not in late), now)
 
     def _due(self, machine: int, estimate: Estimate) -> float:
-        """When the machine is late."""
+        """When the machine is late: by its own speed, or else by that of the slowest that is known."""
         task = self._tasks[machine]
-        seconds = estimate(machine, task.runs)
-        return math.inf if seconds is None else task.since + max(PATIENCE, LATE * seconds)
+        known = [estimate(machine, task.runs)]
+        if known == [None]:
+            known = [estimate(other, task.runs) for other in self._workers]
+        seconds = max((found for found in known if found is not None), default=math.inf)
+        return task.since + max(PATIENCE, LATE * seconds)
 
     def next_late(self, estimate: Estimate, now: float) -> float:
         """When the next machine becomes late; infinity if that cannot be known."""
         return min((due for machine in self._tasks if (due := self._due(machine, estimate)) > now), default=math.inf)
+
+
+def _chunks(runs: Sequence[Run]) -> int:
+    return sum(run.last - run.first for run in runs)
 
 
 def _meet(one: Run, other: Run) -> bool:

@@ -26,7 +26,7 @@ from batchopt_workers.tree import Node
 
 class Harvest:
     """Takes in what machines say of one evaluation. Of `paces` (seconds a sample, by machine) that of the kind of its
-    orders is kept current. Gradients come in `dtype`."""
+    orders is kept current. Gradients come in `dtype`. It takes `price` seconds to send a sample."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Harvest:
         numbering: Numbering,
         paces: Mapping[Kind, dict[int, float]],
         dtype: torch.dtype,
+        price: float = 0.0,
     ) -> None:
         self.order = next(order for order in orders if order is not None)
         self.failures: list[BaseException] = []
@@ -45,7 +46,8 @@ class Harvest:
         runs = [None if order is None else Run(order.first, order.last) for order in orders]
         placed = {rank for machine in machines for rank in machine.ranks}
         others = [run for rank, run in enumerate(runs) if run is not None and rank not in placed]
-        self.handout = Handout({m.number: [runs[rank] for rank in m.ranks] for m in machines}, others, cut.chunks)
+        shares = {machine.number: [runs[rank] for rank in machine.ranks] for machine in machines}
+        self.handout = Handout(shares, others, cut.chunks, price * cut.bounds[-1] / cut.chunks)
 
     def present(self, machines: Sequence[Machine]) -> None:
         """These can work: some may have joined."""
@@ -55,8 +57,8 @@ class Harvest:
                 self.handout.joined(machine.number, len(machine.ranks))
 
     def estimate(self, machine: int, runs: Sequence[Run]) -> float | None:
-        """The seconds that the runs should take there, by its last work or else by that of the slowest."""
-        pace = self._pace.get(machine, max(self._pace.values(), default=None))
+        """The seconds that the runs should take there, by its last work."""
+        pace = self._pace.get(machine)
         return None if pace is None else pace * sum(map(self._samples, runs))
 
     def _samples(self, run: Run) -> int:

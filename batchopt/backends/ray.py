@@ -44,6 +44,9 @@ from batchopt_workers.worker import Hook
 
 # Bytes from which on an array is put where the machines fetch it, instead of being sent with each message.
 LARGE = 100_000
+# Bytes a second that a network carries at least: samples that take longer to send than to evaluate change hands only when
+# nobody else has them.
+BANDWIDTH = 1e8
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,9 @@ class RayBackend(Backend):
         fleet = self._fleet
         fleet.pump(Nobody(), 0.0)
         assert self._step is not None
-        numbering, dtype = self._step.shipment.batch.numbering, self._setup.flat.layout.sum_dtype
-        harvest = Harvest(fleet.ready, cut, orders, numbering, self._paces, dtype)
+        shipment, dtype = self._step.shipment, self._setup.flat.layout.sum_dtype
+        price = shipment.bytes_a_sample / BANDWIDTH
+        harvest = Harvest(fleet.ready, cut, orders, shipment.batch.numbering, self._paces, dtype, price)
         evaluation, handout = harvest.order.evaluation, harvest.handout
         self._cut = self._cut if self._cut.bounds == cut.bounds else cut
         self._publish_x()
@@ -287,7 +291,7 @@ class RayBackend(Backend):
             message = dumps((function, arguments))
         fleet, calls = self._fleet, Calls()
         fleet.pump(Nobody(), 0.0)
-        while len(fleet.ready) < len(fleet.machines):
+        while len(fleet.ready) < max(len(fleet.machines), 1):  # those that are being replaced, too
             fleet.pump(Nobody(), math.inf)
         asked = fleet.ready
         for machine in asked:

@@ -95,6 +95,14 @@ def test_nobody_is_asked_for_what_is_about_to_end_or_again_for_what_it_does_not_
     assert handout.decide([0], second_each, 2.0) == []
 
 
+@pytest.mark.parametrize(("price", "commands"), [(0.7, [Ask(1)]), (0.8, [])])
+def test_nobody_is_asked_for_what_takes_longer_to_send_than_to_evaluate(price: float, commands: list[Ask]) -> None:
+    handout = Handout({0: [Run(0, 4)], 1: [Run(4, 8)]}, [], 8, price)
+    handout.decide([0, 1], second_each, 0.0)
+    handout.answered(0, [Run(0, 4)])
+    assert handout.decide([0], second_each, 1.0) == commands  # three of four seconds are left, for four chunks
+
+
 def test_what_a_machine_is_late_with_is_given_to_another_once() -> None:
     handout = two_machines()
     handout.decide([0, 1], second_each, 0.0)
@@ -109,6 +117,23 @@ def test_what_a_machine_is_late_with_is_given_to_another_once() -> None:
     assert handout.missing == 0 and handout.busy == [1]
     handout.answered(1, [Run(4, 8)])  # late; counts once
     assert handout.missing == 0
+
+
+def test_a_late_machine_is_asked_first_and_copied_if_it_does_not_answer() -> None:
+    handout = two_machines()
+    handout.decide([0, 1], second_each, 0.0)
+    handout.answered(0, [Run(0, 4)])
+    assert handout.decide([0], second_each, 20.0) == [Ask(1)]
+    assert handout.decide([0], second_each, 20.0 + 0.9 * PATIENCE) == []
+    assert handout.decide([0], second_each, 20.0 + PATIENCE) == [Give(0, (Run(4, 6), Run(6, 8)))]
+
+
+def test_a_machine_of_unknown_speed_may_take_as_long_again() -> None:
+    handout = two_machines()
+    handout.decide([0, 1], no_estimate, 0.0)
+    handout.answered(0, [Run(0, 4)])
+    assert handout.decide([0], no_estimate, 0.01) == []
+    assert handout.decide([0], no_estimate, 0.03) == [Ask(1)]
 
 
 def test_a_copy_that_is_lost_is_given_again() -> None:

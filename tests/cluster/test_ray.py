@@ -295,6 +295,30 @@ def test_a_node_that_becomes_slow_gets_less_the_next_time(two_nodes: Cluster) ->
         assert opt.workers[1].samples - before <= 20
 
 
+@pytest.mark.slow
+def test_a_node_that_has_nothing_left_takes_from_one_that_has(two_nodes: Cluster) -> None:
+    case = mlp(samples=64)
+
+    def slow(worker: Worker, sample: Sample) -> None:
+        time.sleep(0.1 if worker.rank == 1 else 0.0)
+
+    with BatchOptimizer(
+        case.module,
+        case.criterion,
+        optimizer=None,
+        backend="ray",
+        parallelize=2,
+        chunk_size=2,
+        speeds=[1.0, 1.0],
+        prehook=slow,
+        posthook=lambda worker, sample: worker.rank,
+    ) as opt:
+        opt.load(case.inputs, case.targets)
+        loss, gradient = opt.evaluate().item(), opt.grad_parameters.clone()  # measures how long a share takes
+        assert opt.evaluate().item() == loss and torch.equal(opt.grad_parameters, gradient)
+        assert opt.hook_results.count(0) > 18 and opt.hook_results[:16] == [0] * 16 and 1 in opt.hook_results
+
+
 # ---- failures
 
 
@@ -456,6 +480,16 @@ def test_other_versions_on_a_node_are_an_error(two_nodes: Cluster, monkeypatch: 
     began = time.monotonic()
     with pytest.raises(batchopt.WorkerStartError, match=r"torch 2\..*this process has Python 3.9.0, torch 1.0.0"):
         BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2)
+    assert time.monotonic() - began < 30
+
+
+def test_nodes_without_torch_are_an_error_soon(two_nodes: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not the one you want')")
+    options = {"runtime_env": {"env_vars": {"PYTHONPATH": str(tmp_path)}}}
+    began = time.monotonic()
+    with pytest.raises(batchopt.WorkerStartError, match=r"workers do not start: (.|\n)*not the one you want"):
+        BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2, ray_options=options)
     assert time.monotonic() - began < 30
 
 
