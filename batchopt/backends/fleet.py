@@ -18,7 +18,7 @@ import torch
 from batchopt.backends import WorkerInfo
 from batchopt.backends.cluster import Needs, Room, rooms, spread
 from batchopt.backends.host import Condition, Reply, Request
-from batchopt.backends.machine import Call, Known, Machine
+from batchopt.backends.machine import Call, Machine
 from batchopt.backends.pool import ATTEMPTS
 from batchopt.backends.process import STARTUP, UNKNOWN
 from batchopt.dispatch import Run
@@ -230,8 +230,8 @@ class Fleet:
     def _replied(self, machine: Machine, call: Call, reply: Reply, listener: Listener) -> None:
         self._take_in(machine, reply.workers)
         failed = reply.failed
-        if failed is not None:
-            machine.known = Known()  # what of the news it took in is not known
+        if failed is not None and failed.name != "CalledOff":  # which comes after the news
+            machine.forget()  # what of the news it took in is not known
         if call.what == "start":
             machine.ready = failed is None
             if failed is None:
@@ -278,6 +278,8 @@ class Fleet:
                 self._lose(machine, "did not start in time", listener)
             elif greeting is not None and now - greeting.since > 2 * ANSWERING:
                 self._lose(machine, "was not placed in time", listener)
+            elif not machine.ready and starting is None and greeting is None:
+                self._lose(machine, "was forgotten when an interrupt came", listener)
 
     def _lose(self, machine: Machine, why: str, listener: Listener) -> None:
         """The machine is gone, or will not be heard again."""

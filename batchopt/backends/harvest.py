@@ -23,6 +23,9 @@ from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.tree import Node
 
+# Nobody's failure: what was asked was not done, and is given to somebody again.
+UNDONE = ("CalledOff", "OutOfStep")
+
 
 class Harvest:
     """Takes in what machines say of one evaluation. Of `paces` (seconds a sample, by machine) that of the kind of its
@@ -70,7 +73,7 @@ class Harvest:
             return
         if reply.failed is not None:
             self.handout.answered(machine.number, [])
-            if reply.failed.name != "CalledOff":
+            if reply.failed.name not in UNDONE:
                 self.failures.append(machine.error(reply.failed, "evaluating"))
             return
         found: Yield = reply.value
@@ -145,7 +148,8 @@ class Probe(Nobody):
         if call.what != "evaluate" or call.evaluation != self._evaluation:
             return
         if reply.failed is not None:
-            self.failures.append(machine.error(reply.failed, "being measured"))
+            if reply.failed.name not in UNDONE:
+                self.failures.append(machine.error(reply.failed, "being measured"))
             return
         self.seconds.update({machine.ranks[worker]: seconds for worker, seconds in reply.value.items()})
         self.patience = time.monotonic() + SLOWEST * max(self.seconds.values(), default=0.0) + 1.0
@@ -163,7 +167,9 @@ class Calls(Nobody):
         """A result or a failure."""
         if call.what != "run":
             return
-        if reply.failed is not None:
+        if reply.failed is not None and reply.failed.name in UNDONE:
+            self.gone = str(reply.failed.arguments[0])
+        elif reply.failed is not None:
             self.failures.append(machine.error(reply.failed, "running a function"))
         else:
             self.results.update(zip(machine.ranks, reply.value, strict=True))

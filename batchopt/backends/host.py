@@ -130,6 +130,10 @@ class Reply(NamedTuple):
     workers: list[Condition]
 
 
+class OutOfStep(BatchoptError):
+    """A request was lost on the way, on which this one builds."""
+
+
 # A method of `Host`, and its arguments.
 Request = tuple[str, tuple[Any, ...]]
 
@@ -140,6 +144,7 @@ class Host:
 
     def __init__(self) -> None:
         self._crew: Crew | None = None
+        self._place = 0, 0  # of the next request
         self._vector: torch.Tensor
         self._constants: list[torch.Tensor] = []
         self._module: torch.nn.Module
@@ -151,10 +156,15 @@ class Host:
         """What has to be as it is with the driver, and this machine's name."""
         return versions(), socket.gethostname()
 
-    def work(self, news: Sequence[Request], task: Request, *bulk: Any) -> Reply:
-        """Take in `news`, then do `task`, whose last argument is `bulk` if that is given. Never raises."""
+    def work(self, place: tuple[int, int], news: Sequence[Request], task: Request, *bulk: Any) -> Reply:
+        """Take in `news`, then do `task`, whose last argument is `bulk` if that is given. Never raises.
+
+        `place`: of this request among those that build on each other, of which none may be lost on the way; and their
+        number among such, which is a higher one where they begin anew.
+        """
         value, failed = None, None
         try:
+            self._keep_step(*place)
             for name, arguments in news:
                 getattr(self, name)(*arguments)
             name, arguments = task
@@ -162,6 +172,13 @@ class Host:
         except BaseException as error:
             failed = failure_of(error)
         return Reply(value, failed, [] if self._crew is None else [_condition(info) for info in self._crew.workers])
+
+    def _keep_step(self, epoch: int, index: int) -> None:
+        """Raise `OutOfStep` unless the request before this one has come."""
+        begins = epoch > self._place[0] and index == 0
+        if not begins and (epoch, index) != self._place:
+            raise OutOfStep(f"request {epoch}.{index} came where {self._place[0]}.{self._place[1]} was to come")
+        self._place = epoch, index + 1
 
     def ask(self, question: str, attempt: int, seconds: float) -> list[Run] | None:
         """As `Crew.ask`; None if there was no answer in time."""

@@ -48,6 +48,7 @@ class Machine:
         self._ray = ray
         self.number, self.node, self.ranks = number, node, ranks
         self.name = node[:8]
+        self._epoch = self._sent = 0  # of requests that build on each other, and how many of them were sent
         self.ready = False
         self.known = Known()
         self.restarts: dict[int, int] = {}  # of its workers there, by rank
@@ -62,7 +63,14 @@ class Machine:
 
     def work(self, call: Call, news: Sequence[Request], task: Request, *bulk: Any) -> None:
         """Ask it to take in `news` and do `task`; `bulk` may be a reference."""
-        self._note(self._actor.work.remote(news, task, *bulk), call)
+        place = self._epoch, self._sent
+        self._sent += 1
+        self._note(self._actor.work.remote(place, news, task, *bulk), call)
+
+    def forget(self) -> None:
+        """What it knows is not known any more: it will be told everything."""
+        self.known = Known()
+        self._epoch, self._sent = self._epoch + 1, 0
 
     def ask(self, question: str, about: Call, seconds: float) -> None:
         """Ask it something about a share while it works."""

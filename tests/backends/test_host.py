@@ -48,7 +48,7 @@ class Driver:
             torch=TorchSettings.current(),
         )
         freight = Freight.of(pack(program, parameters))
-        started = self.host.work([], ("start", (contract, dumps(prehook), NOTHING)), freight)
+        started = self.host.work((0, 0), [], ("start", (contract, dumps(prehook), NOTHING)), freight)
         assert started.failed is None, started.failed
         batch = read_batch(case.inputs, case.targets, None, {None: Reading(None, "mean", case.criterion, None, None)})
         self.shipment = Shipment.of(batch)
@@ -64,7 +64,7 @@ class Driver:
         if fill is not None:
             news.append(("fill", (list(self.shipment.fragments(fill)),)))
         share = Share(int(Kind.EVALUATE), next(self.numbers), 1, runs)
-        return self.host.work(news, ("evaluate", (share,)), to_bytes(self.flat.vector), None)
+        return self.host.work((0, share.attempt), news, ("evaluate", (share,)), to_bytes(self.flat.vector), None)
 
     def expected(self, samples: range) -> torch.Tensor:
         """What these samples add to the gradient."""
@@ -130,7 +130,7 @@ def test_a_machine_has_the_memory_of_its_shard_only(drive: Callable[..., Driver]
 
 def test_workers_know_their_rank_among_all(drive: Callable[..., Driver]) -> None:
     driver = drive(mlp(samples=4))
-    reply = driver.host.work([], ("run", (dumps((lambda worker: worker.state["at precode"], ())),)))
+    reply = driver.host.work((1, 0), [], ("run", (dumps((lambda worker: worker.state["at precode"], ())),)))
     assert reply.value == [dumps((4, 9)), dumps((5, 9))]
 
 
@@ -195,8 +195,20 @@ def test_what_goes_wrong_is_said_not_raised(drive: Callable[..., Driver]) -> Non
     failed = driver.evaluate(Run(0, 2), Run(2, 4), fill=range(0, 8)).failed
     assert failed.name == "WorkerError" and failed.arguments[1:3] == ("ZeroDivisionError", "no")
     assert "in refuse" in failed.trace
-    failed = Host().work([], ("run", (dumps((len, ())),))).failed
+    failed = Host().work((0, 0), [], ("run", (dumps((len, ())),))).failed
     assert failed is not None and "were not started" in failed.arguments[0]
+
+
+def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(drive: Callable[..., Driver]) -> None:
+    driver = drive(mlp(samples=4))
+    share = Share(int(Kind.EVALUATE), 1, 1, (Run(0, 1), None))
+    for index in (2, 3, 2):  # the first one, with the batch, did not come
+        reply = driver.host.work((0, index), [], ("evaluate", (share,)), None, None)
+        assert reply.failed is not None and reply.failed.name == "OutOfStep"
+    news = [*driver.news, ("fill", (list(driver.shipment.fragments(range(0, 4))),))]
+    x = to_bytes(driver.flat.vector)
+    assert driver.host.work((1, 0), news, ("evaluate", (share,)), x, None).failed is None
+    assert driver.host.work((1, 1), [], ("evaluate", (share._replace(attempt=2),)), x, None).failed is None
 
 
 def test_constants_and_modes_follow_the_driver(drive: Callable[..., Driver]) -> None:

@@ -415,12 +415,20 @@ def test_a_failure_of_the_users_code_names_the_first_samples(two_nodes: Cluster)
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_it_usable(two_nodes: Cluster, undisturbed: str, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_it_usable(two_nodes: Cluster, tmp_path: Path) -> None:
     case = mlp(samples=96)
-    main = threading.main_thread().ident
+    main, came = threading.main_thread().ident, threading.Event()
     assert main is not None
-    with Disturbance(tmp_path, 20, lambda pid: signal.pthread_kill(main, signal.SIGINT)) as disturbance:
-        with BatchOptimizer(
+
+    def interrupt(pid: int) -> None:
+        for _ in range(20):  # Ray loses one now and then
+            signal.pthread_kill(main, signal.SIGINT)
+            if came.wait(2.0):
+                break
+
+    with (
+        Disturbance(tmp_path, 20, interrupt) as disturbance,
+        BatchOptimizer(
             case.module,
             case.criterion,
             backend="ray",
@@ -428,13 +436,16 @@ def test_an_interrupt_leaves_it_usable(two_nodes: Cluster, undisturbed: str, tmp
             chunk_size=4,
             prehook=disturbance.hook,
             optimizer="sgd",
-        ) as opt:
-            before = opt.parameters.clone()
-            with pytest.raises(KeyboardInterrupt):
-                opt.step(case.inputs, case.targets)
-            assert torch.equal(opt.parameters, before)
+        ) as opt,
+    ):
+        before = opt.parameters.clone()
+        try:
             opt.step(case.inputs, case.targets)
-            mine = opt.fingerprint()
+        except KeyboardInterrupt:
+            came.set()
+        assert came.is_set() and torch.equal(opt.parameters, before)
+        opt.step(case.inputs, case.targets)
+        mine = opt.fingerprint()
     twin = mlp(samples=96)
     with BatchOptimizer(twin.module, twin.criterion, chunk_size=4, optimizer="sgd") as alone:
         alone.step(twin.inputs, twin.targets)
