@@ -146,7 +146,7 @@ class BatchFunction(State):
 
     def _grow(self) -> None:
         """Use machines that have joined, if there are to be as many workers as there is room for."""
-        more = self._backend.room() if self._settings.elastic else 0
+        more = self._backend.room() if self._settings.elastic and not self._speeds.fixed else 0
         if more > 0:
             workers = len(self.workers) + more
             self._backend.resize(workers)

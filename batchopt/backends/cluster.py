@@ -22,15 +22,8 @@ REACHING = 5.0
 CORES, GPUS = 1.0, 0.0
 # What this library has to choose itself.
 _OURS = frozenset(
-    {
-        "scheduling_strategy",
-        "placement_group",
-        "concurrency_groups",
-        "max_concurrency",
-        "max_restarts",
-        "max_task_retries",
-    }
-    | {"num_returns", "name", "namespace", "lifetime", "get_if_exists"}
+    "scheduling_strategy placement_group concurrency_groups max_concurrency max_restarts max_task_retries num_returns "
+    "name namespace lifetime get_if_exists".split()
 )
 
 
@@ -198,12 +191,10 @@ def _warn_without_token() -> None:
 def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
     """How many workers fit on each machine that lives, beside what others have there; on the `whole` machine, if that is
     asked."""
-    if whole:
-        found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    else:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if not whole:
         free = import_module("ray._private.state").available_resources_per_node()  # there is no public way
-        found = {node: resources for node, resources in free.items() if node in alive}
+        found = {node: free[node] for node in found if node in free}
     fit = [Room(node, fitting(resources, needs.each or {"CPU": CORES})) for node, resources in sorted(found.items())]
     return [room for room in fit if room.workers > 0]
 

@@ -96,8 +96,6 @@ class Fleet:
         if workers < before:
             self._shrink(workers)
         self.infos += [WorkerInfo(rank, 0, "", torch.device("cpu"), alive=False) for rank in range(before, workers)]
-        for machine in self.machines.values():
-            machine.work(Call("resize"), [], ("resize", (len(machine.ranks), workers)))
         try:
             if workers > before:
                 self._error, self._failures = None, 0
@@ -106,6 +104,8 @@ class Fleet:
         except BaseException:
             self._shrink(before)
             raise
+        for machine in self.machines.values():
+            machine.work(Call("resize"), [], ("resize", (len(machine.ranks), workers)))
 
     def _shrink(self, workers: int) -> None:
         for machine in list(self.machines.values()):
@@ -179,9 +179,9 @@ class Fleet:
             self._restarts -= fit
             for rank in homeless[:fit]:
                 self.infos[rank].restarts += 1
-        nowhere = set(self._homeless)
-        for info in self.infos:
-            info.lost = info.rank in nowhere
+                self.infos[rank].lost = False
+        for rank in self._homeless:
+            self.infos[rank].lost = True
         if self.machines or not self.infos:
             self._alone_since = math.inf
             return
@@ -261,7 +261,8 @@ class Fleet:
         """How the machine's workers are."""
         for rank, condition in zip(machine.ranks, conditions, strict=False):
             info = self.infos[rank]
-            info.pid, info.device, info.alive = condition.pid, torch.device(condition.device), condition.alive
+            info.pid, info.device = condition.pid, torch.device(condition.device)
+            info.alive, info.lost = condition.alive, condition.lost
             info.restarts += condition.restarts - machine.restarts.get(rank, 0)
             machine.restarts[rank] = condition.restarts
 

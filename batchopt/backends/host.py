@@ -30,7 +30,6 @@ from batchopt.dispatch import Run
 from batchopt.errors import BatchoptError
 from batchopt.flatten import Flat
 from batchopt.reduce import merge_answers
-from batchopt_workers import faults
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
@@ -157,7 +156,8 @@ class Host:
         return versions(), socket.gethostname()
 
     def work(self, place: tuple[int, int], news: Sequence[Request], task: Request, *bulk: Any) -> Reply:
-        """Take in `news`, then do `task`, whose last argument is `bulk` if that is given. Never raises.
+        """Take in `news`, then do `task`, whose last arguments are `bulk`: what is large, and comes by reference. Never
+        raises.
 
         `place`: of this request among those that build on each other, of which none may be lost on the way; and their
         number among such, which is a higher one where they begin anew.
@@ -264,7 +264,6 @@ class Host:
         self._set(x, direction)
         head = share.attempt, share.step
         orders = [None if run is None else Order(*head, *run, Kind(share.kind)) for run in share.runs]
-        faults.point("host.evaluate")
         self.crew.begin(share.attempt)
         try:
             answers = self.crew.evaluate(self._cut, orders)
@@ -274,7 +273,6 @@ class Host:
             Sum(*node, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
             for node, p in merge_answers(answers, self._cut.chunks)
         ]
-        faults.point("host.reply")
         return Yield(share.attempt, sums, [_work(a, began) for a in answers], time.perf_counter() - began)
 
     def _set(self, x: Bytes | None, direction: Bytes | None) -> None:

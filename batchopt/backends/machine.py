@@ -46,7 +46,7 @@ class Machine:
 
     def __init__(self, ray: ModuleType, number: int, node: str, ranks: tuple[int, ...], needs: Needs) -> None:
         self._ray = ray
-        self.number, self.node, self.ranks = number, node, ranks
+        self.number, self.ranks = number, ranks
         self.name = node[:8]
         self._epoch = self._sent = 0  # of requests that build on each other, and how many of them were sent
         self.ready = False
@@ -80,9 +80,9 @@ class Machine:
     def _note(self, reference: Any, call: Call) -> None:
         self.calls[reference] = call
 
-    def at(self, *what: str) -> Call | None:
-        """The first call of these kinds that it has not answered."""
-        return next((call for call in self.calls.values() if call.what in what), None)
+    def at(self, what: str) -> Call | None:
+        """The first call of this kind that it has not answered."""
+        return next((call for call in self.calls.values() if call.what == what), None)
 
     def works_on(self, evaluation: int) -> Call | None:
         """The share of this evaluation that it has not answered."""

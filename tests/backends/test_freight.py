@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchopt.backends.freight import Freight, Hold, Shipment, from_bytes, lacking, to_bytes
 from batchopt.batches import Reading, read_batch
+from batchopt_workers import memory
 from batchopt_workers.batch import Batch
 from batchopt_workers.packing import pack, unpack
 
@@ -85,6 +86,16 @@ def test_only_the_pages_of_what_was_sent_are_taken() -> None:
     x = torch.randn(100_000, 20)
     _, hold = rebuilt(batch_of(x), [range(90_000, 91_000)])
     assert 1000 * 80 <= os.fstat(hold.block.fd).st_blocks * 512 <= 1000 * 80 + 3 * 4096
+
+
+def test_samples_that_come_again_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipment = Shipment.of(batch_of(torch.randn(1000, 20)))
+    _, hold = rebuilt(shipment.batch, [range(0, 500)])
+    monkeypatch.setattr(memory, "free_memory", lambda: 0)
+    (again,), (more,) = shipment.fragments(range(0, 500)), shipment.fragments(range(600, 700))
+    hold.fill(again)
+    with pytest.raises(MemoryError, match="of shared memory are needed"):
+        hold.fill(more)
 
 
 def test_memory_is_used_again_for_a_batch_of_the_same_layout() -> None:

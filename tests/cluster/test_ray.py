@@ -421,7 +421,7 @@ def test_an_interrupt_leaves_it_usable(two_nodes: Cluster, tmp_path: Path) -> No
     assert main is not None
 
     def interrupt(pid: int) -> None:
-        for _ in range(20):  # Ray loses one now and then
+        for _ in range(20):  # one was lost once, and it is not known where
             signal.pthread_kill(main, signal.SIGINT)
             if came.wait(2.0):
                 break

@@ -103,7 +103,10 @@ class SharedBlock:
             raise
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take the pages of `nbytes` bytes from `offset` on, of a sparse block. Raises `MemoryError`."""
+        """Take the pages of `nbytes` bytes from `offset` on, of a sparse block, unless they are there. Raises
+        `MemoryError`."""
+        if hasattr(os, "SEEK_HOLE") and os.lseek(self.fd, offset, os.SEEK_HOLE) >= offset + nbytes:
+            return
         try:
             _take(self.fd, offset, nbytes)
         except OSError as error:
