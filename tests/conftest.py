@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -81,3 +82,11 @@ def nothing_left_behind() -> Iterator[None]:
     while threading.active_count() > threads and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert threading.active_count() <= threads, threading.enumerate()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +176,6 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts() -> None:
     with pytest.raises(TypeError, match=r"`precode` cannot be sent to worker processes: .*lock"):
         BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=lambda worker: lock.acquire())
     assert psutil.Process().children() == before
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,15 @@ _whole: list[Cluster] = []
 
 @pytest.fixture
 def two_nodes(start: Start) -> Cluster:
-    """A cluster that tests do not change, of two nodes with four cores; begun anew if another test has ended it."""
+    """A cluster that tests do not change, of two nodes with four cores, all of them free; begun anew if another test has
+    ended it."""
     if not (_whole and ray.is_initialized() and ray.get_runtime_context().gcs_address == _whole[0].address):
         _whole[:] = [start()]
+    cluster: Any = ray
+    until = time.monotonic() + PATIENCE
+    while (
+        cluster.available_resources().get("CPU") != cluster.cluster_resources()["CPU"]
+    ):  # Ray frees them a little later
+        assert time.monotonic() < until, "the cores of an actor were not freed"
+        time.sleep(0.01)
     return _whole[0]

@@ -415,19 +415,13 @@ def test_a_failure_of_the_users_code_names_the_first_samples(two_nodes: Cluster)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_it_usable(two_nodes: Cluster, tmp_path: Path) -> None:
     case = mlp(samples=96)
-    main, came = threading.main_thread().ident, threading.Event()
+    main = threading.main_thread().ident
     assert main is not None
-
-    def interrupt(pid: int) -> None:
-        for _ in range(20):  # one was lost once, and it is not known where
-            signal.pthread_kill(main, signal.SIGINT)
-            if came.wait(2.0):
-                break
-
     with (
-        Disturbance(tmp_path, 20, interrupt) as disturbance,
+        Disturbance(tmp_path, 20, lambda pid: signal.pthread_kill(main, signal.SIGINT)) as disturbance,
         BatchOptimizer(
             case.module,
             case.criterion,
@@ -439,11 +433,9 @@ def test_an_interrupt_leaves_it_usable(two_nodes: Cluster, tmp_path: Path) -> No
         ) as opt,
     ):
         before = opt.parameters.clone()
-        try:
+        with pytest.raises(KeyboardInterrupt):
             opt.step(case.inputs, case.targets)
-        except KeyboardInterrupt:
-            came.set()
-        assert came.is_set() and torch.equal(opt.parameters, before)
+        assert torch.equal(opt.parameters, before)
         opt.step(case.inputs, case.targets)
         mine = opt.fingerprint()
     twin = mlp(samples=96)
