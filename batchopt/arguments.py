@@ -47,7 +47,7 @@ def read_workers(parallelize: Any, backend: Any, options: Mapping[str, Any] = Ma
     """
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
-    if backend == "ray" and parallelize == "auto":
+    if is_elastic(parallelize, backend):
         return max(capacity(Needs.read(options)), 1)
     workers = read_parallelize(parallelize)
     if backend == "serial" and workers > 1:
@@ -57,6 +57,11 @@ def read_workers(parallelize: Any, backend: Any, options: Mapping[str, Any] = Ma
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
     return workers
+
+
+def is_elastic(parallelize: Any, backend: Any) -> bool:
+    """Whether there are to be as many workers as there is room for, at any time."""
+    return bool(backend == "ray" and parallelize == "auto")
 
 
 def check_room(workers: int, memory: int, descriptors: float) -> None:

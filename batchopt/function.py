@@ -278,7 +278,13 @@ class BatchFunction(State):
     def twin(self, module: torch.nn.Module, **changes: Any) -> BatchFunction:
         """The same function of another module, in this process, with the same draws in its first step."""
         settings = replace(self._settings, prehook=self._prehook, posthook=self._posthook)
-        alone: dict[str, Any] = {"workers": 1, "speeds": Speeds.unknown(1), "precode": None, "verbose": 0}
+        alone: dict[str, Any] = {
+            "backend": "serial",
+            "workers": 1,
+            "speeds": Speeds.unknown(1),
+            "precode": None,
+            "verbose": 0,
+        }
         return BatchFunction(module, replace(settings, **alone, **changes), History(steps=self._history.steps - 1))
 
     @contextmanager
@@ -318,10 +324,12 @@ class BatchFunction(State):
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
         workers = arguments.read_workers(parallelize, self._settings.backend, self._settings.options)
         given = arguments.read_speeds(speeds, workers)
-        settings = replace(self._settings, workers=workers, prehook=self._prehook, posthook=self._posthook)
+        elastic = arguments.is_elastic(parallelize, self._settings.backend)
+        hooks: dict[str, Any] = {"prehook": self._prehook, "posthook": self._posthook}
+        settings = replace(self._settings, workers=workers, elastic=elastic, **hooks)
         self._end_step()
         self._batch = None
-        if (workers == 1) != (len(self.workers) == 1):
+        if settings.alone != self._settings.alone:
             backend = self._start_backend(settings)
             self._backend.close()
             self._backend = backend

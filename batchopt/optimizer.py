@@ -46,10 +46,10 @@ class BatchOptimizer(Curved):
             `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to only
             evaluate.
         parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each step
-            anew. 1, the default, evaluates in this process.
+            anew. 1, the default, is this process itself, except on Ray.
         backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of a
             Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
-            `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine. One worker is always this process.
+            `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
         terms: for an objective of several terms, each over data of its own, instead of a criterion or `loss_fn`: a `Term`
             under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for each:
@@ -209,7 +209,7 @@ class BatchOptimizer(Curved):
             self.evaluate()
         else:
             # of the sums in the optimizer's algebra, too, the bits depend on the threads
-            alike = len(self.workers) > 1 or self._settings.fixed_bits
+            alike = not self._settings.alone or self._settings.fixed_bits
             small = self.parameters.numel() < LARGE and not isinstance(
                 self.optimizer, Descent
             )  # which sees to it itself

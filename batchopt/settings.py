@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from batchopt import arguments
+from batchopt.backends import is_alone
 from batchopt.batches import Reading, Readings
 from batchopt.denominators import Denominators, resolve_reduction
 from batchopt.speeds import Speeds
@@ -113,7 +114,7 @@ class Settings:
             on_nonfinite=arguments.read_on_nonfinite(on_nonfinite),
             verbose=arguments.read_verbose(verbose),
             deterministic=deterministic,
-            elastic=backend == "ray" and parallelize == "auto",
+            elastic=arguments.is_elastic(parallelize, backend),
             options=options,
         )
 
@@ -135,6 +136,11 @@ class Settings:
             name: Reading(term.collate_fn, term.reduction, None, term.denominators, device)
             for name, term in self.terms.items()
         }
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the worker."""
+        return is_alone(self.backend, self.workers)
 
     @property
     def fixed_bits(self) -> bool:

@@ -57,7 +57,7 @@ class State:
         self.hook_results: list[Any] = []
 
     def _read_for(self, settings: Settings) -> Readings:
-        return settings.readings(self._flat.vector.device if settings.workers > 1 else None)
+        return settings.readings(self._flat.vector.device if not settings.alone else None)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -175,8 +175,13 @@ def anticipate(name: str, workers: int, threads: int | None) -> None:
         import_module("batchopt.backends.template").anticipate(workers, threads)
 
 
+def is_alone(name: str, workers: int) -> bool:
+    """Whether so many workers of the backend `name` are this process itself: a single one needs no other on this machine."""
+    return workers == 1 and name in ("serial", "process")
+
+
 def start_backend(name: str, setup: Setup) -> Backend:
-    """Start the backend `name`; one worker is always this process."""
-    module, _, attribute = BACKENDS["serial" if setup.workers == 1 else name].partition(":")
+    """Start the backend `name`."""
+    module, _, attribute = BACKENDS["serial" if is_alone(name, setup.workers) else name].partition(":")
     backend: Backend = getattr(import_module(module), attribute)(setup)
     return backend
