@@ -106,8 +106,8 @@ class BatchFunction(State):
         `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample;
         or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
         dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the
-        module's buffers, modes and frozen parameters are taken as they are now, and so are `weights`. Raises
-        `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
+        module's buffers, modes and frozen parameters are taken as they are now, and so are `weights`. Do not change the
+        data before the next `load`: when it is read, at once or when it is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
         """
         self._check_open()
         self._flat.check(self._module, self._params)

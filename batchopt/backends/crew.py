@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from batchopt.backends import Setup
-from batchopt.backends.child import call
+from batchopt.backends.child import Call, call
 from batchopt.backends.freight import Fragment, Hold
 from batchopt.backends.process import Placed, ProcessBackend
 from batchopt.backends.round import Round
@@ -35,7 +35,8 @@ class Crew(ProcessBackend):
         self._asked: deque[tuple[str, Future[list[Run]]]] = deque()
         self._attempt = -1  # the share that is evaluated
         self._off: set[int] = set()  # those that nobody waits for any more
-        self._pieces = 0
+        self._placed: Placed | None = None
+        self._pieces: list[list[Call]] = []  # what the workers were told of samples in lists
         try:
             super().__init__(setup)
         except BaseException:
@@ -43,28 +44,34 @@ class Crew(ProcessBackend):
             raise
         self._pool.wake_up_for(self._bell)
 
-    def open(self, hold: Hold) -> Placed:
-        """A batch whose samples come later, with `fill`."""
+    def open(self, hold: Hold, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch whose samples come later, with `fill`."""
         skeleton = hold.skeleton
         batch: Batch = unpack(skeleton.data, skeleton.placements, hold.block)
         load = call("receiving the batch", "load", "batch 0", skeleton.data, skeleton.placements)
-        for number in range(self._pieces):
+        for number in range(len(self._pieces)):
             self._pool.tell(f"{PIECE}{number}")
-        self._pieces = 0
-        return Placed(batch, 0, hold.block, load)
+        self._placed, self._pieces = Placed(batch, 0, hold.block, load), []
+        self.load(self._placed, weights)
+
+    def reopen(self, weights: tuple[float, ...]) -> None:
+        """Begin another step on the same batch, with the samples that it has."""
+        assert self._placed is not None
+        self.load(self._placed, weights)
+        for number, calls in enumerate(self._pieces):  # they are forgotten when a step begins
+            self._pool.tell(f"{PIECE}{number}", *calls)
 
     def fill(self, fragment: Fragment) -> None:
         """Let the workers have what a fragment has in lists; its rows they see in the batch's memory."""
         if fragment.lists is None:
             return
-        name, freight = f"{PIECE}{self._pieces}", fragment.lists
-        self._pieces += 1
-        what = "receiving samples"
-        self._pool.tell(
-            name,
+        name, freight, what = f"{PIECE}{len(self._pieces)}", fragment.lists, "receiving samples"
+        calls = [
             call(what, "attach", name, block=freight.unload()),
             call(what, "fill", name, fragment.term, fragment.start, freight.data, freight.placements),
-        )
+        ]
+        self._pieces.append(calls)
+        self._pool.tell(name, *calls)
 
     def keep(self, workers: int, world: int) -> None:
         """Have no more than so many workers, of `world` in all."""

@@ -230,8 +230,8 @@ class Host:
         """Use these hooks from now on."""
         self.crew.set_hooks(pickle.loads(prehook), pickle.loads(posthook))
 
-    def load(self, skeleton: Skeleton, state: State, weights: tuple[float, ...]) -> None:
-        """Begin a step on a batch whose samples come with `fill`."""
+    def load(self, skeleton: Skeleton | None, state: State, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch whose samples come with `fill`; None for the batch of the step before, with its samples."""
         for part, training in zip(self._module.modules(), state.training, strict=True):
             part.training = training
         for parameter, requires_grad in zip(self._parameters, state.requires_grad, strict=True):
@@ -240,8 +240,11 @@ class Host:
             for i, elements in state.constants:
                 tensor = self._constants[i]
                 tensor.copy_(from_bytes(elements, tensor.dtype, tensor.shape))
-        self._hold = Hold(skeleton, self._hold if self.crew.calm else None)
-        self.crew.load(self.crew.open(self._hold), weights)
+        if skeleton is None:
+            self.crew.reopen(weights)
+        else:
+            self._hold = Hold(skeleton, self._hold if self.crew.calm else None)
+            self.crew.open(self._hold, weights)
 
     def fill(self, fragments: Sequence[Fragment]) -> None:
         """Have these samples too."""

@@ -34,6 +34,7 @@ class Known:
 
     hooks: object = None
     load: object = None
+    shipment: object = None
     cut: object = None
     direction: object = None
     x: object = None

@@ -13,7 +13,6 @@ given that share, and those that it takes over from others when it takes them ov
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 import weakref
@@ -27,7 +26,7 @@ from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, Worke
 from batchopt.backends.cluster import Needs, connect
 from batchopt.backends.constants import check_form, constants, flags
 from batchopt.backends.fleet import ANSWERING, Fleet, Nobody, kill
-from batchopt.backends.freight import Freight, Shipment, lacking, to_bytes
+from batchopt.backends.freight import Freight, Shipment, copied, digest, lacking, to_bytes
 from batchopt.backends.handout import Ask, Give
 from batchopt.backends.harvest import Calls, Harvest, Probe
 from batchopt.backends.host import Contract, Request, Share, State
@@ -138,16 +137,18 @@ class RayBackend(Backend):
         self._hooks = tuple(packed)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        before = None if self._step is None else self._step.shipment
         with sending("the batch", batch):
-            return Shipped(batch, Shipment.of(batch))
+            # What is read ahead may be written over while the one before is still sent.
+            return Shipped(batch, Shipment.of(copied(batch)) if ahead else Shipment.after(before, batch))
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Shipped)
         self._fleet.pump(Nobody(), 0.0)
         digests = self._digests()
         before = self._first if self._step is None else self._step.constants
-        for i, digest in digests.items():
-            if digest != before[i]:
+        for i, now in digests.items():
+            if now != before[i]:
                 self._changed[i] = to_bytes(self._constant(i)).copy()
         modes = flags(self._setup.program.module, self._setup.parameters)
         self._step = _Load(prepared.shipment, *modes, digests, weights)
@@ -165,7 +166,7 @@ class RayBackend(Backend):
     def _digests(self) -> dict[int, bytes]:
         """Of each constant. A version counter would not do: `.data` and batch normalisation go past it."""
         dense = {i: self._constant(i) for i in range(len(self._constants)) if _is_dense(self._constants[i][1])}
-        return {i: hashlib.blake2b(to_bytes(tensor).data, digest_size=16).digest() for i, tensor in dense.items()}
+        return {i: digest([to_bytes(tensor)]) for i, tensor in dense.items()}
 
     def _news(self, machine: Machine) -> list[Request]:
         """What the machine does not know yet; it is sent right after."""
@@ -176,7 +177,8 @@ class RayBackend(Backend):
         if step is not None and known.load is not step:
             changed = [(i, e) for i, e in self._changed.items() if known.constants.get(i) != step.constants[i]]
             state = State(step.training, step.requires_grad, changed)
-            news.append(("load", (step.shipment.skeleton, state, step.weights)))
+            skeleton = None if known.shipment is step.shipment else step.shipment.skeleton
+            news.append(("load", (skeleton, state, step.weights)))
         if known.cut is not self._cut:
             news.append(("set_cut", (self._cut.bounds,)))
         return news
@@ -185,7 +187,8 @@ class RayBackend(Backend):
         """The machine was sent the news."""
         known, step = machine.known, self._step
         if step is not None and known.load is not step:
-            known.samples, known.constants = [], step.constants
+            known.samples = known.samples if known.shipment is step.shipment else []
+            known.shipment, known.constants = step.shipment, step.constants
         known.hooks, known.load, known.cut = self._hooks, step, self._cut
 
     def _published(self, elements: Any) -> Any:
@@ -203,7 +206,7 @@ class RayBackend(Backend):
         share = Share(int(order.kind), call.attempt, order.step, runs)
         known, bounds, shipment = machine.known, self._cut.bounds, self._step.shipment
         news = self._news(machine)
-        held = known.samples if known.load is self._step else []
+        held = known.samples if known.shipment is shipment else []
         for run in runs:
             if run is not None:
                 lacked = lacking(held, range(bounds[run.first], bounds[run.last]))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.backends.freight import Freight, Hold, Shipment, from_bytes, lacking, to_bytes
+from batchopt.backends.freight import BLOCK, Freight, Hold, Shipment, copied, digest, from_bytes, lacking, to_bytes
 from batchopt.batches import Reading, read_batch
 from batchopt_workers import memory
 from batchopt_workers.batch import Batch
@@ -102,6 +103,54 @@ def test_memory_is_used_again_for_a_batch_of_the_same_layout() -> None:
     first = Hold(Shipment.of(batch_of(torch.randn(10, 3))).skeleton)
     assert Hold(Shipment.of(batch_of(torch.randn(10, 3))).skeleton, first).block is first.block
     assert Hold(Shipment.of(batch_of(torch.randn(11, 3))).skeleton, first).block is not first.block
+
+
+def test_a_batch_is_known_again_by_what_is_in_it() -> None:
+    x, y, options = torch.randn(20, 3), torch.randn(20, 1), list(range(20))
+    samples = [torch.zeros(i) for i in range(4)]
+
+    def seen(before: Shipment | None, *batch: Any) -> Shipment:
+        return Shipment.after(before, batch_of(*batch))
+
+    for batch in ((x, y), ({"x": x}, None, options), (samples, [torch.ones(1)] * 4)):
+        first = seen(None, *batch)
+        assert first.digest is None
+        second = seen(first, *batch)
+        assert second is not first and second.digest
+        assert seen(second, *batch) is second
+    second = seen(seen(None, x, y), x, y)
+    others: list[tuple[Any, ...]] = [(x.clone(), y), (x[:10], y[:10]), (x.view(torch.int32), y), (x, y, options), (x,)]
+    assert all(seen(second, *other) is not second for other in others)
+    x.numpy()[13, 1] += 1.0  # which no version counter tells
+    third = seen(second, x, y)
+    assert third is not second and third.digest not in (None, second.digest)
+    listed = seen(seen(None, samples), samples)
+    samples[3].numpy()[:] = 1.0
+    assert seen(listed, samples) is not listed
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    x, samples = torch.randn(6, 3), [{"a": torch.randn(2)}]
+    batch, lists = batch_of(x, None, list("abcdef")), batch_of(samples)
+    expected = x.clone(), samples[0]["a"].clone()
+    copy, listed = copied(batch), copied(lists)
+    x.zero_()
+    samples[0]["a"].zero_()
+    (piece,) = copy.parts[0].pieces(1, 3)
+    assert torch.equal(piece.inputs, expected[0][1:3]) and list(piece.options or []) == ["b", "c"]
+    (piece,) = listed.parts[0].pieces(0, 1)
+    assert torch.equal(piece.inputs["a"], expected[1])
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
+def test_a_digest_is_of_each_byte(size: int) -> None:
+    array = np.zeros(size, np.uint8)
+    plain = digest([array])
+    assert digest([array.copy()]) == plain and digest([np.zeros(size + 1, np.uint8)]) != plain
+    for at in {0, size // 2, size - 1} if size else ():
+        array[at] = 1
+        assert digest([array]) != plain
+        array[at] = 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=6), st.integers(0, 30), st.integers(1, 20))

@@ -55,8 +55,8 @@ class Driver:
         self.cut = Cut((*range(0, batch.size, 2), batch.size))
         self.numbers = iter(range(1, 100))
         modes = [m.training for m in case.module.modules()], [True] * len(parameters)
-        state = State(*modes, [])
-        self.news: list[Any] = [("load", (self.shipment.skeleton, state, (1.0,))), ("set_cut", (self.cut.bounds,))]
+        self.state = State(*modes, [])
+        self.news: list[Any] = [("load", (self.shipment.skeleton, self.state, (1.0,))), ("set_cut", (self.cut.bounds,))]
 
     def evaluate(self, *runs: Run | None, fill: range | None = None) -> Any:
         """The reply."""
@@ -113,6 +113,14 @@ def test_samples_that_come_later_fall_into_their_place(drive: Callable[..., Driv
     both = driver.evaluate(Run(0, 1), Run(6, 7))
     expected = driver.expected(range(0, 2)) + driver.expected(range(12, 14))
     torch.testing.assert_close(driver.gradient(both.value), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_another_step_on_the_same_batch_needs_no_samples(drive: Callable[..., Driver]) -> None:
+    driver = drive(mlp(samples=16))
+    driver.evaluate(Run(0, 1), Run(1, 2), fill=range(0, 4))
+    driver.news.append(("load", (None, driver.state, (2.0,))))
+    reply = driver.evaluate(Run(0, 1), Run(1, 2))
+    torch.testing.assert_close(driver.gradient(reply.value), 2.0 * driver.expected(range(0, 4)), rtol=1e-12, atol=1e-14)
 
 
 def test_a_machine_has_the_memory_of_its_shard_only(drive: Callable[..., Driver]) -> None:

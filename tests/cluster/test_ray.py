@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,10 @@ def test_lists_of_samples_terms_and_products_of_the_hessian(two_nodes: Cluster) 
             found += [opt.evaluate().item(), opt.losses, opt.grad_parameters.clone(), opt.hook_results]
             found.append(opt.hvp(torch.ones_like(opt.parameters)))
             opt.weights = {"inside": 2.0, "edge": 0.5}
-            opt.load({"inside": (points, None, list(range(24))), "edge": values})
-            found += [opt.evaluate().item(), opt.hook_results]
+            options = list(range(24))
+            for _ in range(4):  # from the third time on samples are not sent again
+                opt.load({"inside": (points, None, options), "edge": values})
+                found += [opt.evaluate().item(), opt.hook_results]
         return found
 
     for mine, theirs in zip(run("ray", 4), run("serial", 1), strict=True):
@@ -228,6 +231,35 @@ def test_a_node_is_sent_its_shard_once(two_nodes: Cluster, monkeypatch: pytest.M
         before = traffic.sent
         opt.evaluate()
         assert traffic.sent - before < 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_batch_that_comes_again_is_not_sent_again(
+    two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch, lists: bool
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 100), torch.randn(200, 1)
+    batch = (list(x), list(y)) if lists else (x, y)
+    net = nn.Linear(100, 1)
+    with (
+        BatchOptimizer(net, nn.MSELoss(), optimizer=None, backend="ray", parallelize=4, chunk_size=8) as opt,
+        BatchOptimizer(copy.deepcopy(net), nn.MSELoss(), optimizer=None, chunk_size=8) as alone,
+    ):
+        opt.load(*batch)  # and measure
+        traffic = Traffic(monkeypatch)
+        sent = []
+        for again in range(5):
+            if again == 3:
+                x.numpy()[150] = 7.0  # which no version counter tells
+            before = traffic.sent
+            for each in (opt, alone):
+                each.load(*batch)
+                each.evaluate()
+            sent.append(traffic.sent - before > x.nbytes / 2)
+            assert opt.evaluate().item() == alone.evaluate().item()
+            assert torch.equal(opt.grad_parameters, alone.grad_parameters)
+        assert sent == [True, False, False, True, False]
 
 
 # ---- workers
@@ -329,6 +361,26 @@ def test_a_node_that_is_killed_in_mid_step(start: Start, undisturbed: str, tmp_p
     cluster = start(nodes=3, cores=2)
     with Disturbance(tmp_path, 20, lambda pid: cluster.remove_node(node_of(pid, cluster), allow_graceful=False)) as d:
         assert steps("ray", 4, prehook=d.hook) == undisturbed
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+def test_samples_that_are_sent_again_are_those_that_were_read(two_nodes: Cluster, tmp_path: Path) -> None:
+    """The next batch is read into the same memory, while a machine is lost with its part of this one."""
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        case, buffer = mlp(samples=96), torch.empty_like(mlp(samples=96).inputs)
+        for i in range(3):
+            yield buffer.copy_(case.inputs * (i + 1)), case.targets
+
+    def run(**options: Any) -> str:
+        case = mlp(samples=96)
+        with BatchOptimizer(case.module, case.criterion, chunk_size=4, **options) as opt:
+            assert len(list(opt.steps(batches()))) == 3
+            return opt.fingerprint()
+
+    with Disturbance(tmp_path, 20, lambda pid: host_of(pid).kill()) as disturbance:
+        assert run(backend="ray", parallelize=4, prehook=disturbance.hook) == run()
     assert (tmp_path / "done").exists()
 
 
