@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 
-from batchopt import arguments
-from batchopt.backends import Answer, Backend, Prepared, Setup, start_backend
+from batchopt.backends import Answer, Prepared
 from batchopt.batches import read_batch
 from batchopt.calibrate import measure
 from batchopt.history import History
@@ -21,82 +19,18 @@ from batchopt.nonfinite import explain
 from batchopt.ownership import exclusive
 from batchopt.plan import choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers, weighed
-from batchopt.settings import Settings
 from batchopt.speeds import Speeds
-from batchopt.state import State
 from batchopt.timeline import PARENT, Timeline
+from batchopt.workforce import Workforce
 from batchopt_workers import faults
-from batchopt_workers.evaluate import Program
-from batchopt_workers.worker import Hook
-
-Self = TypeVar("Self", bound="BatchFunction")
 
 
-class BatchFunction(State):
+class BatchFunction(Workforce):
     """f and df/dX of whole batches, on workers; `BatchOptimizer` adds an optimizer to it.
 
     Raises, when it is made, `TypeError` or `ValueError` for a module that cannot be flattened or sent, before a process
     starts; `WorkerError` if precode raises.
     """
-
-    def __init__(self, module: torch.nn.Module, settings: Settings, history: History | None = None) -> None:
-        super().__init__(module, settings, history)
-        self._prehook, self._posthook = settings.prehook, settings.posthook
-        self._backend = self._start_backend(settings)
-
-    def _start_backend(self, settings: Settings) -> Backend:
-        return start_backend(
-            settings.backend,
-            Setup(
-                settings.workers,
-                settings.fixed_bits,
-                settings.timeout,
-                settings.restarts,
-                settings.threads,
-                settings.devices,
-                settings.precode,
-                settings.prehook,
-                settings.posthook,
-                Program(self._module, settings.criterion, settings.loss_fns, settings.seed),
-                self._flat,
-                self._params,
-                self._buffers,
-                options=settings.options,
-            ),
-        )
-
-    @property
-    def prehook(self) -> Hook | None:
-        """The hook before each forward; assigning replaces it in all workers."""
-        return self._prehook
-
-    @prehook.setter
-    def prehook(self, hook: Hook | None) -> None:
-        self._set_hooks(hook, self._posthook)
-
-    @property
-    def posthook(self) -> Hook | None:
-        """The hook after each backward; assigning replaces it in all workers."""
-        return self._posthook
-
-    @posthook.setter
-    def posthook(self, hook: Hook | None) -> None:
-        self._set_hooks(self._prehook, hook)
-
-    @exclusive
-    def _set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        self._check_open()
-        arguments.check_hooks(prehook=prehook, posthook=posthook)
-        self._backend.set_hooks(prehook, posthook)
-        self._prehook, self._posthook = prehook, posthook
-
-    @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        self._backend.set_hooks(None, None)
-        try:
-            yield
-        finally:
-            self._backend.set_hooks(self._prehook, self._posthook)
 
     @exclusive
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
@@ -107,7 +41,8 @@ class BatchFunction(State):
         or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
         dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the
         module's buffers, modes and frozen parameters are taken as they are now, and so are `weights`. Do not change the
-        data before the next `load`: when it is read, at once or when it is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
+        data before the next `load`: when it is read, at once or when it is needed, depends on the backend. Raises
+        `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
         """
         self._check_open()
         self._flat.check(self._module, self._params)
@@ -143,16 +78,6 @@ class BatchFunction(State):
             self._plan = make_plan(batch.size, self._chunks, self._speeds)
             self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
             self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
-
-    def _grow(self) -> None:
-        """Use machines that have joined, if there are to be as many workers as there is room for."""
-        more = self._backend.room() if self._settings.elastic and not self._speeds.fixed else 0
-        if more > 0:
-            workers = len(self.workers) + more
-            self._backend.resize(workers)
-            self._settings = replace(self._settings, workers=workers)
-            self._speeds = self._speeds.resized(workers)
-            self._observe([0] * workers, [0.0] * workers)
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
@@ -299,71 +224,5 @@ class BatchFunction(State):
             self._batch = self._changes = None
             self._history, self.hook_results = kept
 
-    @exclusive
-    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on each worker; the values in rank order.
-
-        Waits for workers that are being replaced. Raises `WorkerError` if the function raises, and `WorkerLostError` if a
-        worker ends in it: what it did there cannot be known, so it is not called again.
-        """
-        self._check_open()
-        return self._backend.run(function, args)
-
-    @exclusive
-    def resize(self, parallelize: int | str, speeds: Sequence[float] | None = None) -> None:
-        """Have `parallelize` workers from now on (as in `BatchOptimizer`); for between steps, a batch has to be loaded
-        anew.
-
-        Workers of the lowest ranks are kept, with their `state`; new ones start, and run precode. The optimizer's state
-        and the counters are kept. Where speeds were given, `speeds` of the new workers must be.
-        """
-        self._check_open()
-        if self._speeds.fixed and speeds is None:
-            raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
-        if self._settings.devices is not None:
-            raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
-        workers = arguments.read_workers(parallelize, self._settings.backend, self._settings.options)
-        given = arguments.read_speeds(speeds, workers)
-        elastic = arguments.is_elastic(parallelize, self._settings.backend)
-        hooks: dict[str, Any] = {"prehook": self._prehook, "posthook": self._posthook}
-        settings = replace(self._settings, workers=workers, elastic=elastic, **hooks)
-        self._end_step()
-        self._batch = None
-        if settings.alone != self._settings.alone:
-            backend = self._start_backend(settings)
-            self._backend.close()
-            self._backend = backend
-        else:
-            self._backend.resize(workers)
-        self._settings, self._readings = settings, self._read_for(settings)
-        self._speeds = given if speeds is not None else self._speeds.resized(workers)
-        self._observe([0] * workers, [0.0] * workers)
-
-    @exclusive
-    def close(self) -> None:
-        """End the workers. The module keeps its parameters; any number of times."""
-        if not self._closed:
-            self._closed = True
-            self._end_step()
-            self._report.close()
-            self._backend.close()
-
-    def __enter__(self: Self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")
-
     def _next_number(self) -> int:
         return next(self._numbers)
-
-    def _observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
-        self._speeds = self._speeds.observed(samples, seconds)
-        for worker, speed in zip(self.workers, self._speeds.values, strict=True):
-            worker.speed = speed

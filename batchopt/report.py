@@ -78,6 +78,10 @@ class Report:
             what = "sample" if chunks is None or chunks >= samples else "chunk"
             _warn(f"{most} {what}{'s' * (most != 1)} for {workers} workers: {workers - most} idle")
 
+    def not_grown(self, workers: int, error: Exception) -> None:
+        """Workers were to start on a machine that has joined, and did not."""
+        _warn(f"{workers} more workers would have room, but do not start; there will be no more of them: {error}")
+
     def note(self, message: str, *arguments: object) -> None:
         """Something worth knowing at `verbose=2`."""
         if self._verbose >= 2:

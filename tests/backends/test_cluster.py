@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -70,12 +69,6 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"backend 'ray' needs Ray: pip install 'batchopt\[ray\]'"):
         BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", parallelize=2)
-
-
-def test_one_worker_is_this_process_and_needs_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", optimizer=None) as opt:
-        opt.step(torch.ones(2, 1), torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9"])

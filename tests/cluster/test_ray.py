@@ -459,6 +459,25 @@ def test_a_node_that_joins_is_used_from_the_next_step_on(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_node_that_joins_and_cannot_work_is_left_alone(start: Start) -> None:
+    def precode(worker: Worker) -> None:
+        if worker.rank > 0:
+            raise OSError("no such device")
+
+    cluster = start(nodes=1, cores=1)
+    case = mlp(samples=96)
+    with BatchOptimizer(
+        case.module, case.criterion, backend="ray", parallelize="auto", optimizer="sgd", precode=precode
+    ) as opt:
+        opt.step(case.inputs, case.targets)
+        cluster.add_node(num_cpus=2)
+        with pytest.warns(UserWarning, match="2 more workers would have room, but do not start.* no such device"):
+            opt.step(case.inputs, case.targets)
+        opt.step(case.inputs, case.targets)
+        assert [worker.alive for worker in opt.workers] == [True]
+
+
+@pytest.mark.slow
 def test_a_failure_of_the_users_code_names_the_first_samples(two_nodes: Cluster) -> None:
     def refuse(worker: Worker, sample: Sample) -> None:
         raise ZeroDivisionError(str(sample.indices.start))
