@@ -14,7 +14,7 @@ import torch
 
 import batchopt
 import batchopt.dispatch
-import batchopt.function
+import batchopt.workforce
 from batchopt.backends import Backend, Setup, start_backend
 from tests.workloads import mlp
 
@@ -80,7 +80,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(50, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    vars(batchopt.function)["start_backend"] = start
+    vars(batchopt.workforce)["start_backend"] = start
     if not case.get("late"):  # so that each chunk is evaluated once, but for the fault
         batchopt.dispatch.PATIENCE = batchopt.dispatch.WORTHWHILE = 1e9
     started = time.monotonic()
