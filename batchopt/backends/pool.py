@@ -282,7 +282,19 @@ class Pool:
             self._given_up.setdefault(info.rank, WorkerStartError(self.ending))
 
     def _replenish(self) -> None:
-        """Start what is missing, as far as it is allowed."""
+        """Start what is missing, as far as it is allowed; where there is nobody, until one is there or none may be.
+
+        Raises `AllWorkersLostError`.
+        """
+        self._start_missing()
+        while not self.children and len(self._given_up) < len(self.infos):
+            self._start_missing()  # no process was to be had: each attempt counts
+        if not self.children and self.infos:
+            raise AllWorkersLostError(
+                f"no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: {self.ending}"
+            ) from next(iter(self._given_up.values()))
+
+    def _start_missing(self) -> None:
         for rank, info in enumerate(self.infos):
             info.lost = rank in self._given_up
             if rank in self.children or info.lost:
@@ -301,10 +313,6 @@ class Pool:
             info.pid = child.pid
             self.children[rank] = child
             self._watch(child)
-        if not self.children and self.infos:
-            raise AllWorkersLostError(
-                f"no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: {self.ending}"
-            ) from next(iter(self._given_up.values()))
 
     def _brief(self) -> None:
         """Tell each worker what it was not told yet."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import re
 import signal
@@ -19,6 +21,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
+from batchopt.backends import child
 from batchopt_workers.versions import versions
 from tests.backends.test_life import SCRIPT, assert_gone, pids, python
 from tests.conftest import is_template
@@ -216,6 +219,29 @@ def test_too_few_descriptors_are_an_error_that_says_so() -> None:
     assert ended.returncode == 1
     assert "open files" in ended.stderr or "Too many open files" in ended.stderr
     assert "Traceback" in ended.stderr and "leaked" not in ended.stderr
+
+
+@pytest.mark.parametrize("failures", [1, 4, 1000])
+def test_no_process_is_to_be_had_when_all_workers_have_died(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    made, tried = child.Child, itertools.count()
+
+    def make(*args: Any) -> child.Child:
+        if next(tried) < failures:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return made(*args)
+
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, optimizer="sgd", parallelize=2) as opt:
+        opt.step(case.inputs, case.targets)
+        monkeypatch.setattr("batchopt.backends.process.Child", make)
+        for worker in opt.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        if failures <= 4:  # each worker is tried three times
+            opt.step(case.inputs, case.targets)
+            assert_works(opt)
+        else:
+            with pytest.raises(batchopt.AllWorkersLostError, match=r"could not be made: .*temporarily unavailable"):
+                opt.step(case.inputs, case.targets)
 
 
 # ---- who else is there
