@@ -104,7 +104,10 @@ class Round:
             self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
 
     def answers(self) -> list[Answer]:
-        """What each worker contributed, in rank order; partials of two workers may contain the same chunk."""
+        """What each worker contributed, in rank order; partials of two workers may contain the same chunk. Nothing, if all
+        was given up before it was done."""
+        if not self._reports:
+            return []
         found = []
         results: dict[Child, dict[int, list[Any]]] = {child: {} for child in self._reports}
         somebody = next(iter(results))
