@@ -57,12 +57,16 @@ def test_a_program_ends_though_a_worker_is_stopped(ending: str) -> None:
 
 @SLOW
 def test_the_end_of_a_program_takes_no_longer_than_five_seconds() -> None:
-    stop = (
-        "\nimport os, signal, time\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\nprint('AT', time.time(), flush=True)\n"
-    )
-    ended = python("-c", SCRIPT + stop)
-    at = float(re.search(r"AT (\S+)", ended.stdout)[1])  # type: ignore[index]
-    assert time.time() - at < 5.0 and ended.returncode == 0
+    """Five seconds more, on a machine that has other things to do, than where all workers run."""
+
+    def seconds(script: str) -> float:
+        ended = python("-c", script + "\nimport time\nprint('AT', time.time(), flush=True)\n")
+        found = time.time() - float(re.search(r"AT (\S+)", ended.stdout)[1])  # type: ignore[index]
+        assert ended.returncode == 0
+        return found
+
+    usual = seconds(SCRIPT)
+    assert seconds(SCRIPT + "\nimport os, signal\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\n") < 5.0 + 2 * usual
 
 
 WORK = """
