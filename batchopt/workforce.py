@@ -108,11 +108,15 @@ class Workforce(State):
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
         if self._settings.devices is not None:
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
-        workers = arguments.read_workers(parallelize, self._settings.backend, self._settings.options)
-        given = arguments.read_speeds(speeds, workers)
         elastic = arguments.is_elastic(parallelize, self._settings.backend)
-        hooks: dict[str, Any] = {"prehook": self._prehook, "posthook": self._posthook}
-        settings = replace(self._settings, workers=workers, elastic=elastic, **hooks)
+        if elastic:
+            workers = len(self.workers) + self._backend.room()
+        else:
+            workers = arguments.read_workers(parallelize, self._settings.backend, self._settings.options)
+        given = arguments.read_speeds(speeds, workers)
+        settings = replace(
+            self._settings, workers=workers, elastic=elastic, prehook=self._prehook, posthook=self._posthook
+        )
         self._end_step()
         self._batch = None
         if settings.alone != self._settings.alone:

@@ -456,6 +456,10 @@ def test_a_node_that_joins_is_used_from_the_next_step_on(start: Start) -> None:
         opt.resize(2)  # a number is a number
         opt.step(case.inputs, case.targets)
         assert len(opt.workers) == 2
+        kept = [worker.pid for worker in opt.workers]
+        opt.resize("auto")
+        opt.step(case.inputs, case.targets)
+        assert [worker.pid for worker in opt.workers][:2] == kept  # their own cores are no less room
 
 
 @pytest.mark.slow
