@@ -23,6 +23,7 @@ from batchopt.speeds import Speeds
 from batchopt.timeline import PARENT, Timeline
 from batchopt.workforce import Workforce
 from batchopt_workers import faults
+from batchopt_workers.messages import Kind
 
 
 class BatchFunction(Workforce):
@@ -121,7 +122,10 @@ class BatchFunction(Workforce):
         samples = self._loaded().size
         if not self._speeds.fixed:
             with self._without_hooks():
-                self._observe(*measure(self._backend, samples, self._next_number, self._history.steps))
+                measured = self._learning(
+                    lambda: measure(self._backend, samples, self._next_number, self._history.steps)
+                )
+                self._observe(*measured)
             self._report.note("calibrated: %s samples/s", [round(speed) for speed in self._speeds.relative()])
         return self._speeds.relative()
 
@@ -159,9 +163,7 @@ class BatchFunction(Workforce):
         self._loaded()
         if self._movable:
             self._plan = follow(self._plan, self._chunks, self._speeds)
-        answers = self._backend.evaluate(
-            self._plan.cut, self._plan.orders(self._next_number(), self._history.steps), self._meanwhile
-        )
+        answers = self._evaluate_plan(Kind.EVALUATE)
         samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
         results: dict[int, list[Any]] = {}
         for answer in answers:
@@ -174,6 +176,14 @@ class BatchFunction(Workforce):
         self._observe(samples, seconds)
         self.hook_results = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
         return answers
+
+    def _evaluate_plan(self, kind: Kind) -> list[Answer]:
+        """What the workers make of the loaded batch, as it is planned."""
+        return self._learning(
+            lambda: self._backend.evaluate(
+                self._plan.cut, self._plan.orders(self._next_number(), self._history.steps, kind), self._meanwhile
+            )
+        )
 
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""

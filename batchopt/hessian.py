@@ -32,8 +32,7 @@ class Curved(BatchFunction):
         direction = self._read_direction(v)
         with self._doing("product"):
             self._backend.set_direction(direction)
-            orders = self._plan.orders(self._next_number(), self._history.steps, Kind.MULTIPLY)
-            answers = self._backend.evaluate(self._plan.cut, orders, self._meanwhile)
+            answers = self._evaluate_plan(Kind.MULTIPLY)
             product = torch.empty_like(self._flat.vector)
             whole = reduce_answers(answers, self._plan.cut.chunks, product)
         if not whole.finite and self._settings.on_nonfinite == "raise":

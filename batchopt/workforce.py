@@ -17,10 +17,14 @@ from batchopt.history import History
 from batchopt.ownership import exclusive
 from batchopt.settings import Settings
 from batchopt.state import State
+from batchopt.trained import check_trained
 from batchopt_workers.evaluate import Program
+from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.watch import StateWritten
 from batchopt_workers.worker import Hook
 
 Self = TypeVar("Self", bound="Workforce")
+T = TypeVar("T")
 
 
 class Workforce(State):
@@ -29,7 +33,20 @@ class Workforce(State):
     def __init__(self, module: torch.nn.Module, settings: Settings, history: History | None = None) -> None:
         super().__init__(module, settings, history)
         self._prehook, self._posthook = settings.prehook, settings.posthook
+        check_trained(self._program(settings), self._params)
         self._backend = self._start_backend(settings)
+
+    def _program(self, settings: Settings) -> Program:
+        return Program(
+            self._module,
+            settings.criterion,
+            settings.loss_fns,
+            settings.seed,
+            settings.prehook,
+            settings.posthook,
+            module_hooks(),
+            self._buffers.state,
+        )
 
     def _start_backend(self, settings: Settings) -> Backend:
         return start_backend(
@@ -42,9 +59,7 @@ class Workforce(State):
                 settings.threads,
                 settings.devices,
                 settings.precode,
-                settings.prehook,
-                settings.posthook,
-                Program(self._module, settings.criterion, settings.loss_fns, settings.seed),
+                self._program(settings),
                 self._flat,
                 self._params,
                 self._buffers,
@@ -79,11 +94,22 @@ class Workforce(State):
 
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        self._backend.set_hooks(None, None)
+        self._backend.use_hooks(False)
         try:
             yield
         finally:
-            self._backend.set_hooks(self._prehook, self._posthook)
+            self._backend.use_hooks(True)
+
+    def _learning(self, evaluate: Callable[[], T]) -> T:
+        """What `evaluate` returns; once more, where it shows that a forward writes more of the module than was known."""
+        while True:
+            try:
+                return evaluate()
+            except StateWritten as found:
+                if self._buffers.state.issuperset(found.names):
+                    raise
+                self._buffers.include(found.names)
+                self._backend.include_state(found.names)
 
     @exclusive
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -58,8 +58,6 @@ class Setup:
     threads: int | None
     devices: tuple[torch.device, ...] | None
     precode: Precode | None
-    prehook: Hook | None
-    posthook: Hook | None
     program: Program
     flat: Flat
     parameters: list[torch.nn.Parameter]
@@ -122,7 +120,15 @@ class Backend(ABC):
 
     @abstractmethod
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        """Use these hooks from now on. Raises what pickling them raises."""
+        """Use these hooks from now on. Raises `TypeError` for hooks that cannot be sent."""
+
+    @abstractmethod
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether hooks run from now on."""
+
+    @abstractmethod
+    def include_state(self, names: Collection[str]) -> None:
+        """From now on evaluations may change these tensors of the module, too; `Setup.buffers` has them by now."""
 
     @abstractmethod
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
@@ -130,8 +136,8 @@ class Backend(ABC):
 
     @abstractmethod
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        """Begin a step on what was prepared last, with the module's present buffers, constants and modes, and these
-        weights of the terms in f."""
+        """Begin a step on what was prepared last, with the program as it is now in this process, and these weights of
+        the terms in f. Raises `TypeError` for a program that cannot be sent any more."""
 
     @abstractmethod
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
@@ -139,8 +145,8 @@ class Backend(ABC):
         one does. Answers come in rank order. Where workers are other processes, `meanwhile` is called as soon as they
         are busy.
 
-        Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `PoisonChunkError` and
-        `AllWorkersLostError`.
+        Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `StateWritten` for a forward
+        that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
 
     @abstractmethod
@@ -150,7 +156,7 @@ class Backend(ABC):
     @abstractmethod
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         """The seconds that each worker needs for the same order, by rank; a worker that is lost, or very late, is left
-        out. Raises `WorkerError`."""
+        out. Raises `WorkerError` and `StateWritten`."""
 
     def room(self) -> int:
         """How many more workers there is room for, where that changes: machines may have joined."""

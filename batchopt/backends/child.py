@@ -19,6 +19,7 @@ from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
 from batchopt_workers.rows import Rows
+from batchopt_workers.watch import StateWritten
 
 # Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
 REAPING = 2.0
@@ -192,9 +193,11 @@ class Child:
         self.channel.close()
 
 
-def error_of(rank: int, failure: Failure, doing: str, numbering: Numbering | None = None) -> WorkerError:
+def error_of(rank: int, failure: Failure, doing: str, numbering: Numbering | None = None) -> Exception:
     """The exception for what a worker reports of the user's code; `numbering` is that of the batch, if it is about
     one."""
+    if failure.written:
+        return StateWritten(failure.written)
     samples = failure.samples
     terms = {} if numbering is None else numbering.within(samples)
     error = WorkerError(rank, failure.type_name, failure.message, samples, "" if samples else doing, terms)

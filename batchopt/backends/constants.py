@@ -1,70 +1,153 @@
-"""What workers need of the module beside X: frozen parameters and buffers, in shared memory, and its modes."""
+"""The program as the workers have to have it: pickled apart from its tensors, which lie in shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
+from batchopt.captures import blame
+from batchopt.snapshot import Snapshot
+from batchopt_workers.buffers import tensors_of
+from batchopt_workers.evaluate import Program
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.packing import Packed
+from batchopt_workers.packing import Packed, Placement, copy_into, pack
 
-Place = tuple[torch.nn.Module, str]
-
-
-def constants(module: torch.nn.Module) -> list[tuple[Place, torch.Tensor]]:
-    """The frozen parameters and the buffers of a module, and where each is registered."""
-    found = []
-    for owner in module.modules():
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-                found.append(((owner, name), tensor))
-    return found
+_PARTS = {
+    "prehook": "`prehook`",
+    "posthook": "`posthook`",
+    "module_hooks": "a hook of all modules (register_module_forward_hook)",
+}
 
 
-def check_form(place: Place, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raise `ValueError` unless the tensor at `place` still has the shape and dtype that the workers have."""
-    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
-        raise ValueError(
-            f"'{place[1]}' of {type(place[0]).__name__} was {tuple(shape)} {dtype} when this "
-            f"BatchOptimizer was built and is now {tuple(tensor.shape)} {tensor.dtype}: build a new one"
-        )
+def pack_program(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
+    """Raises `TypeError`, which names the part of the program that cannot be sent, and what of it."""
+    try:
+        return pack(program, parameters, expanded=True)
+    except Exception as error:
+        what, blamed = "the module, the criterion or a `loss_fn`", blame(program)
+        for field, name in _PARTS.items():
+            found = getattr(program, field)
+            if found and not _can_be_packed(found, parameters):
+                what, blamed = name, blame(found)
+                break
+        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
 
 
-def flags(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[bool], list[bool]]:
-    """Training mode of each submodule, and `requires_grad` of each parameter of X."""
-    return [m.training for m in module.modules()], [p.requires_grad for p in parameters]
+def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
+    try:
+        pack(obj, parameters)
+    except Exception:
+        return False
+    return True
 
 
-class Constants:
-    """Keeps the frozen parameters and the buffers of the user's module in memory that the workers read.
+def snapshot_of(program: Program) -> Snapshot:
+    """What the program refers to."""
+    parts = {name: getattr(program, name) for name in ("criterion", "prehook", "posthook", "module_hooks")}
+    many = len(program.loss_fns) > 1
+    losses = {f"terms[{i}]" if many else "loss_fn": loss_fn for i, loss_fn in enumerate(program.loss_fns)}
+    return Snapshot({**parts, **losses, "module": program.module})
 
-    They become views of the workers' block, so that whatever is written to them, however, is what the workers have at
-    the next step. A version counter would not do: `.data` and batch normalisation go past it.
+
+class _Constant(NamedTuple):
+    """A tensor of the program, and its place in shared memory; `bound`: whether the tensor itself lies there."""
+
+    tensor: torch.Tensor
+    view: torch.Tensor
+    placement: Placement
+    bound: bool
+
+
+class SharedProgram:
+    """A program in shared memory, which follows the one of the user.
+
+    Frozen parameters and buffers become views of the workers' block, so that whatever is written to them, however, is
+    what the workers have at the next step: a version counter would not do, since `.data` and batch normalisation go past
+    it. Other tensors, and those that share memory with something else, are copied there at each step.
     """
 
-    def __init__(self, module: torch.nn.Module, packed: Packed, block: SharedBlock) -> None:
-        """Put all tensors of the packed program into `block`."""
-        self._module = module
-        placed = {id(t): view for t, view in zip(packed.tensors, packed.place(block), strict=True)}
-        self._views = {key: placed[id(tensor)] for key, tensor in constants(self._module) if id(tensor) in placed}
-        self._bind()
+    def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Raises `TypeError` for a program that cannot be sent."""
+        self._program, self._parameters = program, parameters
+        self.block: SharedBlock
+        self.packed: Packed
+        self._constants: list[_Constant] = []
+        self._take(pack_program(program, parameters))
 
-    def _bind(self) -> None:
-        for key, tensor in constants(self._module):
-            if key in self._views:
-                tensor.data = self._views[key]
+    def follow(self, program: Program) -> bool:
+        """Take over what the user has changed since, in `program` or in what it refers to; the workers must be idle.
+        Returns whether the workers need it anew; where only the elements of tensors have changed, they see them.
 
-    def refresh(self) -> None:
-        """Take over tensors that were given other memory since the last call; the workers must be idle.
-
-        Raises `ValueError` for a tensor of another shape or dtype than the workers have.
+        Raises `TypeError` for a program that cannot be sent any more.
         """
+        unchanged = program is self._program and not self._derived and self._snapshot.holds()
+        self._program = program
+        if unchanged and self._refresh():
+            return False
+        packed, block = pack_program(program, self._parameters), self.block
+        same = packed.data == self.packed.data and packed.placements == self.packed.placements
+        self._take(packed)
+        return not same or self.block is not block
+
+    def _take(self, packed: Packed) -> None:
+        if not self._constants or packed.placements != self.packed.placements or self._have_moved(packed):
+            self.block = SharedBlock.create(packed.nbytes)
+        self.packed = packed
+        bound = {id(constant.tensor) for constant in self._constants if constant.bound}
+        can_be_bound = _alone(self._program.module, bound)
+        self._constants = [
+            _Constant(tensor, placement.view(self.block), placement, id(tensor) in can_be_bound)
+            for tensor, placement in zip(packed.tensors, packed.placements, strict=True)
+        ]
+        self._refresh()
+        self._snapshot = snapshot_of(self._program)
+        # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
+        self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
+
+    def _have_moved(self, packed: Packed) -> bool:
+        """Whether a tensor lies in the block at another place than its own."""
+        places = {id(constant.tensor): constant.view.data_ptr() for constant in self._constants if constant.bound}
+        found = (
+            (places.get(id(tensor)), constant) for tensor, constant in zip(packed.tensors, self._constants, strict=True)
+        )
+        return any(place is not None and place != constant.view.data_ptr() for place, constant in found)
+
+    def _refresh(self) -> bool:
+        """Bring to the block what is not there. False if a tensor has got another form."""
+        for constant in self._constants:
+            if constant.tensor.shape != constant.placement.shape or constant.tensor.dtype != constant.placement.dtype:
+                return False
         with torch.no_grad():
-            for key, tensor in constants(self._module):
-                view = self._views.get(key)
-                if view is None or view.data_ptr() == tensor.data_ptr():
-                    continue
-                check_form(key, tensor, view.shape, view.dtype)
-                view.copy_(tensor)
-        self._bind()
+            for constant in self._constants:
+                if constant.tensor.data_ptr() != constant.view.data_ptr():
+                    copy_into(constant.view, constant.tensor)
+                    if constant.bound:
+                        constant.tensor.data = constant.view
+        return True
+
+
+def _alone(module: torch.nn.Module, bound: Collection[int]) -> set[int]:
+    """The frozen parameters and buffers of a module that nothing else shares memory with, as far as that can be known;
+    those that are `bound` already, by identity, have memory that torch did not make."""
+    found: dict[int, tuple[torch.Tensor, bool]] = {}
+    for _, place in tensors_of(module):
+        tensor = place.get()
+        if tensor.layout is torch.strided and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
+            registered = place.name in place.owner._buffers or place.name in place.owner._parameters
+            found[id(tensor)] = tensor, registered or found.get(id(tensor), (tensor, False))[1]
+    storages = Counter(tensor.untyped_storage().data_ptr() for tensor, _ in found.values())
+    return {
+        key
+        for key, (tensor, registered) in found.items()
+        if registered and storages[tensor.untyped_storage().data_ptr()] == 1 and (key in bound or _is_whole(tensor))
+    }
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of torch's to itself."""
+    storage = tensor.untyped_storage()
+    return storage.resizable() and storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from batchopt.backends import Setup
 from batchopt.backends.child import Call, call
@@ -18,8 +20,11 @@ from batchopt.backends.round import Round
 from batchopt.dispatch import Run
 from batchopt.errors import BatchoptError
 from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
 from batchopt_workers.loop import PIECE
 from batchopt_workers.packing import unpack
+from batchopt_workers.torch_settings import TorchSettings
 
 
 class CalledOff(BatchoptError):
@@ -29,7 +34,8 @@ class CalledOff(BatchoptError):
 class Crew(ProcessBackend):
     """Worker processes that are some of all. While the main thread evaluates, others may ask it for something."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, torch: TorchSettings) -> None:
+        self.torch = torch  # as it is where an evaluation is asked for
         self._bell, self._button = os.pipe()
         self._lock = threading.Lock()
         self._asked: deque[tuple[str, Future[list[Run]]]] = deque()
@@ -43,6 +49,16 @@ class Crew(ProcessBackend):
             self._close_bell()
             raise
         self._pool.wake_up_for(self._bell)
+
+    def _torch_settings(self) -> TorchSettings:
+        return self.torch
+
+    def _module_hooks(self) -> Mapping[str, Any]:
+        return self._program.module_hooks
+
+    def replace_program(self, program: Program, buffers: StepBuffers) -> None:
+        """Evaluate another program from the next step on."""
+        self._program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
 
     def open(self, hold: Hold, weights: tuple[float, ...]) -> None:
         """Begin a step on a batch whose samples come later, with `fill`."""
@@ -67,7 +83,7 @@ class Crew(ProcessBackend):
             return
         name, freight, what = f"{PIECE}{len(self._pieces)}", fragment.lists, "receiving samples"
         calls = [
-            call(what, "attach", name, block=freight.unload()),
+            call(what, "attach_copy", name, block=freight.unload()),
             call(what, "fill", name, fragment.term, fragment.start, freight.data, freight.placements),
         ]
         self._pieces.append(calls)

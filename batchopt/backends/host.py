@@ -23,25 +23,27 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt.backends import Answer, Setup, WorkerInfo
-from batchopt.backends.constants import constants
 from batchopt.backends.crew import Crew
+from batchopt.backends.editions import Delivery, made, received
 from batchopt.backends.freight import Bytes, Fragment, Freight, Hold, Skeleton, from_bytes, to_bytes
 from batchopt.dispatch import Run
 from batchopt.errors import BatchoptError
 from batchopt.flatten import Flat
 from batchopt.reduce import merge_answers
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Cut, Kind, Order
-from batchopt_workers.packing import dumps, unpack
+from batchopt_workers.packing import assemble, dumps
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.versions import versions
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a machine's workers are to do for as long as they live; precode is pickled."""
+    """What a machine's workers are to do for as long as they live; precode is pickled. `digests`: of the tensors of the
+    program that comes along."""
 
     layout: Layout
     precode: bytes
@@ -53,14 +55,7 @@ class Contract:
     ranks: tuple[int, ...]
     world: int
     torch: TorchSettings
-
-
-class State(NamedTuple):
-    """The module's, where it is not X's: modes, and those constants that have changed, by their index."""
-
-    training: list[bool]
-    requires_grad: list[bool]
-    constants: list[tuple[int, Bytes]]
+    digests: tuple[bytes, ...]
 
 
 class Share(NamedTuple):
@@ -145,8 +140,8 @@ class Host:
         self._crew: Crew | None = None
         self._place = 0, 0  # of the next request
         self._vector: torch.Tensor
-        self._constants: list[torch.Tensor] = []
-        self._module: torch.nn.Module
+        self._tensors: list[torch.Tensor] = []  # of the program
+        self._digests: tuple[bytes, ...] = ()
         self._parameters: list[torch.nn.Parameter] = []
         self._cut = Cut((0,))
         self._hold: Hold | None = None
@@ -196,50 +191,52 @@ class Host:
             raise BatchoptError("the workers of this machine were not started")
         return self._crew
 
-    def start(self, contract: Contract, prehook: bytes, posthook: bytes, program: Freight) -> None:
+    def start(self, contract: Contract, program: Freight) -> None:
         """Start the workers of a packed program."""
         contract.torch.apply()
         layout = contract.layout
         block = SharedBlock.create(layout.size * layout.dtype.itemsize)
         self._vector = block.tensor(layout.dtype, (layout.size,))
-        parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
-        loaded = unpack(program.data, program.placements, program.unload(), parameters)
-        self._parameters, self._module = parameters, loaded.module
-        self._crew = Crew(
-            Setup(
-                workers=len(contract.ranks),
-                fixed_bits=contract.fixed_bits,
-                timeout=contract.timeout,
-                restarts=contract.restarts,
-                threads=contract.threads,
-                devices=contract.devices,
-                precode=pickle.loads(contract.precode),
-                prehook=pickle.loads(prehook),
-                posthook=pickle.loads(posthook),
-                program=loaded,
-                flat=Flat(layout, self._vector, block),
-                parameters=parameters,
-                buffers=StepBuffers(loaded.module),
-                ranks=contract.ranks,
-                world=contract.world,
-            )
+        self._parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        self._digests = contract.digests
+        self._tensors = [made(*place) for place in zip(program.placements, program.tensors, strict=True)]
+        loaded = assemble(program.data, self._tensors, self._parameters)
+        setup = Setup(
+            workers=len(contract.ranks),
+            fixed_bits=contract.fixed_bits,
+            timeout=contract.timeout,
+            restarts=contract.restarts,
+            threads=contract.threads,
+            devices=contract.devices,
+            precode=pickle.loads(contract.precode),
+            program=loaded,
+            flat=Flat(layout, self._vector, block),
+            parameters=self._parameters,
+            buffers=StepBuffers(loaded.module, state=loaded.state),
+            ranks=contract.ranks,
+            world=contract.world,
         )
-        self._constants = [tensor for _, tensor in constants(loaded.module)]
+        self._crew = Crew(setup, contract.torch)
 
-    def set_hooks(self, prehook: bytes, posthook: bytes) -> None:
-        """Use these hooks from now on."""
-        self.crew.set_hooks(pickle.loads(prehook), pickle.loads(posthook))
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether hooks run from now on."""
+        self.crew.use_hooks(hooked)
 
-    def load(self, skeleton: Skeleton | None, state: State, weights: tuple[float, ...]) -> None:
+    def set_torch(self, settings: TorchSettings) -> None:
+        """Compute with these settings of torch."""
+        settings.apply()
+        self.crew.torch = settings
+
+    def update(self, found: Delivery) -> None:
+        """Have another edition of the program, for the step that begins next or goes on."""
+        tensors = received(found, self._tensors, self._digests)
+        if found.data is not None:
+            loaded: Program = assemble(found.data, tensors, self._parameters)
+            self.crew.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
+        self._tensors, self._digests = tensors, found.digests
+
+    def load(self, skeleton: Skeleton | None, weights: tuple[float, ...]) -> None:
         """Begin a step on a batch whose samples come with `fill`; None for the batch of the step before, with its samples."""
-        for part, training in zip(self._module.modules(), state.training, strict=True):
-            part.training = training
-        for parameter, requires_grad in zip(self._parameters, state.requires_grad, strict=True):
-            parameter.requires_grad_(requires_grad)
-        with torch.no_grad():
-            for i, elements in state.constants:
-                tensor = self._constants[i]
-                tensor.copy_(from_bytes(elements, tensor.dtype, tensor.shape))
         if skeleton is None:
             self.crew.reopen(weights)
         else:

@@ -13,6 +13,7 @@ from batchopt import errors
 from batchopt.backends.cluster import Needs
 from batchopt.backends.host import Failed, Host, Request
 from batchopt.errors import RemoteTraceback, WorkerError
+from batchopt_workers.watch import StateWritten
 
 # The thread of the actor that answers while the other one works.
 ASIDE = "aside"
@@ -32,13 +33,17 @@ class Call:
 class Known:
     """What a machine was told: any of these is compared with what it should know."""
 
-    hooks: object = None
+    hooked: bool = True
+    torch: object = None
     load: object = None
     shipment: object = None
     cut: object = None
     direction: object = None
     x: object = None
-    constants: dict[int, bytes] = field(default_factory=dict)
+    edition: object = None
+    program: bytes = b""  # but for its tensors, whose digests are
+    tensors: frozenset[bytes] = frozenset()
+    earlier_tensors: frozenset[bytes] = frozenset()  # before it was told of the present ones
     samples: list[range] = field(default_factory=list)
 
 
@@ -69,8 +74,8 @@ class Machine:
         self._note(self._actor.work.remote(place, news, task, *bulk), call)
 
     def forget(self) -> None:
-        """What it knows is not known any more: it will be told everything."""
-        self.known = Known()
+        """What it knows is not known any more: it will be told everything, but for tensors that it certainly has."""
+        self.known = Known(tensors=self.known.tensors & self.known.earlier_tensors)
         self._epoch, self._sent = self._epoch + 1, 0
 
     def ask(self, question: str, about: Call, seconds: float) -> None:
@@ -99,6 +104,8 @@ class Machine:
     def error(self, failed: Failed, doing: str) -> BaseException:
         """The exception that happened there."""
         arguments = failed.arguments
+        if failed.name == StateWritten.__name__:
+            return StateWritten(*arguments)
         if failed.name == "WorkerError":
             rank, *others = arguments
             error: BaseException = WorkerError(self.ranks[rank], *others)

@@ -118,6 +118,11 @@ class Pool:
         self._topics = {**others, topic: calls}  # a new worker is told in the order in which the others were
         self._brief()
 
+    def tell_again(self, topic: str) -> None:
+        """Tell every worker once more what it was told of this topic, if it was told anything."""
+        if topic in self._topics:
+            self.tell(topic, *self._topics[topic])
+
     @property
     def available(self) -> list[Child]:
         """The workers that evaluate nothing now, and can."""

@@ -21,16 +21,16 @@ import math
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
-from batchopt.backends.constants import Constants, flags
+from batchopt.backends.constants import SharedProgram
 from batchopt.backends.launch import preparation
 from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Calls, Probe, Round
@@ -43,7 +43,8 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
-from batchopt_workers.packing import dumps, pack
+from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
@@ -55,6 +56,7 @@ AWAKE = 5e-4
 # knows how long something should take; and, once that is known, so many times as long but no less than the floor.
 STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
 
+INSTALLING = "receiving the module"
 
 T = TypeVar("T")
 
@@ -109,41 +111,73 @@ class ProcessBackend(Backend):
         self._attached: dict[str, SharedBlock] = {}
         self._direction: torch.Tensor | None = None
         self._size = setup.workers
+        self._program = setup.program
+        self._shared = SharedProgram(setup.program, setup.parameters)
+        self._attached_program: SharedBlock | None = None
+        self._hooked = True
         self._pool = Pool(self._start, setup.restarts, self._allowance)
-        self._tell_program(setup, setup.flat.block)
-        self.set_hooks(setup.prehook, setup.posthook)
+        self._tell_start(setup, setup.flat.block)
+        self._tell_program()
         try:
             self.resize(setup.workers)
         except BaseException:
             self.close()
             raise
 
-    def _tell_program(self, setup: Setup, parameters: SharedBlock) -> None:
-        """What a worker must know before it can work."""
-        program = setup.program
+    def _tell_start(self, setup: Setup, parameters: SharedBlock) -> None:
+        """What a worker must know before it is given the program."""
         with sending("`precode`", setup.precode):
             precode = call("running precode", "run", setup.precode)
-        with sending("the module, the criterion or a `loss_fn`", program):
-            packed = pack(program, setup.parameters)
-        block = SharedBlock.create(packed.nbytes)
-        self._weights = (1.0,) * len(program.loss_fns)
-        self._constants = Constants(program.module, packed, block)
-        self._flags = flags(program.module, setup.parameters)
-        what = "receiving the module"
+        self._weights = (1.0,) * len(setup.program.loss_fns)
         environment = worker_environment(max(self._threads()))
         self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
         if setup.devices is not None:
             self._pool.tell("devices", call(STARTING, "use", self._by_rank(setup.devices)))
-        self._pool.tell("torch", call(STARTING, "set_torch", TorchSettings.current()))
+        self._torch = self._torch_settings()
+        self._pool.tell("torch", call(STARTING, "set_torch", self._torch))
         if setup.precode is not None:
             self._pool.tell("precode", precode)
         self._pool.tell(
-            "module",
-            call(what, "attach", "parameters", block=parameters),
-            call(what, "attach", "program", block=block),
-            call(what, "install", setup.flat.layout, packed.data, packed.placements),
+            "parameters",
+            call(INSTALLING, "attach", "parameters", block=parameters),
+            call(INSTALLING, "use_parameters", setup.flat.layout),
         )
-        self._pool.tell("flags", call(what, "set_flags", *self._flags))
+
+    def _tell_program(self) -> None:
+        """Give the workers the program, and what they forget when they are given one."""
+        block, packed = self._shared.block, self._shared.packed
+        examine = self._attached_program is not block
+        if examine:
+            self._pool.tell("program", call(INSTALLING, "attach_copy", "program", block=block))
+            self._attached_program = block
+        self._pool.tell("module", call(INSTALLING, "install", packed.data, packed.placements, examine))
+        for topic in ("hooks", "weights", "direction", "batch"):
+            self._pool.tell_again(topic)
+        for child in self._pool.children.values():
+            child.cut = None
+            if child.rows is not None and child.rows.changes != self._setup.buffers.size:
+                child.rows = None
+
+    def _follow(self) -> None:
+        """Have the workers know what the user has changed since."""
+        if self._program.module_hooks != self._module_hooks():
+            self._program = replace(self._program, module_hooks=self._module_hooks())
+        if self._shared.follow(self._program):
+            self._tell_program()
+
+    def _torch_settings(self) -> TorchSettings:
+        """Those that are in force where an evaluation is asked for."""
+        return TorchSettings.current()
+
+    def _module_hooks(self) -> Mapping[str, Any]:
+        """Those that are in force where an evaluation is asked for."""
+        return module_hooks()
+
+    def _follow_torch(self) -> None:
+        settings = self._torch_settings()
+        if settings != self._torch:
+            self._torch = settings
+            self._pool.tell("torch", call("being told torch's settings", "set_torch", settings))
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -198,10 +232,21 @@ class ProcessBackend(Backend):
             raise
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        for name, hook in (("`prehook`", prehook), ("`posthook`", posthook)):
-            with sending(name, hook):
-                dumps(hook)
-        self._pool.tell("hooks", call("receiving the hooks", "set_hooks", prehook, posthook))
+        before, self._program = self._program, replace(self._program, prehook=prehook, posthook=posthook)
+        try:
+            self._follow()
+        except BaseException:
+            self._program = before
+            raise
+
+    def use_hooks(self, hooked: bool) -> None:
+        if hooked != self._hooked:
+            self._hooked = hooked
+            self._pool.tell("hooks", call("being told of hooks", "use_hooks", hooked))
+
+    def include_state(self, names: Collection[str]) -> None:
+        self._program = replace(self._program, state=self._program.state | set(names))
+        self._follow()
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         with sending("the batch", batch):
@@ -221,11 +266,7 @@ class ProcessBackend(Backend):
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Placed)
         self._pool.enter()
-        self._constants.refresh()
-        present = flags(self._setup.program.module, self._setup.parameters)
-        if present != self._flags:
-            self._pool.tell("flags", call(prepared.load.what, "set_flags", *present))
-            self._flags = present
+        self._follow()
         if weights != self._weights:
             self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
             self._weights = weights
@@ -233,11 +274,12 @@ class ProcessBackend(Backend):
         self._slot, name = prepared.slot, f"batch {prepared.slot}"
         if self._attached.get(name) is not prepared.memory:
             self._attached[name] = prepared.memory
-            self._pool.tell(name, call(prepared.load.what, "attach", name, block=prepared.memory))
+            self._pool.tell(name, call(prepared.load.what, "attach_copy", name, block=prepared.memory))
         self._pool.tell("batch", prepared.load)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         self._pool.enter()
+        self._follow_torch()
         round = Round(cut, len(self._weights), orders, self._paces)
         try:
             directed, late = -1, math.inf
@@ -338,6 +380,7 @@ class ProcessBackend(Backend):
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         self._pool.enter()
+        self._follow_torch()
         probe = Probe(order.evaluation)
         try:
             for child in self._pool.available:

@@ -16,28 +16,30 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.cluster import Needs, connect
-from batchopt.backends.constants import check_form, constants, flags
+from batchopt.backends.editions import Edition, Editions, delivery
 from batchopt.backends.fleet import ANSWERING, Fleet, Nobody, kill
-from batchopt.backends.freight import Freight, Shipment, copied, digest, lacking, to_bytes
+from batchopt.backends.freight import Shipment, copied, lacking, to_bytes
 from batchopt.backends.handout import Ask, Give
 from batchopt.backends.harvest import Calls, Harvest, Probe
-from batchopt.backends.host import Contract, Request, Share, State
+from batchopt.backends.host import Contract, Request, Share
 from batchopt.backends.machine import Call, Machine
 from batchopt.backends.pool import OTHERS
 from batchopt.backends.process import check_parameters_are_only_read, sending
 from batchopt.dispatch import Run
 from batchopt.errors import WorkerLostError
 from batchopt_workers.batch import Batch
+from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
-from batchopt_workers.packing import dumps, pack
+from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.packing import dumps
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.worker import Hook
 
@@ -60,9 +62,7 @@ class _Load:
     """What a step begins with: as of its begin, whenever a machine is told."""
 
     shipment: Shipment
-    training: list[bool]
-    requires_grad: list[bool]
-    constants: dict[int, bytes]  # digests
+    edition: Edition
     weights: tuple[float, ...]
 
 
@@ -88,15 +88,11 @@ class RayBackend(Backend):
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}
         with sending("`precode`", setup.precode):
             self._precode = dumps(setup.precode)
-        with sending("the module, the criterion or a `loss_fn`", setup.program):
-            packed = pack(setup.program, setup.parameters)
-        self._constants = constants(setup.program.module)
-        self._forms = [(tensor.shape, tensor.dtype) for _, tensor in self._constants]
-        self._first = self._digests()
-        self._changed: dict[int, Any] = {}  # constants that were others at first, or at any step, as they are now
-        self.set_hooks(setup.prehook, setup.posthook)
+        self._program, self._hooked = setup.program, True
+        self._editions = Editions(setup.program, setup.parameters)
+        self._oldest = self._editions.latest
         self._ray = connect()
-        self._program = self._ray.put(Freight.of(packed))
+        self._first = self._ray.put(self._editions.first)
         self._fleet = Fleet(self._ray, self._needs, self._start, setup.restarts, setup.timeout)
         self._end = weakref.finalize(self, kill, self._fleet.machines)
         try:
@@ -125,16 +121,37 @@ class RayBackend(Backend):
             ranks=machine.ranks,
             world=all_,
             torch=self._torch,
+            digests=self._oldest.digests,
         )
-        machine.known.hooks = self._hooks
-        return ("start", (contract, *self._hooks)), self._program
+        known = machine.known
+        known.torch, known.edition, known.program = self._torch, self._oldest, self._oldest.packed.data
+        known.tensors = known.earlier_tensors = frozenset(self._oldest.digests)
+        return ("start", (contract,)), self._first
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        packed = []
-        for name, hook in (("`prehook`", prehook), ("`posthook`", posthook)):
-            with sending(name, hook):
-                packed.append(dumps(hook))
-        self._hooks = tuple(packed)
+        self._use(replace(self._program, prehook=prehook, posthook=posthook))
+
+    def use_hooks(self, hooked: bool) -> None:
+        self._hooked = hooked
+
+    def include_state(self, names: Collection[str]) -> None:
+        self._use(replace(self._program, state=self._program.state | set(names)))
+
+    def _use(self, program: Program) -> None:
+        """Evaluate this program from now on. Raises `TypeError` if it cannot be sent."""
+        before, self._program = self._program, program
+        try:
+            self._follow()
+        except BaseException:
+            self._program = before
+            raise
+        if self._step is not None:
+            self._step = replace(self._step, edition=self._editions.latest)
+
+    def _follow(self) -> None:
+        if self._program.module_hooks != module_hooks():
+            self._program = replace(self._program, module_hooks=module_hooks())
+        self._editions.follow(self._program)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         before = None if self._step is None else self._step.shipment
@@ -145,40 +162,26 @@ class RayBackend(Backend):
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Shipped)
         self._fleet.pump(Nobody(), 0.0)
-        digests = self._digests()
-        before = self._first if self._step is None else self._step.constants
-        for i, now in digests.items():
-            if now != before[i]:
-                self._changed[i] = to_bytes(self._constant(i)).copy()
-        modes = flags(self._setup.program.module, self._setup.parameters)
-        self._step = _Load(prepared.shipment, *modes, digests, weights)
+        self._follow()
+        self._step = _Load(prepared.shipment, self._editions.latest, weights)
 
     def set_direction(self, direction: torch.Tensor) -> None:
         self._direction = self._published(to_bytes(direction).copy())
-
-    def _constant(self, i: int) -> torch.Tensor:
-        owner, name = self._constants[i][0]
-        found = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
-        assert found is not None
-        check_form((owner, name), found, *self._forms[i])
-        return found.detach()
-
-    def _digests(self) -> dict[int, bytes]:
-        """Of each constant. A version counter would not do: `.data` and batch normalisation go past it."""
-        dense = {i: self._constant(i) for i in range(len(self._constants)) if _is_dense(self._constants[i][1])}
-        return {i: digest([to_bytes(tensor)]) for i, tensor in dense.items()}
 
     def _news(self, machine: Machine) -> list[Request]:
         """What the machine does not know yet; it is sent right after."""
         known, step = machine.known, self._step
         news: list[Request] = []
-        if known.hooks is not self._hooks:
-            news.append(("set_hooks", self._hooks))
+        if known.hooked != self._hooked:
+            news.append(("use_hooks", (self._hooked,)))
+        if known.torch != self._torch:
+            news.append(("set_torch", (self._torch,)))
         if step is not None and known.load is not step:
-            changed = [(i, e) for i, e in self._changed.items() if known.constants.get(i) != step.constants[i]]
-            state = State(step.training, step.requires_grad, changed)
+            edition = step.edition
+            if known.edition is not edition:
+                news.append(("update", (delivery(edition, known.program, known.tensors),)))
             skeleton = None if known.shipment is step.shipment else step.shipment.skeleton
-            news.append(("load", (skeleton, state, step.weights)))
+            news.append(("load", (skeleton, step.weights)))
         if known.cut is not self._cut:
             news.append(("set_cut", (self._cut.bounds,)))
         return news
@@ -188,8 +191,11 @@ class RayBackend(Backend):
         known, step = machine.known, self._step
         if step is not None and known.load is not step:
             known.samples = known.samples if known.shipment is step.shipment else []
-            known.shipment, known.constants = step.shipment, step.constants
-        known.hooks, known.load, known.cut = self._hooks, step, self._cut
+            known.shipment = step.shipment
+            if known.edition is not step.edition:
+                known.edition, known.program = step.edition, step.edition.packed.data
+                known.earlier_tensors, known.tensors = known.tensors, frozenset(step.edition.digests)
+        known.hooked, known.torch, known.load, known.cut = self._hooked, self._torch, step, self._cut
 
     def _published(self, elements: Any) -> Any:
         """As an argument: the array itself, or where it can be fetched."""
@@ -224,6 +230,7 @@ class RayBackend(Backend):
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         fleet = self._fleet
         fleet.pump(Nobody(), 0.0)
+        self._torch = TorchSettings.current()
         assert self._step is not None
         shipment, dtype = self._step.shipment, self._setup.flat.layout.sum_dtype
         price = shipment.bytes_a_sample / BANDWIDTH
@@ -273,6 +280,7 @@ class RayBackend(Backend):
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         fleet, probe = self._fleet, Probe(order.evaluation)
         fleet.pump(Nobody(), 0.0)
+        self._torch = TorchSettings.current()
         self._cut = cut
         self._publish_x()
         for machine in fleet.ready:
@@ -314,7 +322,3 @@ class RayBackend(Backend):
 
     def close(self) -> None:
         self._fleet.close()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta

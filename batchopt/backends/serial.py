@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
 from batchopt.errors import WorkerError
+from batchopt.snapshot import Snapshot
 from batchopt.threads import torch_threads
 from batchopt_workers.batch import Batch
 from batchopt_workers.draws import draws_kept
@@ -18,6 +19,7 @@ from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.messages import Cut, Order
 from batchopt_workers.rows import Rows
 from batchopt_workers.tree import most_held
+from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Hook, Worker
 
 
@@ -35,8 +37,9 @@ class SerialBackend(Backend):
             except Exception as error:
                 raise WorkerError(0, type(error).__name__, str(error), range(0), "running precode") from error
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
+        self._snapshot = Snapshot({"module": setup.program.module})
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
-        self.set_hooks(setup.prehook, setup.posthook)
+        self._examined = False  # whether an evaluation has shown which constants a forward writes
         self._rows = self._make_rows(1)
 
     @property
@@ -49,11 +52,28 @@ class SerialBackend(Backend):
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
 
+    def use_hooks(self, hooked: bool) -> None:
+        self._evaluator.hooked = hooked
+
+    def include_state(self, names: Collection[str]) -> None:
+        self._make_watch()
+        self._examined = False
+        self._rows = self._make_rows(len(self._rows))
+
+    def _make_watch(self) -> None:
+        variable = (*self._setup.parameters, *self._setup.buffers.tensors)
+        self._evaluator.watch = Watch(self._setup.program.module, (), variable)
+
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         self._evaluator.batch, self._evaluator.weights = prepared.batch, weights
+        if not self._snapshot.holds():
+            self._snapshot = Snapshot({"module": self._setup.program.module})
+            self._make_watch()
+            if self._rows.changes != self._setup.buffers.size:
+                self._rows = self._make_rows(len(self._rows))
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         (order,) = orders
@@ -64,15 +84,20 @@ class SerialBackend(Backend):
         if needed > len(self._rows):
             self._rows = self._make_rows(needed)
         results = {}
+        if not self._examined:
+            self._evaluator.watch.compare()
         try:
             with draws_kept(), torch_threads(self._setup.threads):
                 for report, of_chunk in self._evaluator.evaluate(order, self._rows):
                     if of_chunk:
                         results[report.next - 1] = of_chunk
+        except StateWritten:
+            raise
         except Exception as error:
             batch, at_hand = self._evaluator.batch, self._evaluator.at_hand
             terms = {} if batch is None else batch.numbering.within(at_hand)
             raise WorkerError(0, type(error).__name__, str(error), at_hand, terms=terms) from error
+        self._examined = True
         samples = cut.bounds[order.last] - cut.bounds[order.first]
         partials = []
         for summary in report.summaries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +14,18 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt.backends.freight import Freight, Shipment, from_bytes, to_bytes
-from batchopt.backends.host import Contract, Host, Share, State, Yield
+from batchopt.backends.editions import Editions, delivery
+from batchopt.backends.freight import Shipment, from_bytes, to_bytes
+from batchopt.backends.host import Contract, Host, Share, Yield
 from batchopt.batches import Reading, read_batch
 from batchopt.dispatch import Run
 from batchopt.flatten import flatten
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Cut, Kind
-from batchopt_workers.packing import dumps, pack
+from batchopt_workers.packing import dumps
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.worker import Sample, Worker
 from tests.workloads import Workload, mlp
-
-NOTHING = dumps(None)
 
 
 class Driver:
@@ -34,7 +34,8 @@ class Driver:
     def __init__(self, case: Workload, ranks: tuple[int, ...] = (4, 5), prehook: Any = None) -> None:
         self.case, self.host = case, Host()
         self.flat, parameters = flatten(case.module)
-        program = Program(case.module, case.criterion, (None,), 0)
+        self.program = Program(case.module, case.criterion, (None,), 0, prehook)
+        self.editions = Editions(self.program, parameters)
         contract = Contract(
             layout=self.flat.layout,
             precode=dumps(_note_rank),
@@ -46,17 +47,15 @@ class Driver:
             ranks=ranks,
             world=9,
             torch=TorchSettings.current(),
+            digests=self.editions.latest.digests,
         )
-        freight = Freight.of(pack(program, parameters))
-        started = self.host.work((0, 0), [], ("start", (contract, dumps(prehook), NOTHING)), freight)
+        started = self.host.work((0, 0), [], ("start", (contract,)), self.editions.first)
         assert started.failed is None, started.failed
         batch = read_batch(case.inputs, case.targets, None, {None: Reading(None, "mean", case.criterion, None, None)})
         self.shipment = Shipment.of(batch)
         self.cut = Cut((*range(0, batch.size, 2), batch.size))
         self.numbers = iter(range(1, 100))
-        modes = [m.training for m in case.module.modules()], [True] * len(parameters)
-        self.state = State(*modes, [])
-        self.news: list[Any] = [("load", (self.shipment.skeleton, self.state, (1.0,))), ("set_cut", (self.cut.bounds,))]
+        self.news: list[Any] = [("load", (self.shipment.skeleton, (1.0,))), ("set_cut", (self.cut.bounds,))]
 
     def evaluate(self, *runs: Run | None, fill: range | None = None) -> Any:
         """The reply."""
@@ -118,7 +117,7 @@ def test_samples_that_come_later_fall_into_their_place(drive: Callable[..., Driv
 def test_another_step_on_the_same_batch_needs_no_samples(drive: Callable[..., Driver]) -> None:
     driver = drive(mlp(samples=16))
     driver.evaluate(Run(0, 1), Run(1, 2), fill=range(0, 4))
-    driver.news.append(("load", (None, driver.state, (2.0,))))
+    driver.news.append(("load", (None, (2.0,))))
     reply = driver.evaluate(Run(0, 1), Run(1, 2))
     torch.testing.assert_close(driver.gradient(reply.value), 2.0 * driver.expected(range(0, 4)), rtol=1e-12, atol=1e-14)
 
@@ -219,15 +218,41 @@ def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(d
     assert driver.host.work((1, 1), [], ("evaluate", (share._replace(attempt=2),)), x, None).failed is None
 
 
-def test_constants_and_modes_follow_the_driver(drive: Callable[..., Driver]) -> None:
+def test_a_changed_program_is_sent_with_the_tensors_that_the_machine_lacks(drive: Callable[..., Driver]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().eval()
+    driver = drive(Workload(module, nn.MSELoss(), torch.randn(6, 3).double(), torch.randn(6, 3).double()))
+    before = driver.editions.latest
+    module.append(nn.Dropout(0.0))
+    module.register_buffer("more", torch.ones(2))
+    driver.editions.follow(driver.program)
+    found = delivery(driver.editions.latest, before.packed.data, before.digests)
+    assert found.data is not None and len(found.digests) == len(before.digests) + 1
+    assert [elements.view("float32").tolist() for elements in found.elements.values()] == [[1.0, 1.0]]
+    driver.news.insert(0, ("update", (found,)))
+    reply = driver.evaluate(Run(0, 1), Run(1, 3), fill=range(0, 6))
+    torch.testing.assert_close(driver.gradient(reply.value), driver.expected(range(0, 6)), rtol=1e-12, atol=1e-14)
+    (parts, *_) = driver.host.work((0, 2), [], ("run", (dumps((_count_parts, ())),))).value
+    assert pickle.loads(parts) == 4
+
+
+def _count_parts(worker: Worker) -> int:
+    assert worker.module is not None
+    return len(list(worker.module.modules()))
+
+
+def test_constants_follow_the_driver(drive: Callable[..., Driver]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().eval()
     driver = drive(Workload(module, nn.MSELoss(), torch.randn(6, 3).double(), torch.randn(6, 3).double()))
     norm = module[1]
     assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
     norm.running_mean.fill_(3.0)
-    state = State([False] * 3, [True] * 4, [(0, to_bytes(norm.running_mean))])
-    driver.news[0] = ("load", (driver.shipment.skeleton, state, (1.0,)))
+    before = driver.editions.latest
+    driver.editions.follow(driver.program)
+    found = delivery(driver.editions.latest, before.packed.data, before.digests)
+    assert found.data is None and len(found.elements) == 1
+    driver.news.insert(0, ("update", (found,)))
     reply = driver.evaluate(Run(0, 1), Run(1, 3), fill=range(0, 6))
     expected = driver.expected(range(0, 6))
     torch.testing.assert_close(driver.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.buffers import LARGEST_STATISTIC, StepBuffers, statistics
+from batchopt_workers.buffers import LARGEST_STATISTIC, Place, StepBuffers, statistics
 
 
 class Holder(nn.Module):
@@ -51,7 +52,8 @@ def unchanged(buffers: StepBuffers) -> bool:
 def test_statistics_are_the_buffers_with_all_their_places() -> None:
     tied = torch.zeros(2)
     module = nn.Sequential(Holder(a=tied, none=None), Holder(b=torch.zeros(1), a=tied, c=tied))
-    assert statistics(module) == [[(module[0], "a"), (module[1], "a"), (module[1], "c")], [(module[1], "b")]]
+    found = [[(place.owner, place.name) for place in places] for places in statistics(module)]
+    assert found == [[(module[0], "a"), (module[1], "a"), (module[1], "c")], [(module[1], "b")]]
 
 
 def test_constants_too_large_for_a_statistic_and_complex_buffers_are_none() -> None:
@@ -60,7 +62,7 @@ def test_constants_too_large_for_a_statistic_and_complex_buffers_are_none() -> N
         spectrum=torch.zeros(2, dtype=torch.complex64),
         largest=torch.empty(LARGEST_STATISTIC),
     )
-    assert statistics(module) == [[(module, "largest")]]
+    assert statistics(module) == [[Place(module, "largest")]]
 
 
 def test_the_size_is_a_value_and_a_flag_for_each_element_of_the_statistics() -> None:
@@ -317,7 +319,7 @@ def test_an_update_with_autograd_history_is_a_value_and_no_graph_outlives_the_ch
     assert module.get_buffer("mean") is mean and not mean.requires_grad and not mean.any()
 
 
-def test_a_tied_buffer_replaced_between_steps_in_its_second_place_is_the_one_that_counts() -> None:
+def test_a_tied_buffer_replaced_between_steps_in_one_place_is_tied_no_more() -> None:
     shared = torch.zeros(3)
     module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
     for part in module:
@@ -326,16 +328,44 @@ def test_a_tied_buffer_replaced_between_steps_in_its_second_place_is_the_one_tha
     new = torch.ones(3)
     module[1].value = new
     buffers.begin_step()
-    assert module[0].value is new and module[1].value is new and new.all()
+    assert module[0].value is shared and module[1].value is new
+    assert not shared.any() and new.all()
 
 
-def test_a_buffer_replaced_by_one_of_another_kind_between_steps_is_named() -> None:
+def test_a_buffer_replaced_by_one_of_another_kind_between_steps_is_the_one_that_counts() -> None:
     module = torch.nn.Identity()
     module.register_buffer("value", torch.zeros(3))
     buffers = StepBuffers(module)
-    module.value = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="'value' of Identity was"):
-        buffers.begin_step()
+    module.value = torch.ones(5, dtype=torch.int64)
+    buffers.begin_step()
+    module.value += 1
+    assert values_and_flags(changes_of(buffers)) == ([2.0] * 5, [1.0] * 5)
+
+
+def test_what_is_named_as_state_is_restored_and_reported_whatever_it_is() -> None:
+    module: Any = Holder(spectrum=torch.ones(2, dtype=torch.complex64), wide=torch.zeros(1).expand(3))
+    module.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    module.count = torch.zeros(1)
+    buffers = StepBuffers(module, state=("spectrum", "wide", "frozen", "count"))
+    buffers.begin_step()
+    module.spectrum.mul_(1j)
+    module.wide[0] += 2
+    module.frozen.data.add_(3)
+    module.count += 4
+    changes = changes_of(buffers)
+    values, flags = values_and_flags(changes)
+    assert sorted(values) == [0, 0, 1, 1, 2, 3, 4] and sum(flags) == 7
+    buffers.restore()
+    assert module.spectrum.tolist() == [1, 1] and not module.wide.any() and not module.frozen and not module.count
+    buffers.take_over(changes)
+    assert module.spectrum.tolist() == [1j, 1j] and module.wide.tolist() == [2, 2, 2]
+    assert module.frozen.item() == 3 and module.count.item() == 4
+
+
+def test_state_that_is_too_large_to_be_copied_is_refused_by_name() -> None:
+    module = Holder(large=torch.zeros(LARGEST_STATISTIC + 1))
+    with pytest.raises(ValueError, match=f"forward writes 'large', which has {LARGEST_STATISTIC + 1} elements"):
+        StepBuffers(module).include(["large"])
 
 
 @pytest.mark.parametrize("buffer", [torch.zeros(3).to_sparse(), torch.zeros(1).expand(3)])

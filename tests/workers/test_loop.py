@@ -50,18 +50,29 @@ class Parent:
         with torch.no_grad():
             for view, parameter in zip(self.views, parameters, strict=True):
                 view.copy_(parameter)
-        packed = pack(Program(self.module, nn.MSELoss(), (None,), 0), parameters)
-        self.buffers = packed.place(self.share("program", packed.nbytes))
-        self.session.install(self.layout, packed.data, packed.placements)
+        self.parameters = parameters
+        self.session.use_parameters(self.layout)
+        self.install()
+
+    def install(self, prehook: Any = None, posthook: Any = None) -> None:
+        packed = pack(Program(self.module, nn.MSELoss(), (None,), 0, prehook, posthook), self.parameters)
+        self.buffers = packed.place(self.share_copy("program", packed.nbytes))
+        self.session.install(packed.data, packed.placements, True)
 
     def share(self, name: str, nbytes: int) -> SharedBlock:
         block = SharedBlock.create(nbytes)
         self.session.attach(name, os.dup(block.fd))
         return block
 
+    def share_copy(self, name: str, nbytes: int) -> SharedBlock:
+        block = SharedBlock.create(nbytes)
+        self.session.attach_copy(name, os.dup(block.fd))
+        return block
+
     def load(self) -> None:
         packed = pack(Batch((Part(Columns(INPUTS), Columns(TARGETS), None, MEAN),)))
-        packed.place(self.share("batch", packed.nbytes))
+        self.batch = self.share_copy("batch", packed.nbytes)
+        packed.place(self.batch)
         self.session.load("batch", packed.data, packed.placements)
         self.session.set_cut(Cut((0, 6)))
         block = self.share("rows", rows_nbytes(self.layout, CHANGES, 1))
@@ -145,7 +156,7 @@ def test_before_a_module_is_installed_there_is_none_to_evaluate() -> None:
     session = Session(0, 1)
     assert session.at_hand == range(0)
     with pytest.raises(RuntimeError, match="no module was installed"):
-        session.set_hooks(None, None)
+        session.use_hooks(False)
 
 
 def test_functions_run_with_the_worker_and_their_arguments() -> None:
@@ -182,13 +193,36 @@ def test_the_module_is_built_around_the_shared_parameters() -> None:
     assert all(bool((parameter == 7.0).all()) for parameter in parameters)
 
 
-def test_the_flags_of_the_parents_module_are_followed() -> None:
+def test_modes_and_frozen_parameters_arrive_with_the_program() -> None:
     parent = Parent()
+    first = parent.session.worker.module
+    parent.module[0].eval()
+    parent.module[0].bias.requires_grad_(False)
+    parent.install()
     module = parent.session.worker.module
-    assert module is not None
-    parent.session.set_flags([True, False, True], [True, False, True, False])
+    assert module is not None and module is not first
     assert [part.training for part in module.modules()] == [True, False, True]
-    assert [parameter.requires_grad for parameter in module.parameters()] == [True, False, True, False]
+    assert [parameter.requires_grad for parameter in module.parameters()] == [True, False, True, True]
+
+
+def test_a_program_that_comes_again_does_not_lose_hooks_that_a_worker_gave_its_module() -> None:
+    parent = Parent()
+    assert parent.session.worker.module is not None
+    parent.session.worker.module.register_forward_hook(lambda *arguments: None)
+    with pytest.raises(RuntimeError, match=r"registered on `worker\.module` in this worker"):
+        parent.install()
+
+
+def test_what_a_worker_writes_to_constants_and_batch_stays_in_the_worker() -> None:
+    parent = Parent()
+    parent.load()
+    assert parent.session.evaluator.batch is not None
+    (part,) = parent.session.evaluator.batch.parts
+    block = parent.batch
+    before = block.tensor(torch.uint8, (block.nbytes,)).clone()
+    assert isinstance(part.inputs, Columns)
+    part.inputs.data.fill_(7.0)
+    assert torch.equal(block.tensor(torch.uint8, (block.nbytes,)), before)
 
 
 def test_an_evaluation_is_that_of_one_process_and_follows_the_shared_parameters() -> None:
@@ -223,37 +257,37 @@ def test_another_batch_takes_the_place_of_the_first() -> None:
     parent.load()
     first = parent.evaluate().summaries[0].losses[0]
     packed = pack(Batch((Part(Columns(INPUTS), Columns(TARGETS + 1), None, MEAN),)))
-    packed.place(parent.share("batch", packed.nbytes))
+    packed.place(parent.share_copy("batch", packed.nbytes))
     parent.session.load("batch", packed.data, packed.placements)
     assert parent.evaluate().summaries[0].losses[0] != first
 
 
-def test_hooks_are_replaced() -> None:
+def before(worker: Worker, sample: Sample) -> None:
+    worker.state.setdefault("seen", []).append("before")
+
+
+def after(worker: Worker, sample: Sample) -> None:
+    worker.state["seen"].append("after")
+
+
+def test_hooks_arrive_with_the_program_and_run_unless_they_are_not_to() -> None:
     parent = Parent()
+    parent.install(before, after)
     parent.load()
-    seen: list[str] = []
-
-    def before(worker: Worker, sample: Sample) -> None:
-        seen.append("before")
-
-    def after(worker: Worker, sample: Sample) -> None:
-        seen.append("after")
-
-    parent.session.set_hooks(before, after)
     parent.evaluate()
-    parent.session.set_hooks(None, None)
+    parent.session.use_hooks(False)
     parent.evaluate()
-    assert seen == ["before", "after"]
+    assert parent.session.worker.state["seen"] == ["before", "after"]
+
+
+def refuse(worker: Worker, sample: Sample) -> None:
+    raise ArithmeticError("too large")
 
 
 def test_the_samples_of_a_failed_forward_are_at_hand() -> None:
     parent = Parent()
+    parent.install(refuse)
     parent.load()
-
-    def refuse(worker: Worker, sample: Sample) -> None:
-        raise ArithmeticError
-
-    parent.session.set_hooks(refuse, None)
     with pytest.raises(ArithmeticError):
         parent.evaluate()
     assert parent.session.at_hand == range(6)
@@ -261,12 +295,8 @@ def test_the_samples_of_a_failed_forward_are_at_hand() -> None:
 
 def test_the_samples_at_hand_are_told_of_a_failed_evaluation_and_of_no_other_failure() -> None:
     parent = Parent()
+    parent.install(refuse)
     parent.load()
-
-    def refuse(worker: Worker, sample: Sample) -> None:
-        raise ArithmeticError("too large")
-
-    parent.session.set_hooks(refuse, None)
     evaluate = HEAD.pack(7, Kind.EVALUATE) + Order(0, 0, 0, 1).encode()
     frames = replies(parent.session, evaluate, call("run", lambda worker: worker.absent), evaluate)
     assert [HEAD.unpack_from(frame) for frame in frames] == [(7, Kind.FAILED), (5, Kind.FAILED), (7, Kind.FAILED)]

@@ -54,6 +54,10 @@ class Columns:
         """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
         return map_tensors(lambda tensor: _rows(tensor, start, stop), self.data)
 
+    def held(self, start: int, stop: int) -> list[Any]:
+        """What samples `start` up to `stop` are read from, itself."""
+        return [self.data]
+
     def sample(self, index: int) -> Any:
         """One sample, without its first dimension."""
         return map_tensors(lambda tensor: tensor.detach()[index].requires_grad_(tensor.requires_grad), self.data)
@@ -71,6 +75,10 @@ class Samples:
     def slice(self, start: int, stop: int) -> Any:
         """Samples `start` up to `stop`, as a list."""
         return [self.sample(index) for index in range(start, stop)]
+
+    def held(self, start: int, stop: int) -> list[Any]:
+        """What samples `start` up to `stop` are read from, itself."""
+        return list(self.data[start:stop])
 
     def sample(self, index: int) -> Any:
         """One sample; its tensors are leaves of the autograd graph."""

@@ -1,29 +1,82 @@
-"""The module's buffers during a step: every chunk starts from the same values, and what it changed is reported.
+"""The module's state during a step: every chunk starts from the same values, and what it changed is reported.
 
 One process would run the batch through the module once and update its running statistics once. Here each chunk starts
-from the buffers of the step's start. At the step's end an element that no chunk changed stays as it was; another
-becomes the mean of the chunks' values, weighted by samples, in floating-point buffers, and what the first chunk left
+from the values of the step's start. At the step's end an element that no chunk changed stays as it was; another
+becomes the mean of the chunks' values, weighted by samples, in floating-point tensors, and what the first chunk left
 in others (counters, up to 2**53).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-# Elements. A buffer over this is a constant (data kept with the module): all workers share one copy of it.
+# Elements. What is larger is a constant (data kept with the module): all workers share one copy of it, and a forward
+# that writes it is refused.
 LARGEST_STATISTIC = 2**20
 
-Place = tuple[torch.nn.Module, str]
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module has a tensor: as a buffer, a frozen parameter or an attribute."""
+
+    owner: torch.nn.Module
+    name: str
+
+    def _holder(self) -> dict[str, Any]:
+        for holder in (self.owner._buffers, self.owner._parameters):
+            if self.name in holder:
+                return holder
+        return vars(self.owner)
+
+    def get(self) -> torch.Tensor:
+        """Raises `ValueError` where there is none."""
+        tensor = self.now()
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{self} became {type(tensor).__name__} during an evaluation")
+        return tensor
+
+    def now(self) -> object:
+        """What is there, whatever it is."""
+        return self._holder().get(self.name)
+
+    def set(self, tensor: torch.Tensor | None) -> None:
+        """Put another one there."""
+        self._holder()[self.name] = tensor
+
+    def __str__(self) -> str:
+        kind = "buffer" if self.name in self.owner._buffers else "parameter"
+        kind = kind if self._holder() is not vars(self.owner) else "attribute"
+        return f"the {kind} {self.name!r} of {type(self.owner).__name__}"
 
 
-def statistics(module: torch.nn.Module) -> list[list[Place]]:
-    """For each buffer that evaluation may change, the places `(owner, name)` where it is registered."""
+def statistics(module: torch.nn.Module, state: Collection[str] = ()) -> list[list[Place]]:
+    """For each tensor that evaluation may change, the places where it is: small buffers of real numbers, and what
+    `state` names."""
     found: dict[int, list[Place]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and _may_change(buffer):
-                found.setdefault(id(buffer), []).append((owner, name))
+                found.setdefault(id(buffer), []).append(Place(owner, name))
+    if state:
+        known = {(id(place.owner), place.name) for places in found.values() for place in places}
+        for name, place in tensors_of(module):
+            if name in state and (id(place.owner), place.name) not in known:
+                found.setdefault(id(place.get()), []).append(place)
     return list(found.values())
+
+
+def tensors_of(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Place]]:
+    """Every tensor that a part of `module` has as a buffer, as a parameter or as an attribute, by its name; tied ones in
+    each place."""
+    for path, owner in module.named_modules(prefix=prefix):
+        for holder in (owner._buffers, owner._parameters, vars(owner)):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{path}.{name}".lstrip("."), Place(owner, name)
 
 
 def _may_change(buffer: torch.Tensor) -> bool:
@@ -36,40 +89,79 @@ def _may_change(buffer: torch.Tensor) -> bool:
     )
 
 
-def _get(place: Place) -> torch.Tensor:
-    owner, name = place
-    buffer = owner._buffers[name]
-    if buffer is None:
-        raise ValueError(f"the buffer {name!r} of {type(owner).__name__} became None during an evaluation")
-    return buffer
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements, each once, as a view of real numbers: without the dimensions along which it is expanded."""
+    if 0 not in tensor.stride() and not tensor.is_complex():
+        return tensor
+    tensor = tensor.detach()
+    for dimension, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _set(places: list[Place], buffer: torch.Tensor) -> None:
-    for owner, name in places:
-        owner._buffers[name] = buffer
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same kind, expanded as it is."""
+    small = compact(tensor).detach().clone()
+    small = torch.view_as_complex(small) if tensor.is_complex() else small
+    copy = small.expand(tensor.shape) if small.shape != tensor.shape else small
+    return torch.nn.Parameter(copy, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else copy
+
+
+def _set(places: list[Place], tensor: torch.Tensor) -> None:
+    for place in places:
+        place.set(tensor)
 
 
 class StepBuffers:
-    """The buffers of a module, and their values at the step's start."""
+    """The state of a module, and its values at the step's start."""
 
-    def __init__(self, module: torch.nn.Module, shared: bool = False) -> None:
-        """`shared`: the buffers found in the module are those of the step's start, in memory that others read too;
-        the module gets copies of its own to work on."""
-        self._shared = shared
-        self._places = statistics(module)
-        found = [_get(places[0]) for places in self._places]
-        copies = [buffer.detach().clone() for buffer in found]
-        self._own, self._start = (copies, found) if shared else (found, copies)
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        shared: bool = False,
+        state: Collection[str] = (),
+        originals: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """`state`: names of what evaluation changes beside small buffers. `shared`: the tensors found in the module are
+        those of the step's start, in memory that others read too; the module gets copies of its own to work on. Instead
+        of those found there, `originals` has those to start from, by the identity of the one found."""
+        self._module, self._shared, self.state = module, shared, frozenset(state)
+        self._originals = originals or {}
+        self._find()
+
+    def _find(self) -> None:
+        self._places = statistics(self._module, self.state)
+        found = [places[0].get() for places in self._places]
+        copies = [_copy(tensor) for tensor in found]
+        starts = [self._originals.get(id(tensor), tensor) for tensor in found]
+        self._own, self._start = (copies, starts) if self._shared else (found, copies)
         for places, own in zip(self._places, self._own, strict=True):
             _set(places, own)
-        self._sizes = [own.numel() for own in self._own]
+        self._sizes = [compact(own).numel() for own in self._own]
         self.size = 2 * sum(self._sizes)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that the module works on."""
+        return self._own
+
+    def include(self, names: Collection[str]) -> None:
+        """From now on evaluation may change these, too: they are as at the step's start now. Raises `ValueError` for one
+        that is too large to be copied for each chunk."""
+        for name, place in tensors_of(self._module):
+            if name in names and (elements := compact(place.get()).numel()) > LARGEST_STATISTIC:
+                raise ValueError(
+                    f"forward writes '{name}', which has {elements} elements: what a forward writes is copied for each "
+                    f"chunk, up to {LARGEST_STATISTIC} elements; write it between steps, in this process, or split it"
+                )
+        self.state |= set(names)
+        self._find()
+
     def begin_step(self) -> None:
-        """Take the module's present buffers as the step's start; or the shared start as the module's buffers."""
+        """Take the module's present state as the step's start; or the shared start as the module's state."""
         if not self._shared:
-            self._own = [self._current(places, own) for places, own in zip(self._places, self._own, strict=True)]
-            self._start = [own.detach().clone() for own in self._own]
+            self._find()
         self.restore()
 
     def restore(self) -> None:
@@ -84,11 +176,11 @@ class StepBuffers:
                 _set(places, own)
                 if own.grad_fn is not None:  # an update in place from something that requires grad
                     own.detach_()
-                own.copy_(start)
+                compact(own).copy_(compact(start))
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
-        """Write to `out` (shape `(size,)`, float64) what a chunk made of the buffers: first each element, times
-        `share` (its part of the batch), or in buffers of integers as it is if this is the `first` chunk; then 1 where
+        """Write to `out` (shape `(size,)`, float64) what a chunk made of the state: first each element, times
+        `share` (its part of the batch), or in tensors of integers as it is if this is the `first` chunk; then 1 where
         it differs from the start, else 0."""
         if not self.size:
             return
@@ -96,28 +188,28 @@ class StepBuffers:
         values, flags = out.view(2, -1)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
         for places, own, start, (value, flag) in zip(self._places, self._own, self._start, parts, strict=True):
-            now = self._current(places, own).detach().flatten()
+            now, before = compact(self._current(places, own)).detach().flatten(), compact(start).flatten()
             if now.is_floating_point():
                 value.copy_(now.double() * share)
             elif first:
                 value.copy_(now)
-            flag.copy_((now != start.flatten()) & ~(now.isnan() & start.flatten().isnan()))
+            flag.copy_((now != before) & ~(now.isnan() & before.isnan()))
 
     def _current(self, places: list[Place], own: torch.Tensor) -> torch.Tensor:
-        """The buffer now, which the module may have replaced in one of its places."""
+        """The tensor now, which the module may have replaced in one of its places."""
         for place in places:
-            now = _get(place)
+            now = place.get()
             if now is not own:
-                if now.shape != own.shape or now.dtype != own.dtype:
+                if now.shape != own.shape or now.dtype != own.dtype or compact(now).shape != compact(own).shape:
                     raise ValueError(
-                        f"the buffer {place[1]!r} of {type(place[0]).__name__} was {tuple(own.shape)} {own.dtype} and was "
-                        f"replaced by {tuple(now.shape)} {now.dtype}: what chunks make of it cannot be averaged"
+                        f"{place} was {tuple(own.shape)} {own.dtype} and was replaced by {tuple(now.shape)} {now.dtype}: "
+                        "what chunks make of it cannot be averaged"
                     )
                 return now
         return own
 
     def take_over(self, changes: torch.Tensor) -> None:
-        """Move the module's buffers from the step's start to what the summed `changes` say."""
+        """Move the module's state from the step's start to what the summed `changes` say."""
         if not self.size:
             return
         values, flags = changes.view(2, -1)
@@ -125,5 +217,7 @@ class StepBuffers:
         with torch.no_grad():
             for own, start, (value, flag) in zip(self._own, self._start, parts, strict=True):
                 if flag.any():
-                    new = (value if own.is_floating_point() else value.round()).to(own.dtype).view(own.shape)
-                    own.copy_(torch.where(flag.view(own.shape).to(own.device) > 0, new.to(own.device), start))
+                    here, before = compact(own), compact(start)
+                    new = (value if here.is_floating_point() else value.round()).to(here.dtype).view(here.shape)
+                    changed = flag.view(here.shape).to(here.device) > 0
+                    here.copy_(torch.where(changed, new.to(here.device), before))

@@ -4,9 +4,9 @@ machine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from typing import Any
@@ -22,18 +22,26 @@ from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
 from batchopt_workers.tree import Fold, Node
+from batchopt_workers.watch import BatchWatch, Watch
 from batchopt_workers.worker import Hook, Sample, Worker
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every worker evaluates, for as long as it lives: a function for each term, None where the loss is the
-    criterion's or the module's own."""
+    """What every worker evaluates: a function for each term, None where the loss is the criterion's or the module's own.
+
+    Hooks belong to it, for they may share objects with the module and the losses. `module_hooks` are those of all
+    modules of a process; `state` names the tensors of the module that a forward writes, beside small buffers.
+    """
 
     module: torch.nn.Module
     criterion: Any
     loss_fns: tuple[LossFunction | None, ...]
     seed: int
+    prehook: Hook | None = None
+    posthook: Hook | None = None
+    module_hooks: Mapping[str, Any] = field(default_factory=dict)
+    state: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -139,21 +147,27 @@ class Evaluator:
     """Evaluates chunks of the loaded batch on one module.
 
     `parameters` are the module's trainable ones, in the order of the layout, and `direction` what their Hessian is
-    multiplied with, in their shapes. `weights` are those of the terms in f.
+    multiplied with, in their shapes. `weights` are those of the terms in f. Hooks run only if `hooked`.
     `at_hand` is the range of samples, numbered through all terms, in the forward that runs, or ran last.
     """
 
     def __init__(
-        self, program: Program, worker: Worker, parameters: Sequence[torch.Tensor], buffers: StepBuffers
+        self,
+        program: Program,
+        worker: Worker,
+        parameters: Sequence[torch.Tensor],
+        buffers: StepBuffers,
+        watch: Watch | None = None,
     ) -> None:
         self.worker = worker
-        self.prehook: Hook | None = None
-        self.posthook: Hook | None = None
+        self.prehook, self.posthook, self.hooked = program.prehook, program.posthook, True
         self.batch: Batch | None = None
         self.weights: Sequence[float] = (1.0,) * len(program.loss_fns)
         self.direction: Sequence[torch.Tensor] = ()
         self.cut = Cut((0,))
         self.at_hand = range(0)
+        self.watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
+        self._watched: tuple[Batch | None, dict[int, BatchWatch]] = None, {}
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
@@ -172,6 +186,7 @@ class Evaluator:
         if self._sums is None or self._sums.evaluation != order.evaluation:
             self._sums = _Sums(order.evaluation, self.cut.chunks)
         began = time.perf_counter()
+        self.watch.begin()
         for chunk in range(order.first, order.last):
             row = self._sums.free_row()
             results: list[Any] = []
@@ -189,6 +204,10 @@ class Evaluator:
         seed_draws(self._seed, order.step, chunk)
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
         self.at_hand = range(start, stop)  # while samples are cut out and collated
+        batch_watch = self._watch_batch(start, stop)
+        batch_watch.begin()
+        if torch._C._is_any_autocast_enabled():
+            torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         try:
             for piece in map(self.place, self.batch.pieces(start, stop)):
                 self.at_hand = numbering.position(piece.term, piece.indices)
@@ -204,9 +223,14 @@ class Evaluator:
                     collector.collect()
                 self.at_hand = range(self.at_hand.stop, stop)
             self.at_hand = range(start, stop)
+            batch_watch.check()
+            self.watch.check()
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
+        except BaseException:
+            self.watch.put_back()
+            raise
         finally:
             self._buffers.restore()
         for view, was_used in zip(row.views, used, strict=True):
@@ -214,18 +238,30 @@ class Evaluator:
                 view.zero_()
         return tuple(losses), bytes(used)
 
+    def _watch_batch(self, start: int, stop: int) -> BatchWatch:
+        assert self.batch is not None
+        batch, found = self._watched
+        if batch is not self.batch:
+            found = {}
+            self._watched = self.batch, found
+        watch = found.get(start)
+        if watch is None or watch.stop != stop:
+            watch = found[start] = BatchWatch(self.batch, start, stop)
+        return watch
+
     def _forward_backward(
         self, piece: Piece, sample: Sample, weight: float, collector: _Collector, results: list[Any]
     ) -> float:
         for parameter in self._parameters:
             parameter.grad = None
+        posthook = self.posthook if self.hooked else None
         loss = self._forward(piece, sample)
         if weight != 0.0:  # else nothing of it counts, and the mean of nothing is NaN
-            with collector if self.posthook is None else nullcontext():  # a posthook may look at the gradients
+            with collector if posthook is None else nullcontext():  # a posthook may look at the gradients
                 loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
-        if self.posthook is not None:
-            results.append(self.posthook(self.worker, sample))
+        if posthook is not None:
+            results.append(posthook(self.worker, sample))
         return _part_of(sample.loss, piece)
 
     def _multiply(self, piece: Piece, sample: Sample, weight: float, collector: _Collector) -> float:
@@ -245,7 +281,7 @@ class Evaluator:
 
     def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
         """The loss of what the prehook makes of the sample."""
-        if self.prehook is not None:
+        if self.prehook is not None and self.hooked:
             self.prehook(self.worker, sample)
         faults.point("worker.forward", self._at)
         with torch.enable_grad():

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -31,11 +32,13 @@ from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report
 from batchopt_workers.mirror import HOST, Mirror, pin
-from batchopt_workers.packing import Placement, unpack
+from batchopt_workers.module_hooks import set_module_hooks
+from batchopt_workers.packing import Placement, assemble, unpack, views
 from batchopt_workers.rows import Rows
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.versions import versions
-from batchopt_workers.worker import Hook, Worker
+from batchopt_workers.watch import StateWritten, Watch
+from batchopt_workers.worker import Worker
 
 _F_SETSIG = 10  # Linux; Python does not name it
 # What the names of blocks begin with that belong to a part of a batch.
@@ -46,16 +49,18 @@ _SHORT = 0.01
 
 
 class Session:
-    """What a worker process holds. The methods are what the parent's `CALL`s name; `install` comes before those below
-    it."""
+    """What a worker process holds. The methods are what the parent's `CALL`s name; `use_parameters` and `install` come
+    before those below them."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.worker = Worker(rank, world_size, HOST)
         self._mirror: Mirror | None = None  # where this worker computes on another device
         self.awake = 0.0
         self._blocks: dict[str, SharedBlock] = {}
+        self._private: dict[str, SharedBlock] = {}
         self._layout: Layout
-        self._module: torch.nn.Module
+        self._torch: TorchSettings | None = None
+        self._hooks = 0  # of the module and its parts, as they arrived
         self._parameters: list[torch.nn.Parameter] = []
         self._buffers: StepBuffers
         self._rows: Rows | None = None
@@ -75,12 +80,17 @@ class Session:
 
     def attach(self, name: str, fd: int) -> None:
         """Map the shared memory behind `fd` as `name`, in place of what had that name."""
+        self._private.pop(name, None)
         block = SharedBlock(fd)
         block.release()
         self._blocks[name] = block
 
-    def settle(self) -> None:
-        """Nothing: once this is answered, whatever was asked before is over."""
+    def attach_copy(self, name: str, fd: int) -> None:
+        """The same; and once more, so that what the user's code writes there stays in this process."""
+        private = SharedBlock(os.dup(fd), private=True)
+        private.release()
+        self.attach(name, fd)
+        self._private[name] = private
 
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any]) -> None:
         """Be the process that the parent would have started: its environment, path, arguments, working directory."""
@@ -90,8 +100,9 @@ class Session:
         spawn.prepare(preparation)
 
     def set_torch(self, settings: TorchSettings) -> None:
-        """Compute as the parent does."""
+        """Compute as the parent does, and in the contexts that it is in."""
         settings.apply()
+        self._torch = settings
 
     def use(self, devices: Mapping[int, torch.device]) -> None:
         """Compute on the device of this worker's rank."""
@@ -103,8 +114,8 @@ class Session:
         """Call the user's `function(worker, *arguments)`: precode, and what `run_on_workers` is given."""
         return function(self.worker, *arguments)
 
-    def install(self, layout: Layout, data: bytes, placements: Sequence[Placement]) -> None:
-        """Build the module around X (block "parameters") and its constants and buffers (block "program").
+    def use_parameters(self, layout: Layout) -> None:
+        """Take X from block "parameters".
 
         X is the parent's: writing it here is a fault of memory access, which ends the process.
         """
@@ -118,38 +129,56 @@ class Session:
         else:
             self._mirror = Mirror(layout, x, device)
             self._parameters = self._mirror.parameters
-        program: Program = unpack(data, placements, self._blocks["program"], self._parameters)
+
+    def install(self, data: bytes, placements: Sequence[Placement], examine: bool) -> None:
+        """Build the module around X and its constants and state (block "program"), in place of the one before; what
+        concerns evaluations has to be told anew. `examine`: whether its first chunk writes constants.
+
+        Raises `RuntimeError` where the module before was given hooks in this worker: they would be lost.
+        """
+        if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
+            raise RuntimeError(
+                "the program was changed in the parent, and workers are given it anew; but hooks were registered on "
+                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with which "
+                "they are sent"
+            )
+        self._private["program"].discard()
+        tensors = views(placements, self._private["program"])
+        shared = views(placements, self._blocks["program"])
+        program: Program = assemble(data, tensors, self._parameters)
+        set_module_hooks(program.module_hooks)
+        originals = {id(tensor): twin for tensor, twin in zip(tensors, shared, strict=True)}
         if self._mirror is not None:
-            self._mirror.adopt((program.module, program.criterion, *program.loss_fns))
-        self._module = self.worker.module = program.module
-        self.worker.criterion = program.criterion
-        self._buffers = StepBuffers(program.module, shared=self._mirror is None)
-        self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers)
+            self._mirror.adopt((program.module, program.criterion, *program.loss_fns), originals)
+        self.worker.module, self.worker.criterion = program.module, program.criterion
+        self._hooks = _hooks(program.module)
+        self._buffers = StepBuffers(program.module, self._mirror is None, program.state, originals)
+        if self._rows is not None and self._rows.changes != self._buffers.size:
+            self._rows = None
+        watch = Watch(program.module, tensors, (*self._parameters, *self._buffers.tensors))
+        if examine and self._mirror is None:
+            watch.compare(originals)
+        self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
         if self._mirror is not None:
             self._evaluator.place = self._mirror.place
 
-    def set_flags(self, training: Sequence[bool], requires_grad: Sequence[bool]) -> None:
-        """Follow the parent's module: training mode of each submodule, `requires_grad` of each parameter of X."""
-        for module, flag in zip(self._module.modules(), training, strict=True):
-            module.training = flag
-        for parameter, flag in zip(self._parameters, requires_grad, strict=True):
-            parameter.requires_grad_(flag)
-
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        """Replace the hooks."""
-        self.evaluator.prehook, self.evaluator.posthook = prehook, posthook
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether prehook and posthook run."""
+        self.evaluator.hooked = hooked
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, and begin a step."""
-        self._blocks = {known: block for known, block in self._blocks.items() if not known.startswith(PIECE)}
-        self.evaluator.batch = unpack(data, placements, self._blocks[name])
+        for blocks in (self._blocks, self._private):
+            for known in [known for known in blocks if known.startswith(PIECE)]:
+                del blocks[known]
+        self.evaluator.batch = unpack(data, placements, self._private[name])
         if self._mirror is not None:
             self._mirror.begin_step()
         self._buffers.begin_step()
 
     def fill(self, name: str, term: int, start: int, data: bytes, placements: Sequence[Placement]) -> None:
         """Put samples of a term, from `start` on, into the lists of the batch; their tensors are in block `name`."""
-        inputs, targets, options = unpack(data, placements, self._blocks[name])
+        inputs, targets, options = unpack(data, placements, self._private[name])
         assert self.evaluator.batch is not None
         self.evaluator.batch.parts[term].fill(start, inputs, targets, options)
 
@@ -193,9 +222,26 @@ class Session:
     def evaluate(self, order: Order) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order`."""
         assert self._rows is not None
-        if self._mirror is not None:
-            return self._mirror.evaluate(self.evaluator, order, self._rows)
-        return self.evaluator.evaluate(order, self._rows)
+        with nullcontext() if self._torch is None else self._torch.contexts():
+            try:
+                if self._mirror is not None:
+                    yield from self._mirror.evaluate(self.evaluator, order, self._rows)
+                else:
+                    yield from self.evaluator.evaluate(order, self._rows)
+            except Exception:  # what it wrote before
+                for block in self._private.values():
+                    block.discard()
+                raise
+
+
+def _hooks(module: torch.nn.Module) -> int:
+    """How many hooks a module and its parts have."""
+    found = 0
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and name.startswith(("_forward", "_backward")):
+                found += len(value)
+    return found
 
 
 class _Mailbox:
@@ -271,7 +317,7 @@ def serve(connection: Connection, session: Session) -> None:
 
 def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
     name, arguments = pickle.loads(body)
-    if name == "attach":
+    if name.startswith("attach"):
         arguments = (*arguments, mailbox.take_descriptor())
     faults.point(f"worker.{name}")
     result: bytes = cloudpickle.dumps(getattr(session, name)(*arguments))
@@ -306,7 +352,8 @@ def describe(error: BaseException, samples: range) -> Failure:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
-    return Failure(type(error).__name__, message, trace, samples)
+    written = error.names if isinstance(error, StateWritten) else ()
+    return Failure(type(error).__name__, message, trace, samples, written)
 
 
 def _end(code: int) -> None:

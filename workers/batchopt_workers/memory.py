@@ -69,11 +69,11 @@ class SharedBlock:
     live in /dev/shm, so a container's small /dev/shm does not limit it.
     """
 
-    def __init__(self, fd: int) -> None:
-        """Map the memory behind `fd`, which this object owns from here on."""
+    def __init__(self, fd: int, private: bool = False) -> None:
+        """Map the memory behind `fd`, which this object owns from here on. `private`: what is written here stays here."""
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, self.nbytes)
+        self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
@@ -124,6 +124,10 @@ class SharedBlock:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), self.nbytes, mmap.PROT_READ)
+
+    def discard(self) -> None:
+        """Of a private mapping: drop what was written here, and see what the others see."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def release(self) -> None:
         """Close `fd`; the mapping, and a descriptor of its own, live on for as long as a tensor views it."""

@@ -138,19 +138,22 @@ class Report:
 @dataclass(frozen=True)
 class Failure:
     """An exception of the user's code in a worker, as text: its type's name, its message, the traceback,
-    and the samples at hand (empty where it was none)."""
+    and the samples at hand (empty where it was none). `written`: names of tensors that a forward writes, if that is
+    what is wrong."""
 
     type_name: str
     message: str
     traceback: str
     samples: range = range(0)
+    written: tuple[str, ...] = ()
 
-    _HEAD = struct.Struct("<QQIII")
+    _HEAD = struct.Struct("<QQIIII")
     _LIMIT = 100_000  # characters of each text
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
-        texts = [t[-self._LIMIT :].encode("utf-8", "replace") for t in (self.type_name, self.message, self.traceback)]
+        found = (self.type_name, self.message, self.traceback, "\n".join(self.written))
+        texts = [text[-self._LIMIT :].encode("utf-8", "replace") for text in found]
         head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
         return head + b"".join(texts)
 
@@ -167,7 +170,7 @@ class Failure:
         for length in lengths:
             texts.append(frame[offset : offset + length].decode("utf-8", "replace"))
             offset += length
-        return cls(texts[0], texts[1], texts[2], range(start, stop))
+        return cls(texts[0], texts[1], texts[2], range(start, stop), tuple(texts[3].splitlines()))
 
 
 @dataclass(frozen=True)

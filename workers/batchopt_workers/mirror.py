@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -56,13 +56,16 @@ class Mirror:
         self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
         self._directions: tuple[torch.Tensor, torch.Tensor] | None = None  # the shared one, and its copy
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._originals: Mapping[int, torch.Tensor] = {}
         self._rows: Rows | None = None
         self._pieces: dict[tuple[int, int, int], Piece] = {}
         self._delivered: dict[int, object] = {}  # what is in each shared row
 
-    def adopt(self, owners: Iterable[object]) -> None:
-        """Put the frozen parameters and the buffers of those `owners` that are modules on the device."""
+    def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
+        """Put the frozen parameters and the buffers of those `owners` that are modules on the device, in place of those
+        of earlier ones. `originals`: what they follow, by the identity of the tensor there."""
         ours = {id(parameter) for parameter in self.parameters}
+        self._constants, self._originals = {}, originals
         for owner in owners:
             for part in owner.modules() if isinstance(owner, torch.nn.Module) else ():
                 for named in (part._parameters, part._buffers):
@@ -78,7 +81,7 @@ class Mirror:
             copy = tensor.detach().to(self._device, copy=True)
             if isinstance(tensor, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, requires_grad=False)
-            self._constants[id(tensor)] = tensor, copy
+            self._constants[id(tensor)] = self._originals.get(id(tensor), tensor), copy
         return self._constants[id(tensor)][1]
 
     def begin_step(self) -> None:

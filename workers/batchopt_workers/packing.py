@@ -35,8 +35,24 @@ class Placement:
 
     def view(self, block: SharedBlock) -> torch.Tensor:
         """The tensor's place in `block`."""
-        flat = block.tensor(self.dtype, (torch.Size(self.shape).numel(),), self.offset)
+        flat = block.tensor(self.dtype, (self.numel,), self.offset)
         return flat.as_strided(self.shape, self.stride)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in memory: those along which the tensor is expanded once."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        return torch.Size([1 if stride == 0 and size else size for size, stride in pairs]).numel()
+
+    def empty(self) -> torch.Tensor:
+        """Memory of this process for the tensor."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
+    def dressed(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in that memory: of the kind that it was."""
+        if self.is_parameter:
+            return torch.nn.Parameter(memory, requires_grad=self.requires_grad)
+        return memory.requires_grad_() if self.requires_grad else memory
 
 
 @dataclass(frozen=True)
@@ -53,9 +69,19 @@ class Packed:
         views = []
         for tensor, placement in zip(self.tensors, self.placements, strict=True):
             view = placement.view(block)
-            view.copy_(tensor.detach())
+            copy_into(view, tensor)
             views.append(view)
         return views
+
+
+def copy_into(view: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write the elements of `tensor` to `view`, of the same shape: where that is expanded, once."""
+    tensor = tensor.detach()
+    for dimension, (stride, size) in enumerate(zip(view.stride(), view.shape, strict=True)):
+        if stride == 0 and size > 1:
+            view, tensor = view.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)
+    with torch.no_grad():
+        view.copy_(tensor)
 
 
 # Where a tensor may lie that is sent; a meta tensor has no elements.
@@ -94,18 +120,18 @@ class _Packer(_Pickler):
         self._tensor_index: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, obj: object) -> tuple[str, int, dict[str, object]] | None:
+    def persistent_id(self, obj: object) -> tuple[str, int, bool, dict[str, object]] | None:
         if not isinstance(obj, torch.Tensor):
             return None
         index = self._parameter_index.get(id(obj))
         if index is not None:
-            return "parameter", index, vars(obj)
+            return "parameter", index, obj.requires_grad, vars(obj)
         if not _can_be_placed(obj):
             return None
         if id(obj) not in self._tensor_index:
             self._tensor_index[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
-        return "tensor", self._tensor_index[id(obj)], vars(obj)
+        return "tensor", self._tensor_index[id(obj)], obj.requires_grad, vars(obj)
 
 
 class _Unpacker(pickle.Unpickler):
@@ -114,8 +140,11 @@ class _Unpacker(pickle.Unpickler):
         self._named = {"tensor": tensors, "parameter": parameters}
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        kind, index, attributes = pid
+        kind, index, requires_grad, attributes = pid
         tensor: torch.Tensor = self._named[kind][index]
+        if kind == "parameter":  # which may have been used before
+            vars(tensor).clear()
+            tensor.requires_grad_(requires_grad)
         vars(tensor).update(attributes)
         return tensor
 
@@ -127,8 +156,20 @@ def dumps(obj: object) -> bytes:
     return file.getvalue()
 
 
-def pack(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Packed:
-    """Pickle `obj`; its tensors are set apart, and those in `parameters` are only named by their index.
+def _stride(tensor: torch.Tensor, expanded: bool) -> tuple[int, ...]:
+    """The tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it. Where it is expanded,
+    and is to stay so, 0."""
+    dense = torch.empty_like(tensor, device="meta")
+    if not expanded or 0 not in tensor.stride():
+        return dense.stride()
+    along = [stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    small = torch.empty([1 if wide else size for wide, size in zip(along, tensor.shape, strict=True)], device="meta")
+    return tuple(0 if wide else stride for wide, stride in zip(along, small.stride(), strict=True))
+
+
+def pack(obj: object, parameters: Sequence[torch.Tensor] = (), expanded: bool = False) -> Packed:
+    """Pickle `obj`; its tensors are set apart, and those in `parameters` are only named by their index. `expanded`:
+    whether expanded tensors stay so, for code that writes them; else each element gets memory of its own.
 
     Raises `TypeError` for a tensor on an accelerator, and whatever else pickling `obj` raises.
     """
@@ -138,24 +179,25 @@ def pack(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Packed:
     placements, offset = [], 0
     for tensor in packer.tensors:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        # the tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it
-        stride = torch.empty_like(tensor, device="meta").stride()
+        stride = _stride(tensor, expanded)
         placement = Placement(offset, tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, is_parameter)
         placements.append(placement)
-        offset = aligned(offset + tensor.numel() * tensor.element_size())
+        offset = aligned(offset + placement.numel * tensor.element_size())
     return Packed(file.getvalue(), tuple(packer.tensors), tuple(placements), offset)
+
+
+def views(placements: Sequence[Placement], block: SharedBlock) -> list[torch.Tensor]:
+    """The tensors in `block`, of the kinds that they were."""
+    return [placement.dressed(placement.view(block)) for placement in placements]
+
+
+def assemble(data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = ()) -> Any:
+    """Build the object that `pack` was given around these tensors and `parameters`."""
+    return _Unpacker(data, tensors, parameters).load()
 
 
 def unpack(
     data: bytes, placements: Sequence[Placement], block: SharedBlock, parameters: Sequence[torch.Tensor] = ()
 ) -> Any:
     """Build the object that `pack` was given, its tensors being views of `block`."""
-    tensors: list[torch.Tensor] = []
-    for placement in placements:
-        view = placement.view(block)
-        if placement.is_parameter:
-            view = torch.nn.Parameter(view, requires_grad=placement.requires_grad)
-        elif placement.requires_grad:
-            view.requires_grad_()
-        tensors.append(view)
-    return _Unpacker(data, tensors, parameters).load()
+    return assemble(data, views(placements, block), parameters)

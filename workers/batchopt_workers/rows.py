@@ -21,18 +21,19 @@ class Row:
 
 
 class Rows:
-    """`count` rows over a block of shared memory, or over memory of this process where there is no block."""
+    """`count` rows over a block of shared memory, or over memory of this process where there is no block. Each has
+    `changes` numbers for the changes of buffers."""
 
     def __init__(
         self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
     ) -> None:
-        self._layout, self._changes, self._device = layout, changes, device
+        self._layout, self.changes, self._device = layout, changes, device
         self._rows: list[Row] = []
         self.grow(count, block)
 
     def grow(self, count: int, block: SharedBlock | None) -> None:
         """Add `count` rows over `block`; those there keep their places."""
-        layout, changes = self._layout, self._changes
+        layout, changes = self._layout, self.changes
         stride, split = _row_bytes(layout, changes)
         for i in range(count):
             if block is None:

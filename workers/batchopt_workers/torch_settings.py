@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+# Half of it is 0 where numbers as small are flushed to 0; else it is not.
+_TINY = 2.0**-1040
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-@dataclass(frozen=True)
-class TorchSettings:
-    """Process-wide settings that change what a module computes."""
+class TorchSettings(NamedTuple):
+    """What changes what a module computes: settings of the process, and contexts that the caller is in.
+
+    `autocast`: for each type of device the dtype, and whether casts are cached. `device`: where tensors are made.
+    """
 
     default_dtype: torch.dtype
     deterministic: bool
     deterministic_warns_only: bool
     matmul_precision: str
+    mkldnn: bool
+    flush_denormal: bool
+    anomaly: tuple[bool, bool]
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    device: torch.device | None
 
     @classmethod
     def current(cls) -> TorchSettings:
-        """Those of this process."""
+        """Those of this process and thread; takes some microseconds.
+
+        Raises `ValueError` for what cannot be carried to another process.
+        """
         return cls(
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.get_float32_matmul_precision(),
+            torch._C._get_mkldnn_enabled(),
+            _TINY * 0.5 == 0.0,
+            (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            _autocast() if torch._C._is_any_autocast_enabled() else (),
+            _device(),
         )
 
     def apply(self) -> None:
-        """Make them those of this process.
+        """Make the process's settings those of this process; `contexts` are entered apart.
 
         Only what differs: torch's switch of deterministic algorithms imports a compiler, half a second's work.
         """
@@ -36,3 +58,46 @@ class TorchSettings:
         if (now.deterministic, now.deterministic_warns_only) != (self.deterministic, self.deterministic_warns_only):
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns_only)
         torch.set_float32_matmul_precision(self.matmul_precision)
+        if now.mkldnn != self.mkldnn:
+            torch._C._set_mkldnn_enabled(self.mkldnn)
+        if now.flush_denormal != self.flush_denormal:
+            torch.set_flush_denormal(self.flush_denormal)
+
+    def contexts(self) -> AbstractContextManager[Any]:
+        """The contexts that the caller is in, to be entered."""
+        stack = ExitStack()
+        if self.device is not None:
+            stack.enter_context(self.device)
+        for device, dtype, cached in self.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cached))
+        if self.anomaly[0]:
+            stack.enter_context(torch.autograd.set_detect_anomaly(*self.anomaly))
+        return stack
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    cached = torch.is_autocast_cache_enabled()
+    on = filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
+    return tuple((device, torch.get_autocast_dtype(device), cached) for device in on)
+
+
+def _device() -> torch.device | None:
+    """Where tensors are made that are not told where; None: on the cpu."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        _refuse("torch.autograd.graph.saved_tensors_hooks")
+    if torch._C._len_torch_dispatch_stack():
+        _refuse(f"{type(torch._C._get_dispatch_stack_at(0)).__name__} (a TorchDispatchMode)")
+    found = None
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            if not isinstance(mode, DeviceContext):
+                _refuse(f"{type(mode).__name__} (a TorchFunctionMode)")
+            found = mode.device
+    return found
+
+
+def _refuse(what: str) -> None:
+    raise ValueError(
+        f"{what} is in force here, and cannot be carried to workers: enter it inside `loss_fn` or the module's forward, "
+        "leave it, or use parallelize=1"
+    )

@@ -1,0 +1,349 @@
+"""What some objects refer to, remembered by identity: whether anything was changed since is seen in microseconds."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from copyreg import dispatch_table
+from enum import Enum
+from itertools import chain
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import torch
+
+from batchopt_workers.packing import dumps
+
+# What cannot change.
+_PYTHONS = (
+    NoneType,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    EllipsisType,
+    CodeType,
+    ModuleType,
+    re.Pattern,
+)
+_DESCRIPTORS = (
+    BuiltinFunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
+_TORCHS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_ATOMS = frozenset((*_PYTHONS, *_DESCRIPTORS, *_TORCHS, type(NotImplemented)))
+# Of a class: registries of Python's own.
+_MACHINERY = frozenset(("_abc_impl", "__dict__", "__weakref__"))
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_MISSING = object()
+
+
+class Met(NamedTuple):
+    """A tensor that was met: the way to it, and whether a `torch.nn.Module` is on that way."""
+
+    path: str
+    tensor: torch.Tensor
+    in_module: bool
+
+
+class _Item(NamedTuple):
+    obj: Any
+    path: str
+    in_module: bool
+
+
+class Snapshot:
+    """Everything that is reached from `roots` as pickling reaches it: attributes, items, what functions capture, and the
+    globals that functions use which are sent by value.
+
+    `tensors` are all that were met, each once; what is in them is not looked at. Objects whose inside Python cannot see
+    are compared as they are pickled. Never raises for an object that is odd: then `holds` never says yes.
+    """
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        self.tensors: list[Met] = []
+        self._requires_grad: list[bool] = []
+        self._hidden = False  # whether something may change that is not seen here
+        self._empty: list[Any] = []
+        self._dicts: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
+        self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        self._others: list[tuple[Callable[[], Iterator[Any]], tuple[Any, ...]]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._pickled: list[tuple[Any, bytes]] = []
+        self._seen: dict[int, object] = {}  # kept alive, so that no identity is used again
+        self._todo: list[_Item] = [_Item(obj, path, False) for path, obj in roots.items()]
+        self._modules: list[_Item] = []  # last, so that what is also met without them is known by that
+        while self._todo or self._modules:
+            self._visit((self._todo or self._modules).pop())
+        self._known = {id(met.tensor) for met in self.tensors}
+
+    def holds(self) -> bool:
+        """Whether all refers to the very objects that it referred to, and all `requires_grad` are as they were."""
+        if self._hidden or any(self._empty):
+            return False
+        for mapping, kept in self._dicts:
+            if 2 * len(mapping) != len(kept) or not all(map(is_, chain(mapping, mapping.values()), kept)):
+                return False
+        for items, kept in self._lists:
+            if len(items) != len(kept) or not all(map(is_, items, kept)):
+                return False
+        for read, kept in self._others:
+            found = tuple(read())
+            if len(found) != len(kept) or not all(map(is_, found, kept)):
+                return False
+        if [met.tensor.requires_grad for met in self.tensors] != self._requires_grad:
+            return False
+        return all(_equal(array, copy) for array, copy in self._arrays) and all(
+            _pickled(obj) == data for obj, data in self._pickled
+        )
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether it was met: else it was made by pickling, of something else."""
+        return id(tensor) in self._known
+
+    # ---- the walk
+
+    def _visit(self, item: _Item) -> None:
+        obj = item.obj
+        if type(obj) in _ATOMS or isinstance(obj, (Enum, np.generic)) or id(obj) in self._seen:
+            return
+        if isinstance(obj, torch.nn.Module) and not item.in_module:
+            self._modules.append(item._replace(in_module=True))
+            return
+        self._seen[id(obj)] = obj
+        try:
+            self._look_inside(item)
+        except Exception:  # of a class of the user's that is looked at
+            self._hidden = True
+
+    def _look_inside(self, item: _Item) -> None:
+        obj = item.obj
+        if isinstance(obj, torch.Tensor):
+            self._see_tensor(item)
+        elif isinstance(obj, (FunctionType, type)) and _is_imported(obj):
+            return
+        elif isinstance(obj, FunctionType):
+            self._read(item, functools.partial(_of_function, obj, _names_of_globals(obj.__code__)))
+        elif isinstance(obj, type):
+            self._read(item, functools.partial(_of_class, obj))
+        elif isinstance(obj, MethodType):
+            self._push(item, (("", obj.__func__), ("", obj.__self__)))
+        elif isinstance(obj, functools.partial):
+            self._push(item, (("", obj.func), (".args", obj.args), (".keywords", obj.keywords), ("", vars(obj))))
+        elif isinstance(obj, (staticmethod, classmethod)):
+            self._push(item, (("", obj.__func__),))
+        elif isinstance(obj, property):
+            self._push(item, (("", obj.fget), ("", obj.fset), ("", obj.fdel)))
+        elif isinstance(obj, CellType):
+            self._read(item, functools.partial(_of_cell, obj))
+        elif isinstance(obj, (dict, list, tuple, set, frozenset, deque)):
+            self._see_container(item)
+        elif isinstance(obj, np.ndarray) and obj.dtype.kind not in "OV":
+            self._arrays.append((obj, obj.copy()))
+        else:
+            self._see_instance(item)
+
+    def _push(self, item: _Item, parts: Any) -> None:
+        for step, part in parts:
+            if type(part) not in _ATOMS:
+                self._todo.append(_Item(part, item.path + step, item.in_module))
+
+    def _read(self, item: _Item, read: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+        """What `read` finds, and has to find again."""
+        parts = list(read())
+
+        def values() -> Iterator[Any]:
+            return (value for _, value in read())
+
+        self._others.append((values, tuple(value for _, value in parts)))
+        self._push(item, parts)
+
+    def _see_tensor(self, item: _Item) -> None:
+        tensor = item.obj
+        self.tensors.append(Met(item.path, tensor, item.in_module))
+        self._requires_grad.append(tensor.requires_grad)
+        if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor) not in _TENSORS:
+            self._hidden = True  # it is pickled, with what is in it
+        self._see_dict(vars(tensor))
+        self._push(item, ((f".{name}", value) for name, value in vars(tensor).items()))
+
+    def _see_dict(self, mapping: dict[Any, Any]) -> None:
+        if mapping:
+            self._dicts.append((mapping, (*mapping, *mapping.values())))
+        else:
+            self._empty.append(mapping)
+
+    def _see_container(self, item: _Item) -> None:
+        obj = item.obj
+        if isinstance(obj, dict):
+            self._see_dict(obj)
+            self._push(item, ((f"[{key!r}]", value) for key, value in obj.items()))
+            self._push(item, (("", key) for key in obj))
+        else:
+            if not isinstance(obj, (tuple, frozenset)):
+                self._lists.append((obj, tuple(obj)))
+            self._push(item, ((f"[{index}]", value) for index, value in enumerate(obj)))
+        self._see_attributes(item)
+
+    def _see_attributes(self, item: _Item) -> bool:
+        """Whether there are any."""
+        obj, found = item.obj, False
+        attributes = getattr(obj, "__dict__", None)
+        if isinstance(attributes, dict):
+            found = True
+            self._see_dict(attributes)
+            for name, value in attributes.items():
+                if isinstance(obj, torch.nn.Module) and name in _OF_MODULES and isinstance(value, dict):
+                    self._see_dict(value)
+                    self._push(item, ((f".{key}", part) for key, part in value.items()))
+                else:
+                    self._push(item, ((f".{name}", value),))
+        kind: type = type(obj)
+        slots = _slots(kind)
+        if slots:
+            found = True
+            self._read(item, functools.partial(_of_slots, obj, slots))
+        return found
+
+    def _see_instance(self, item: _Item) -> None:
+        obj = item.obj
+        kind = type(obj)
+        if not _is_imported(kind):
+            self._push(item, (("", kind),))
+        seen = self._see_attributes(item)
+        own_way = kind in dispatch_table or any(
+            getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__")
+        )
+        if isinstance(obj, torch.nn.Module) or (seen and not own_way):
+            return
+        data = _pickled(obj)
+        if data is None:
+            self._hidden = True
+        else:
+            self._pickled.append((obj, data))
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def untrained(snapshot: Snapshot, parameters: Any) -> Met | None:
+    """A trainable tensor other than X's `parameters`, which nobody would train: a parameter anywhere, or any other
+    tensor that requires grad and is captured beside modules. None if there is none."""
+    ours = {id(parameter) for parameter in parameters}
+    for met in snapshot.tensors:
+        is_parameter = isinstance(met.tensor, torch.nn.Parameter)
+        if met.tensor.requires_grad and id(met.tensor) not in ours and (is_parameter or not met.in_module):
+            return met
+    return None
+
+
+def _pickled(obj: object) -> bytes | None:
+    try:
+        return dumps(obj)
+    except Exception:
+        return None
+
+
+def _equal(array: Any, copy: Any) -> bool:
+    same = array.shape == copy.shape and array.dtype == copy.dtype
+    return same and (array.tobytes() == copy.tobytes() if array.size else True)
+
+
+def _is_imported(obj: Any) -> bool:
+    """Whether pickling names it, and it is imported where it arrives."""
+    name = getattr(obj, "__module__", None)
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or name == "__main__":
+        return False
+    registered = cloudpickle.list_registry_pickle_by_value()
+    parts = str(name).split(".")
+    if any(".".join(parts[: i + 1]) in registered for i in range(len(parts))):
+        return False
+    found: Any = module
+    for step in obj.__qualname__.split("."):
+        found = getattr(found, step, None)
+    return found is obj
+
+
+def _of_function(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    yield "", function.__code__
+    yield "", function.__defaults__
+    yield "", function.__kwdefaults__
+    yield "", function.__dict__
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f".{name}", _contents(cell)
+    for name in names:
+        yield f".{name}", function.__globals__.get(name, _MISSING)
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__bases__:
+        yield "", base
+    for name, value in vars(kind).items():
+        if name not in _MACHINERY:
+            yield f".{name}", value
+
+
+def _of_cell(cell: CellType) -> Iterator[tuple[str, Any]]:
+    yield "", _contents(cell)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return _MISSING
+
+
+def _of_slots(obj: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        yield f".{name}", getattr(obj, name, _MISSING)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
+                found.append(mangled)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_globals(code: CodeType) -> tuple[str, ...]:
+    """The global variables that the code uses, in the functions within it too."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname.endswith("_GLOBAL")}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(_names_of_globals(constant))
+    return tuple(sorted(names))

@@ -1,0 +1,175 @@
+"""Noticing that a forward writes what no chunk may change: constants of the program, and the batch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt_workers.batch import Batch, map_tensors
+from batchopt_workers.buffers import Place, compact, tensors_of
+
+
+class StateWritten(Exception):
+    """A forward writes tensors of the module that were taken for constants; `names` has them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"forward writes {', '.join(map(repr, names))}")
+        self.names = tuple(names)
+        self._arguments = (self.names,)
+
+
+class _Constant(NamedTuple):
+    """`place`: where the module has it, if it has it; `registered`: as a buffer or a parameter."""
+
+    name: str
+    tensor: torch.Tensor
+    place: Place | None
+    registered: bool
+
+
+class Watch:
+    """The tensors of a program that are neither parameters of X nor state.
+
+    A tensor that is written in place is known by its version counter, one that is replaced by its identity; what goes
+    past the counter (`.data`) by comparison with `originals`, which is made after the first chunk alone.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, others: Iterable[torch.Tensor], variable: Iterable[torch.Tensor]
+    ) -> None:
+        """`others`: tensors of the program, whether or not the module has them; `variable`: those that may change."""
+        known = {id(tensor) for tensor in variable}
+        self._constants: list[_Constant] = []
+        for name, place in tensors_of(module):
+            tensor = place.get()
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                registered = place.name in place.owner._buffers or place.name in place.owner._parameters
+                self._constants.append(_Constant(name, tensor, place, registered))
+        for tensor in others:
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                self._constants.append(_Constant("", tensor, None, False))
+        self._none = [
+            (f"{path}.{name}".lstrip("."), owner._buffers, name)
+            for path, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is None
+        ]
+        self._originals: dict[int, torch.Tensor] = {}
+        self._versions: list[int] = []
+
+    def compare(self, originals: dict[int, torch.Tensor] | None = None) -> None:
+        """Compare the constants with these after the next chunk, by identity; without any, with copies made now."""
+        if originals is None:
+            tensors = [constant.tensor for constant in self._constants]
+            originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
+        self._originals = originals
+
+    def begin(self) -> None:
+        """Chunks are evaluated from here on."""
+        self._versions = [_version(constant.tensor) for constant in self._constants]
+
+    def check(self) -> None:
+        """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put back
+        is as it was at `begin`."""
+        written = [
+            constant
+            for constant, version in zip(self._constants, self._versions, strict=True)
+            if _version(constant.tensor) != version or self._is_replaced(constant) or self._differs(constant)
+        ]
+        made = [name for name, buffers, name_there in self._none if buffers[name_there] is not None]
+        if written or made:
+            self.put_back()
+        self._originals = {}
+        if made:
+            raise ValueError(
+                f"the buffer '{made[0]}' was None, and forward made it a tensor: call the module once before it is given to "
+                "batchopt, or register it with its shape"
+            )
+        nameless = [constant.tensor for constant in written if constant.place is None]
+        if nameless:
+            raise ValueError(
+                f"the loss writes a tensor of shape {tuple(nameless[0].shape)} that is no part of the module (captured by a "
+                "loss_fn, or of the criterion): make it a buffer of the module (register_buffer), which is kept for each "
+                "step, or write it between steps"
+            )
+        if written:
+            raise StateWritten([constant.name for constant in written])
+
+    def put_back(self) -> None:
+        """What can be put back: constants that were replaced, and those that `compare` has originals of."""
+        for constant in self._constants:
+            if self._is_replaced(constant):
+                assert constant.place is not None
+                constant.place.set(constant.tensor)
+            original = self._originals.get(id(constant.tensor))
+            if original is not None:
+                with torch.no_grad():
+                    if constant.tensor.grad_fn is not None:
+                        constant.tensor.detach_()
+                    if not _same(constant.tensor, original):
+                        compact(constant.tensor).copy_(compact(original))
+        for _, buffers, name in self._none:
+            buffers[name] = None
+
+    def _is_replaced(self, constant: _Constant) -> bool:
+        return constant.registered and constant.place is not None and constant.place.now() is not constant.tensor
+
+    def _differs(self, constant: _Constant) -> bool:
+        original = self._originals.get(id(constant.tensor))
+        return original is not None and not _same(constant.tensor, original)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """In every element; NaN is as NaN."""
+    with torch.no_grad():
+        if torch.equal(one, two):
+            return True
+        if not (one.is_floating_point() or one.is_complex()):
+            return False
+        return bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+def _tensors_in(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, data)
+    return found
+
+
+class BatchWatch:
+    """The tensors of the samples of a chunk."""
+
+    def __init__(self, batch: Batch, start: int, stop: int) -> None:
+        self.stop = stop
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        for term, samples in batch.numbering.split(range(start, stop)):
+            part = batch.parts[term]
+            for name, data in (("inputs", part.inputs), ("targets", part.targets)):
+                if data is not None:
+                    self._tensors += [(name, tensor) for tensor in _tensors_in(data.held(samples.start, samples.stop))]
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        """The chunk is evaluated from here on."""
+        self._versions = [_version(tensor) for _, tensor in self._tensors]
+
+    def check(self) -> None:
+        """Raise `ValueError` if the chunk wrote its own samples: the next evaluation would see other ones."""
+        for (name, tensor), version in zip(self._tensors, self._versions, strict=True):
+            if _version(tensor) != version:
+                raise ValueError(
+                    f"forward, or a hook, writes its `{name}` in place (a tensor of shape {tuple(tensor.shape)}): the next "
+                    "evaluation of the step would see other data; write to a copy (x = x / 2, x.clone()), and load the "
+                    "batch anew"
+                )
