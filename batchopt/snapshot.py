@@ -253,17 +253,6 @@ class Snapshot:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def untrained(snapshot: Snapshot, parameters: Any) -> Met | None:
-    """A trainable tensor other than X's `parameters`, which nobody would train: a parameter anywhere, or any other
-    tensor that requires grad and is captured beside modules. None if there is none."""
-    ours = {id(parameter) for parameter in parameters}
-    for met in snapshot.tensors:
-        is_parameter = isinstance(met.tensor, torch.nn.Parameter)
-        if met.tensor.requires_grad and id(met.tensor) not in ours and (is_parameter or not met.in_module):
-            return met
-    return None
-
-
 def _pickled(obj: object) -> bytes | None:
     try:
         return dumps(obj)

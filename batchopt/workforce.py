@@ -16,8 +16,8 @@ from batchopt.errors import WorkerError, WorkerStartError
 from batchopt.history import History
 from batchopt.ownership import exclusive
 from batchopt.settings import Settings
+from batchopt.program import check_trained
 from batchopt.state import State
-from batchopt.trained import check_trained
 from batchopt_workers.evaluate import Program
 from batchopt_workers.module_hooks import module_hooks
 from batchopt_workers.watch import StateWritten

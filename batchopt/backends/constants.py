@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from batchopt.captures import blame
-from batchopt.snapshot import Snapshot
+from batchopt.program import snapshot_of, tensors_of_f
 from batchopt_workers.buffers import tensors_of
 from batchopt_workers.evaluate import Program
 from batchopt_workers.memory import SharedBlock
@@ -45,14 +45,6 @@ def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def snapshot_of(program: Program) -> Snapshot:
-    """What the program refers to."""
-    parts = {name: getattr(program, name) for name in ("criterion", "prehook", "posthook", "module_hooks")}
-    many = len(program.loss_fns) > 1
-    losses = {f"terms[{i}]" if many else "loss_fn": loss_fn for i, loss_fn in enumerate(program.loss_fns)}
-    return Snapshot({**parts, **losses, "module": program.module})
-
-
 class _Constant(NamedTuple):
     """A tensor of the program, and its place in shared memory; `bound`: whether the tensor itself lies there."""
 
@@ -75,6 +67,7 @@ class SharedProgram:
         self._program, self._parameters = program, parameters
         self.block: SharedBlock
         self.packed: Packed
+        self.read_only: tuple[int, ...]  # the tensors, by their place among the packed ones, that f depends on
         self._constants: list[_Constant] = []
         self._take(pack_program(program, parameters))
 
@@ -107,6 +100,8 @@ class SharedProgram:
         self._snapshot = snapshot_of(self._program)
         # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
         self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
+        of_f = {id(tensor) for tensor in tensors_of_f(self._snapshot)}
+        self.read_only = tuple(i for i, tensor in enumerate(packed.tensors) if id(tensor) in of_f)
 
     def _have_moved(self, packed: Packed) -> bool:
         """Whether a tensor lies in the block at another place than its own."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from batchopt.backends.constants import pack_program, snapshot_of
+from batchopt.backends.constants import pack_program
 from batchopt.backends.freight import Bytes, Freight, digest, from_bytes, to_bytes
+from batchopt.program import snapshot_of
 from batchopt_workers.evaluate import Program
 from batchopt_workers.packing import Packed, Placement, copy_into
 

@@ -150,7 +150,9 @@ class ProcessBackend(Backend):
         if examine:
             self._pool.tell("program", call(INSTALLING, "attach_copy", "program", block=block))
             self._attached_program = block
-        self._pool.tell("module", call(INSTALLING, "install", packed.data, packed.placements, examine))
+        self._pool.tell(
+            "module", call(INSTALLING, "install", packed.data, packed.placements, self._shared.read_only, examine)
+        )
         for topic in ("hooks", "weights", "direction", "batch"):
             self._pool.tell_again(topic)
         for child in self._pool.children.values():

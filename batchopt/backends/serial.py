@@ -11,7 +11,7 @@ import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
 from batchopt.errors import WorkerError
-from batchopt.snapshot import Snapshot
+from batchopt.program import snapshot_of, tensors_of_f
 from batchopt.threads import torch_threads
 from batchopt_workers.batch import Batch
 from batchopt_workers.draws import draws_kept
@@ -37,8 +37,9 @@ class SerialBackend(Backend):
             except Exception as error:
                 raise WorkerError(0, type(error).__name__, str(error), range(0), "running precode") from error
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
-        self._snapshot = Snapshot({"module": setup.program.module})
+        self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        self._make_watch()
         self._examined = False  # whether an evaluation has shown which constants a forward writes
         self._rows = self._make_rows(1)
 
@@ -62,7 +63,7 @@ class SerialBackend(Backend):
 
     def _make_watch(self) -> None:
         variable = (*self._setup.parameters, *self._setup.buffers.tensors)
-        self._evaluator.watch = Watch(self._setup.program.module, (), variable)
+        self._evaluator.watch = Watch(self._setup.program.module, tensors_of_f(self._snapshot), variable)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
@@ -70,7 +71,7 @@ class SerialBackend(Backend):
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         self._evaluator.batch, self._evaluator.weights = prepared.batch, weights
         if not self._snapshot.holds():
-            self._snapshot = Snapshot({"module": self._setup.program.module})
+            self._snapshot = snapshot_of(self._setup.program, hooks=False)
             self._make_watch()
             if self._rows.changes != self._setup.buffers.size:
                 self._rows = self._make_rows(len(self._rows))

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt_workers.batch import Batch, map_tensors
-from batchopt_workers.buffers import Place, compact, tensors_of
+from batchopt_workers.buffers import Place, tensors_of
+from batchopt_workers.packing import copy_into
 
 
 class StateWritten(Exception):
@@ -111,7 +112,7 @@ class Watch:
                     if constant.tensor.grad_fn is not None:
                         constant.tensor.detach_()
                     if not _same(constant.tensor, original):
-                        compact(constant.tensor).copy_(compact(original))
+                        copy_into(constant.tensor, original)
         for _, buffers, name in self._none:
             buffers[name] = None
 
