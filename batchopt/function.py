@@ -199,7 +199,7 @@ class BatchFunction(Workforce):
             with self._without_hooks():
                 raise explain(self._backend, self._plan.cut, numbering, self._next_number, self._history)
         self._reduced = whole.losses
-        return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64)
+        return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
         """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all

@@ -15,8 +15,8 @@ from batchopt.backends import Backend, Setup, start_backend
 from batchopt.errors import WorkerError, WorkerStartError
 from batchopt.history import History
 from batchopt.ownership import exclusive
-from batchopt.settings import Settings
 from batchopt.program import check_trained
+from batchopt.settings import Settings
 from batchopt.state import State
 from batchopt_workers.evaluate import Program
 from batchopt_workers.module_hooks import module_hooks

@@ -23,22 +23,19 @@ class Likelihood(nn.Module):
         self.noise = nn.Parameter(torch.zeros(1))
 
 
-def mean_square(module: nn.Module, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (module(x) * scale).square().mean()
-
-
 @WORKERS
 def test_parameters_that_a_loss_function_captures(parallelize: int) -> None:
     likelihood = Likelihood()
 
     def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (module(x) * likelihood.noise.exp()).mean()
+        value: torch.Tensor = (module(x) * likelihood.noise.exp()).mean()
+        return value
 
     with pytest.raises(ValueError, match=r"'loss_fn\.likelihood\.noise' is a parameter of shape \(1,\)"):
         BatchOptimizer(nn.Linear(2, 1), loss_fn=loss_fn, parallelize=parallelize)
     both = nn.ModuleDict({"net": nn.Linear(2, 1), "likelihood": likelihood})
-    with BatchOptimizer(both, loss_fn=lambda m, x, y: (m["net"](x) * m["likelihood"].noise.exp()).mean()):
-        pass
+    together: Any = lambda m, x, y: (m["net"](x) * m["likelihood"].noise.exp()).mean()  # noqa: E731
+    BatchOptimizer(both, loss_fn=together).close()
 
 
 @WORKERS

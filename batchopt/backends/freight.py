@@ -37,7 +37,7 @@ def to_bytes(tensor: torch.Tensor) -> Bytes:
 def from_bytes(elements: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The inverse of `to_bytes`: a view, which is only to be read."""
     if not elements.size:  # which NumPy may give any stride
-        return torch.empty(0, dtype=dtype).view([0 if length == -1 else length for length in shape])
+        return torch.empty(0, dtype=dtype, device="cpu").view([0 if length == -1 else length for length in shape])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what came over the network cannot be written
         return torch.from_numpy(elements).view(dtype).view(tuple(shape))

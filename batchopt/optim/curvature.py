@@ -32,7 +32,7 @@ class _Known(NamedTuple):
     def with_pair(self, pair: _Pair, columns: torch.Tensor) -> _Known:
         """`columns`: the older s and y (shape `(2, pairs)`) times the y of `pair`."""
         count = self.pairs
-        sy, yy = torch.zeros(2, count + 1, count + 1, dtype=torch.float64)
+        sy, yy = torch.zeros(2, count + 1, count + 1, dtype=torch.float64, device="cpu")
         sy[:count, :count], yy[:count, :count] = self.sy, self.yy
         sy[:count, count], yy[:count, count] = columns
         yy[count, :count] = columns[1]
@@ -176,7 +176,7 @@ class Curvature:
         kept = pairs[dropped:]
         self._rows[: 2 * len(kept)] = kept.reshape(-1, kept.shape[-1]).to(self._rows)
         sy, yy = (state[key].double().cpu()[dropped:, dropped:] for key in ("sy", "yy"))
-        self._known = _Known(0, sy, yy, torch.zeros(2, len(kept), dtype=torch.float64))
+        self._known = _Known(0, sy, yy, torch.zeros(2, len(kept), dtype=torch.float64, device="cpu"))
         self._pair = self._seen = None
 
 

@@ -116,7 +116,7 @@ class SharedBlock:
         """The memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""
         count = torch.Size(shape).numel()
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def protect(self) -> None:

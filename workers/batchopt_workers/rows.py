@@ -38,7 +38,7 @@ class Rows:
         for i in range(count):
             if block is None:
                 gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=self._device)
-                deltas = torch.empty(changes, dtype=torch.float64)
+                deltas = torch.empty(changes, dtype=torch.float64, device="cpu")
             else:
                 gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)
                 deltas = block.tensor(torch.float64, (changes,), i * stride + split)

@@ -1,0 +1,190 @@
+"""What the caller is in, or has set, when it asks for an evaluation is in force in the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt_workers.torch_settings import TorchSettings
+
+WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
+DATA = torch.linspace(-1, 1, 24).view(8, 3), torch.linspace(0, 1, 8).view(8, 1)
+
+
+class Probing(nn.Module):
+    """Its output depends on what is in force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        made = torch.zeros(1)
+        tiny = torch.tensor([1e-310], dtype=torch.float64, device="cpu") / 2
+        facts = [
+            y.dtype == torch.bfloat16,
+            made.dtype == torch.float64,
+            made.is_meta,
+            not tiny.item(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision() == "medium",
+            torch.is_anomaly_enabled(),
+            not torch.backends.mkldnn.enabled,
+        ]
+        found: torch.Tensor = y + sum(2.0**i for i, fact in enumerate(facts) if fact)
+        return found
+
+
+@contextmanager
+def _set(to: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    to(value)
+    try:
+        yield
+    finally:
+        to(before)
+
+
+AMBIENT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "default device": lambda: torch.device("meta"),
+    "flush denormal": lambda: _set(torch.set_flush_denormal, True, False),
+    "matmul precision": lambda: _set(torch.set_float32_matmul_precision, "medium", "highest"),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+}
+
+
+@WORKERS
+def test_settings_are_those_of_the_moment_of_an_evaluation(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = Probing()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(*DATA)
+        for name, enter in {"nothing": torch.enable_grad, **AMBIENT, "nothing again": torch.enable_grad}.items():
+            with enter():
+                expected = nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
+                assert opt.evaluate().item() == pytest.approx(expected, rel=1e-2 if name == "autocast" else 1e-6), name
+
+
+@WORKERS
+def test_casts_of_parameters_follow_the_parameters(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(*DATA)
+        with torch.autocast("cpu", torch.bfloat16):
+            before = opt.evaluate().item()
+            opt.parameters.mul_(3)
+            after = opt.evaluate().item()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = nn.functional.mse_loss(module(DATA[0]).float(), DATA[1]).item()
+        assert after != before and after == pytest.approx(expected, rel=2e-2)
+
+
+class _Function(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("enter", "name"),
+    [
+        (lambda: torch.autograd.graph.save_on_cpu(), "saved_tensors_hooks"),
+        (_Function, r"_Function \(a TorchFunctionMode\)"),
+        (_Dispatch, r"_Dispatch \(a TorchDispatchMode\)"),
+    ],
+    ids=["saved tensors", "function mode", "dispatch mode"],
+)
+def test_what_cannot_be_carried_is_refused_by_name(enter: Callable[[], Any], name: str) -> None:
+    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(*DATA)
+        before = opt.evaluate()
+        with enter(), pytest.raises(ValueError, match=f"{name} is in force here, and cannot be carried to workers"):
+            opt.evaluate()
+        assert torch.isclose(opt.evaluate(), before)
+    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None) as opt:
+        opt.load(*DATA)
+        with enter():
+            opt.evaluate()
+
+
+def test_settings_are_the_same_after_they_were_sent() -> None:
+    with torch.autocast("cpu", torch.float16), torch.device("cpu"), torch.autograd.set_detect_anomaly(True, False):
+        settings = TorchSettings.current()
+    assert TorchSettings.current() != settings
+    with settings.contexts():
+        assert TorchSettings.current() == settings
+
+
+@WORKERS
+def test_hooks_that_captured_the_module_see_it_as_it_is(parallelize: int) -> None:
+    module = nn.Linear(3, 1)
+    shared = {"factor": 1.0}
+
+    def prehook(worker: Worker, sample: Sample) -> None:
+        assert parallelize == 1 or worker.module is module
+        shared["factor"] = 2.0  # which the loss reads
+
+    def posthook(worker: Worker, sample: Sample) -> float:
+        return module.weight.sum().item()
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(module(x), y) * shared["factor"]
+
+    with BatchOptimizer(
+        module, loss_fn=loss_fn, prehook=prehook, posthook=posthook, optimizer=None, parallelize=parallelize
+    ) as opt:
+        for _ in range(2):
+            opt.parameters.add_(1)
+            opt.load(*DATA)
+            expected = 2 * nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
+            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)
+            assert set(opt.hook_results) == {module.weight.sum().item()}
+        shared["factor"] = 1.0
+        opt.posthook = lambda worker, sample: shared["factor"]
+        opt.evaluate()
+        assert set(opt.hook_results) == {2.0}
+
+
+def test_a_program_that_cannot_be_sent_any_more_is_named_and_the_one_before_goes_on() -> None:
+    module: Any = nn.Sequential(nn.Linear(3, 1))
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(*DATA)
+        before = opt.evaluate()
+        module[0].generator = (i for i in range(3))
+        with pytest.raises(TypeError, match=r"cannot be sent to worker processes: it captures 'module\.0\.generator'"):
+            opt.load(*DATA)
+        del module[0].generator
+        opt.load(*DATA)
+        assert torch.isclose(opt.evaluate(), before)
+
+
+def test_hooks_that_only_a_worker_has_are_not_lost_without_a_word() -> None:
+    def give_hook(worker: Worker) -> None:
+        assert worker.module is not None
+        worker.module.register_forward_hook(lambda module, inputs, output: output * 0)
+
+    module = nn.Linear(3, 1)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.run_on_workers(give_hook)
+        opt.load(*DATA)
+        opt.evaluate()
+        module.beta = torch.ones(1)
+        with pytest.raises(WorkerError, match=r"hooks were registered on `worker\.module` in this worker"):
+            opt.load(*DATA)
+            opt.evaluate()
