@@ -151,6 +151,11 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
+def _start(parameters: list[torch.nn.Parameter]) -> int:
+    """The address of the first element."""
+    return next((parameter.data_ptr() for parameter in parameters if parameter.numel()), 0)
+
+
 def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     """Make the trainable parameters of `module` views of one vector, keeping their values.
 
@@ -161,7 +166,7 @@ def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     parameters = [parameter for _, parameter in named]
     dtype, device = parameters[0].dtype, parameters[0].device
     layout = Layout.of(named, dtype)
-    before = _living.get(parameters[0].untyped_storage().data_ptr())
+    before = _living.get(_start(parameters))
     if before is not None and before.layout == layout and before.holds(parameters):
         return before, parameters
     block = None
@@ -175,5 +180,5 @@ def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
             view.copy_(parameter)
             parameter.data = view
     flat = Flat(layout, vector, block)
-    _living[vector.untyped_storage().data_ptr()] = flat
+    _living[_start(parameters)] = flat
     return flat, parameters
