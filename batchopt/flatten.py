@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import Counter
 from typing import NamedTuple
@@ -62,6 +63,19 @@ class Flat:
         self._forms = [(self._base + slot.offset * step if slot.numel else 0, slot.shape) for slot in layout.slots]
         # the storages that parameters were given, each of one parameter alone; not kept alive, to see who else does
         self._given: dict[int, StorageWeakRef] = {}
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def enter(self, user: object) -> None:
+        """X has to be memory that workers can map for as long as `user` is there, or until it leaves."""
+        if self.block is not None:
+            self.block.make_shared()
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """`user` needs no workers any more: if nobody does, X is memory of this process alone, at the same address."""
+        self._users.discard(user)
+        if self.block is not None and not self._users:
+            self.block.make_private()
 
     def bind(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make those of `parameters` that are not the views of X that they should be so, whatever they hold."""
@@ -72,7 +86,7 @@ class Flat:
         for i in which:
             parameters[i].data = views[i]
             if self.block is not None:
-                self._given[i] = StorageWeakRef(views[i].untyped_storage())
+                self._given[i] = StorageWeakRef(views[i].untyped_storage())  # type: ignore[no-untyped-call]
 
     def _strayed(self, parameters: list[torch.nn.Parameter]) -> list[int]:
         """Those that are not the view of X that they were made; in less than a microsecond each."""
@@ -161,6 +175,8 @@ def _form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> s
 
 
 _living: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
+if hasattr(os, "register_at_fork"):  # a fork's parameters are its own; workers of its own could not map them
+    os.register_at_fork(after_in_child=_living.clear)
 
 
 def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -281,6 +297,7 @@ def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     block = None
     if device.type == "cpu":
         block = SharedBlock.create(layout.size * dtype.itemsize)
+        block.keep_apart()
         vector = block.tensor(dtype, (layout.size,))
     else:
         vector = torch.empty(layout.size, dtype=dtype, device=device)

@@ -36,6 +36,7 @@ class State:
         self._report = Report(settings.verbose)
         self._module = module
         self._flat, self._params = flatten(module)
+        self._flat.enter(self)
         self._places = places(module, self._params)
         self._grad = torch.zeros_like(self._flat.vector)
         self._grad_views = self._flat.layout.views(self._grad)

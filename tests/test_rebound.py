@@ -19,7 +19,8 @@ Y = torch.linspace(0, 1, 20).view(10, 2)
 WORKERS = [1, 2]
 
 
-def net() -> nn.Sequential:
+def net() -> Any:
+    """A module whose layers are named by their index."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
@@ -66,7 +67,7 @@ def test_a_loop_that_rebinds_is_the_plain_one(workers: int) -> None:
                 parameter.data = parameter.data - 0.3 * parameter.grad
             plain.zero_grad()
             expected = nn.functional.mse_loss(plain(X), Y)
-            expected.backward()
+            expected.backward()  # type: ignore[no-untyped-call]
             for parameter in plain.parameters():
                 assert parameter.grad is not None
                 parameter.data = parameter.data - 0.3 * parameter.grad
@@ -146,9 +147,19 @@ def test_other_ways_of_rebinding_are_taken_over(workers: int) -> None:
         assert is_x(opt)
 
 
+def first_sum(module: Any, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    found: torch.Tensor = module[0].sum() * inputs.mean()
+    return found
+
+
+def of_the_first_three(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = (module[:3](inputs) - targets).square().mean()
+    return found
+
+
 def test_parameters_may_change_places() -> None:
     module = nn.ParameterList([torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)])
-    with BatchOptimizer(module, loss_fn=lambda m, x, y: m[0].sum() * x.mean(), optimizer=None) as opt:
+    with BatchOptimizer(module, loss_fn=first_sum, optimizer=None) as opt:
         a, b, c = module
         a.data, b.data, c.data = b.data, c.data, a.data
         assert opt.parameters.tolist() == [1] * 3 + [2] * 3 + [0] * 3
@@ -221,8 +232,8 @@ def test_a_closed_one_leaves_the_module_alone() -> None:
 # ---- what cannot be taken over
 
 
-def tied() -> nn.Sequential:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(3, 3))
+def tied() -> Any:
+    module: Any = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(3, 3))
     module[3].weight = module[0].weight  # used by nothing: which terms f has does not matter here
     return module
 
@@ -277,7 +288,7 @@ def test_what_cannot_be_taken_over_is_an_error_at_once(
     change: Callable[[Any], object], message: str, call: Callable[[BatchOptimizer], object]
 ) -> None:
     module = tied()
-    with BatchOptimizer(module, loss_fn=lambda m, x, y: (m[:3](x) - y).square().mean(), optimizer=None) as opt:
+    with BatchOptimizer(module, loss_fn=of_the_first_three, optimizer=None) as opt:
         opt.load(X, Y)
         change(module)
         with pytest.raises(BatchoptError, match=message):
@@ -321,6 +332,6 @@ def test_a_tensor_that_views_the_old_memory_is_not_written(workers: int) -> None
 def test_x_that_is_moved_itself_is_an_error() -> None:
     with build(net()) as opt:
         opt.load(X, Y)
-        opt.parameters.share_memory_()
+        opt.parameters.share_memory_()  # type: ignore[no-untyped-call]
         with pytest.raises(BatchoptError, match=r"`parameters` was given other memory"):
             opt.evaluate()

@@ -45,7 +45,8 @@ class Constants:
 
     def __init__(self, module: torch.nn.Module, packed: Packed, block: SharedBlock) -> None:
         """Put all tensors of the packed program into `block`."""
-        self._module = module
+        self._module, self._block = module, block
+        block.keep_apart()
         placed = {id(t): view for t, view in zip(packed.tensors, packed.place(block), strict=True)}
         self._views = {key: placed[id(tensor)] for key, tensor in constants(self._module) if id(tensor) in placed}
         self._bind()
@@ -68,3 +69,7 @@ class Constants:
                 check_form(key, tensor, view.shape, view.dtype)
                 view.copy_(tensor)
         self._bind()
+
+    def close(self) -> None:
+        """The workers are gone: the tensors stay where they are, in memory of this process alone."""
+        self._block.make_private()

@@ -381,3 +381,4 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         self._pool.close()
+        self._constants.close()

@@ -12,11 +12,11 @@ from batchopt.optim.vector import Vector, _whole
 
 def numbered(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """The same, with the numbers from 0 on as elements."""
+    start = 0
     with torch.no_grad():
-        for i, part in enumerate(
-            torch.arange(sum(p.numel() for p in parameters)).split([p.numel() for p in parameters])
-        ):
-            parameters[i].copy_(part.view_as(parameters[i]))
+        for parameter in parameters:
+            parameter.copy_(torch.arange(start, start + parameter.numel()).view_as(parameter))
+            start += parameter.numel()
     return parameters
 
 
