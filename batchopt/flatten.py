@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from batchopt.errors import BatchoptError
 from batchopt_workers.layout import Layout
+from batchopt_workers.mapping import forget_copies
 from batchopt_workers.memory import SharedBlock
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -160,7 +161,9 @@ class Flat:
         return True
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`; `follow`s them."""
+        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`;
+        `follow`s them."""
+        forget_copies()
         ours = {id(parameter) for parameter in parameters}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in ours:

@@ -226,22 +226,29 @@ def test_a_child_of_a_child() -> None:
         assert values(module) == before
 
 
-def test_a_fork_leaves_nothing_in_this_process() -> None:
+def test_children_have_one_copy_in_common_until_a_step_begins() -> None:
     module = Net()
 
-    def mapped() -> int:
-        return len(Path("/proc/self/maps").read_text().splitlines())
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
 
-    with build(module, 1) as opt:
+    with build(module, 2) as opt:
         opt.step(X, Y)
-        Child(lambda: None).said()
-        gc.collect()
-        descriptors, before = len(os.listdir("/proc/self/fd")), mapped()
+        before, found = descriptors(), values(module)
         for _ in range(20):
-            Child(lambda: None).said()
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) == descriptors
-        assert mapped() < before + 20
+            assert Child(lambda: (overwrite(module), values(module))[1]).said().count("7.0") == 15
+            copies = dict(mapping._copies)
+            assert Child(lambda: values(module)).said() == repr(found)
+            assert mapping._copies == copies
+        assert len(mapping._copies) == 2  # of X, and of what is frozen
+        assert descriptors() == before
+        module.get_buffer("offset").fill_(1.0)
+        assert Child(lambda: values(module)).said() == repr(values(module))
+        opt.load(X, Y)
+        assert not mapping._copies
+        Child(lambda: None).said()
+    assert not mapping._copies
 
 
 def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Where the system can move memory, and where it cannot."""
     libc = mapping._libc()
     if request.param == "copied":
-        without = SimpleNamespace(mmap=libc.mmap, munmap=libc.munmap)
+        without = SimpleNamespace(mmap=libc.mmap, munmap=libc.munmap, memcmp=libc.memcmp)
         monkeypatch.setattr(mapping, "_libc", lambda: without)
     elif not hasattr(libc, "mremap"):
         pytest.skip("memory cannot be moved here")

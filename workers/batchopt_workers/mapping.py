@@ -31,6 +31,7 @@ def _libc() -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
     libc.munmap.argtypes = (pointer, size)
+    libc.memcmp.argtypes = (pointer, pointer, size)
     if hasattr(libc, "mremap"):
         libc.mremap.argtypes, libc.mremap.restype = (pointer, size, size, number, pointer), pointer
     return libc
@@ -69,15 +70,17 @@ def make_private(mapping: mmap.mmap, fd: int) -> None:
     """Replace a shared mapping of the file `fd`, which nobody else may be using, by memory of this process; it takes a piece
     more than there was, since the file is emptied on the way."""
     start, nbytes = address_of(mapping), len(mapping)
-    for offset in reversed(range(0, nbytes, _PIECE)):
-        length = min(_PIECE, nbytes - offset)
-        try:
-            _move(_copy(start + offset, length), length, start + offset)
-        except OSError:  # no memory: the rest stays the file's, until a page of it is written
-            _checked(_libc().mmap(start, offset + length, _WRITABLE, mmap.MAP_PRIVATE | _FIXED, fd, 0))
-            break
-        os.ftruncate(fd, offset)
-    _shared.pop(start, None)
+    with _lock:
+        _forget(start)
+        for offset in reversed(range(0, nbytes, _PIECE)):
+            length = min(_PIECE, nbytes - offset)
+            try:
+                _move(_copy(start + offset, length), length, start + offset)
+            except OSError:  # no memory: the rest stays the file's, until a page of it is written
+                _checked(_libc().mmap(start, offset + length, _WRITABLE, mmap.MAP_PRIVATE | _FIXED, fd, 0))
+                break
+            os.ftruncate(fd, offset)
+        _shared.pop(start, None)
 
 
 def make_shared(mapping: mmap.mmap, fd: int) -> None:
@@ -94,8 +97,11 @@ def make_shared(mapping: mmap.mmap, fd: int) -> None:
 # Mappings, by address, that tensors of the user view and that a child must not have in common with this process: those
 # are alive for as long as such a tensor.
 _shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-# Of each thread that forks, the mappings and their copies.
-_copies: dict[int, list[tuple[mmap.mmap, int]]] = {}
+# Of such mappings, by address, copies for children, and their length: processes that are forked one after the other have
+# the pages of one copy in common, until one writes them.
+_copies: dict[int, tuple[int, int]] = {}
+# Held while copies are made and given back, and while this process forks.
+_lock = threading.RLock()
 
 
 def keep_apart(mapping: mmap.mmap) -> None:
@@ -108,44 +114,69 @@ def is_shared(mapping: mmap.mmap) -> bool:
     return _shared.get(address_of(mapping)) is mapping
 
 
+def forget_copies() -> None:
+    """Give back the copies that were made for the last fork, which a next one could have: what is shared will change."""
+    if _copies and _lock.acquire(blocking=False):
+        try:
+            for address in [*_copies]:
+                _forget(address)
+        finally:
+            _lock.release()
+
+
+def _forget(address: int) -> None:
+    copy, nbytes = _copies.pop(address, (0, 0))
+    if copy:
+        _libc().munmap(copy, nbytes)
+
+
+def _mappings() -> list[mmap.mmap]:
+    return [mapping for reference in _shared.valuerefs() if (mapping := reference()) is not None]
+
+
 def _before_fork() -> None:
     """Make the copies: after the fork this process may go on writing before the child has read."""
-    copies = _copies[threading.get_ident()] = []
-    for reference in _shared.valuerefs():
-        if (mapping := reference()) is not None and (copy := _copied(mapping)) is not None:
-            copies.append((mapping, copy))
+    _lock.acquire()
+    for address in [*_copies]:
+        if address not in _shared:
+            _forget(address)
+    for mapping in _mappings():
+        _copy_for_child(address_of(mapping), len(mapping))
 
 
-def _copied(mapping: mmap.mmap) -> int | None:
+def _copy_for_child(address: int, nbytes: int) -> None:
+    copy, copied = _copies.get(address, (0, 0))
+    if copied == nbytes and not _libc().memcmp(copy, address, nbytes):
+        return
+    _forget(address)
     free = free_memory()
     try:
-        if free is not None and len(mapping) > free:  # the kernel would promise it, and kill for it later
+        if free is not None and nbytes > free:  # the kernel would promise it, and kill for it later
             raise OSError(f"{free / 1e6:.1f} MB are free")
-        return _copy(address_of(mapping), len(mapping))
+        _copies[address] = _copy(address, nbytes), nbytes
     except OSError as error:
         warnings.warn(
-            f"{len(mapping) / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could not "
-            f"be had ({error}): the process that is forked here shares them with this one, and must not write them; fork it "
-            "before the BatchOptimizer is built or after it is closed, or give the machine or the container more memory",
+            f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could not be had "
+            f"({error}): the process that is forked here shares them with this one, and must not write them; fork it before "
+            "the BatchOptimizer is built or after it is closed, or give the machine or the container more memory",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-        return None
 
 
 def _after_fork_in_parent() -> None:
-    for mapping, copy in _copies.pop(threading.get_ident(), ()):
-        _libc().munmap(copy, len(mapping))
+    _lock.release()
 
 
 def _after_fork_in_child() -> None:
-    for mapping, copy in _copies.pop(threading.get_ident(), ()):
-        _move(copy, len(mapping), address_of(mapping))
-    for copies in _copies.values():  # of threads that forked at the same time, and are not here
-        for mapping, copy in copies:
-            _libc().munmap(copy, len(mapping))
-    _copies.clear()
+    for mapping in _mappings():
+        copy, nbytes = _copies.pop(address_of(mapping), (0, 0))
+        if copy:
+            _move(copy, nbytes, address_of(mapping))
+    for address in [*_copies]:
+        _forget(address)
     _shared.clear()
+    _lock.release()
 
 
 if hasattr(os, "register_at_fork"):
