@@ -229,6 +229,10 @@ def test_a_child_of_a_child() -> None:
 def test_children_have_one_copy_in_common_until_a_step_begins() -> None:
     module = Net()
 
+    def write() -> object:
+        overwrite(module)
+        return values(module)
+
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
@@ -237,7 +241,7 @@ def test_children_have_one_copy_in_common_until_a_step_begins() -> None:
         opt.step(X, Y)
         before, found = descriptors(), values(module)
         for _ in range(20):
-            assert Child(lambda: (overwrite(module), values(module))[1]).said().count("7.0") == 15
+            assert Child(write).said().count("7.0") == 15
             copies = dict(mapping._copies)
             assert Child(lambda: values(module)).said() == repr(found)
             assert mapping._copies == copies
