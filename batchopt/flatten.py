@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import weakref
 from collections import Counter
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from batchopt.errors import BatchoptError
 from batchopt_workers.layout import Layout
+from batchopt_workers.mapping import forget_copies
 from batchopt_workers.memory import SharedBlock
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Place(NamedTuple):
+    """Where a module registers a parameter of X: `owner._parameters[key]`; `name` is what the whole module calls it."""
+
+    owner: torch.nn.Module
+    key: str
+    name: str
+    parameter: torch.nn.Parameter
+
+
+def places(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Place]:
+    """All places of `parameters`; of a tied one each."""
+    ours = {id(parameter) for parameter in parameters}
+    return [
+        Place(owner, key, f"{prefix}.{key}" if prefix else key, parameter)
+        for prefix, owner in module.named_modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and id(parameter) in ours
+    ]
+
+
+def check_places(places: list[Place]) -> None:
+    """Raise `BatchoptError` unless each parameter still is the object that it was."""
+    for owner, key, name, parameter in places:
+        if owner._parameters.get(key) is not parameter:
+            raise BatchoptError(
+                f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "
+                "module.to(device)), since this BatchOptimizer was built: keep the Parameter and give it values (p.copy_ under "
+                "torch.no_grad(), p.data = ..., load_state_dict without assign), or build a new BatchOptimizer"
+            )
 
 
 class Flat:
@@ -23,35 +59,127 @@ class Flat:
         self.layout = layout
         self.vector = vector
         self.block = block
+        self._base = vector.data_ptr()
+        step = vector.element_size()
+        self._forms = [(self._base + slot.offset * step if slot.numel else 0, slot.shape) for slot in layout.slots]
+        # the storages that parameters were given, each of one parameter alone; not kept alive, to see who else does
+        self._given: dict[int, StorageWeakRef] = {}
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def enter(self, user: object) -> None:
+        """X has to be memory that workers can map for as long as `user` is there, or until it leaves."""
+        if self.block is not None:
+            self.block.make_shared()
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """`user` needs no workers any more: if nobody does, X is memory of this process alone, at the same address."""
+        self._users.discard(user)
+        if self.block is not None and not self._users:
+            self.block.make_private()
+
+    def bind(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Make those of `parameters` that are not the views of X that they should be so, whatever they hold."""
+        if strayed := self._strayed(parameters):
+            self._bind(parameters, strayed, self.layout.views(self.vector))
+
+    def _bind(self, parameters: list[torch.nn.Parameter], which: list[int], views: list[torch.Tensor]) -> None:
+        for i in which:
+            parameters[i].data = views[i]
+            if self.block is not None:
+                self._given[i] = StorageWeakRef(views[i].untyped_storage())  # type: ignore[no-untyped-call]
+
+    def _strayed(self, parameters: list[torch.nn.Parameter]) -> list[int]:
+        """Those that are not the view of X that they were made; in less than a microsecond each."""
+        dtype = self.layout.dtype
+        return [
+            i
+            for i, (p, (address, shape)) in enumerate(zip(parameters, self._forms, strict=True))
+            if p.data_ptr() != address or p.dtype is not dtype or p.shape != shape or not p.is_contiguous()
+        ]
 
     def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Whether each of `parameters` still is the view of X that it was made."""
-        step = self.vector.element_size()
-        base = self.vector.data_ptr()
-        return all(
-            p.shape == slot.shape
-            and p.dtype == self.vector.dtype
-            and (not slot.numel or (p.is_contiguous() and p.data_ptr() == base + slot.offset * step))
-            for p, slot in zip(parameters, self.layout.slots, strict=True)
-        )
+        return not self._strayed(parameters)
+
+    def follow(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
+        """Take over into X what parameters hold that were given other memory (p.data = ...), and make them views of X
+        again.
+
+        Raises `BatchoptError` for one of another shape, dtype or device, over memory of another tensor of `module`, or
+        whose place in X a tensor still views that was made before; X and the values of parameters are untouched then.
+        """
+        if self.vector.data_ptr() != self._base:
+            raise BatchoptError(
+                "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory that "
+                "workers read; send a clone of it, and build a new BatchOptimizer"
+            )
+        if strayed := self._strayed(parameters):
+            self._take_over(module, parameters, strayed)
+
+    def _take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], strayed: list[int]) -> None:
+        slots, device = self.layout.slots, self.vector.device
+        for i in strayed:
+            was = slots[i].shape, self.layout.dtype, device
+            now = tuple(parameters[i].shape), parameters[i].dtype, parameters[i].device
+            if was != now:
+                raise BatchoptError(
+                    f"parameter '{slots[i].name}' was {_form(*was)} when this BatchOptimizer was built, and is now "
+                    f"{_form(*now)}: give it values of that kind (p.data = ..., p.copy_ under torch.no_grad()), or build "
+                    "a new BatchOptimizer"
+                )
+        try:
+            _check_memory([(slot.name, p) for slot, p in zip(slots, parameters, strict=True)], module)
+        except ValueError as error:
+            raise BatchoptError(f"parameters were given other memory, and {error}") from None
+        for i in strayed:  # they may have changed places among each other
+            parameters[i].data = parameters[i].data.clone()
+        for i in strayed:
+            if self._is_viewed(i):
+                raise BatchoptError(
+                    f"parameter '{slots[i].name}' was given other memory (p.data = ...), and another tensor still views "
+                    "that which it had, which is a part of X and would change: keep a clone instead (p.data.clone(), "
+                    "copy.deepcopy(module.state_dict())), or delete it first; p.copy_ under torch.no_grad() needs neither"
+                )
+        views = self.layout.views(self.vector)
+        for i in strayed:
+            views[i].copy_(parameters[i].data)
+        self._bind(parameters, strayed, views)
+
+    def _is_viewed(self, i: int) -> bool:
+        """Whether there are tensors over the storage that parameter `i` had, and it still lies in X."""
+        given = self._given.get(i)
+        if given is None:
+            return False
+        for collected in (False, True):
+            storage = torch.UntypedStorage._new_with_weak_ptr(given.cdata)
+            if storage is None or storage.data_ptr() != self._forms[i][0]:
+                return False
+            del storage
+            if not collected:
+                gc.collect()  # nobody may have it but garbage
+        return True
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`, where they were
-        put."""
+        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`;
+        `follow`s them."""
+        forget_copies()
         ours = {id(parameter) for parameter in parameters}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in ours:
                 raise BatchoptError(
                     f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
                 )
-        if not self.holds(parameters):
-            raise BatchoptError(
-                "a parameter was moved or given other memory after set-up (module.to, p.data = ...): "
-                "build a new BatchOptimizer"
-            )
+        self.follow(module, parameters)
+
+
+def _form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{shape} {dtype} on {device}"
 
 
 _living: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
+if hasattr(os, "register_at_fork"):  # a fork's parameters are its own; workers of its own could not map them
+    os.register_at_fork(after_in_child=_living.clear)
 
 
 def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -151,6 +279,11 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
+def _start(parameters: list[torch.nn.Parameter]) -> int:
+    """The address of the first element."""
+    return next((parameter.data_ptr() for parameter in parameters if parameter.numel()), 0)
+
+
 def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     """Make the trainable parameters of `module` views of one vector, keeping their values.
 
@@ -161,19 +294,20 @@ def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     parameters = [parameter for _, parameter in named]
     dtype, device = parameters[0].dtype, parameters[0].device
     layout = Layout.of(named, dtype)
-    before = _living.get(parameters[0].untyped_storage().data_ptr())
+    before = _living.get(_start(parameters))
     if before is not None and before.layout == layout and before.holds(parameters):
         return before, parameters
     block = None
     if device.type == "cpu":
         block = SharedBlock.create(layout.size * dtype.itemsize)
+        block.keep_apart()
         vector = block.tensor(dtype, (layout.size,))
     else:
         vector = torch.empty(layout.size, dtype=dtype, device=device)
     with torch.no_grad():
         for parameter, view in zip(parameters, layout.views(vector), strict=True):
             view.copy_(parameter)
-            parameter.data = view
     flat = Flat(layout, vector, block)
-    _living[vector.untyped_storage().data_ptr()] = flat
+    flat.bind(parameters)
+    _living[_start(parameters)] = flat
     return flat, parameters

@@ -40,7 +40,10 @@ class BatchOptimizer(Curved):
     """Evaluates `criterion(module(inputs), targets)` and its gradient over whole batches on `parallelize` workers.
 
     Args:
-        module: its trainable parameters become views of one vector, `parameters`.
+        module: its trainable parameters become views of one vector, `parameters`. Tensors that viewed their memory before
+            (`p.data`, `p.detach()`) are no part of it. One that is given other memory later (`p.data = ...`) is copied
+            into it at the next call; `BatchoptError` if it has another shape, dtype or device, is another Parameter
+            (`load_state_dict(assign=True)`), or a tensor still views the memory that it had.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
         optimizer: `"lbfgs"`, the default, `"cg"` or `"ssbroyden"` for those of batchopt; the name of another class of
             `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to only
@@ -167,6 +170,7 @@ class BatchOptimizer(Curved):
                 samples = past.samples + self._loaded().size
                 self._history = replace(past, batches=past.batches + 1, samples=samples)
         except BaseException:
+            self._flat.bind(self._params)
             self._undo.back()
             raise
         return self.output
@@ -280,11 +284,12 @@ class BatchOptimizer(Curved):
 
         Equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
-        return self._history.fingerprint(self._flat.vector)
+        return self._history.fingerprint(self.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step and the weights
         of the terms; no code."""
+        self._follow()
         return {
             "module": self._module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,

@@ -13,7 +13,7 @@ import torch
 from batchopt.backends import Backend, Meanwhile, WorkerInfo
 from batchopt.batches import Readings
 from batchopt.errors import BatchoptError
-from batchopt.flatten import flatten
+from batchopt.flatten import check_places, flatten, places
 from batchopt.history import History
 from batchopt.ownership import Owner
 from batchopt.plan import Plan
@@ -36,6 +36,8 @@ class State:
         self._report = Report(settings.verbose)
         self._module = module
         self._flat, self._params = flatten(module)
+        self._flat.enter(self)
+        self._places = places(module, self._params)
         self._grad = torch.zeros_like(self._flat.vector)
         self._grad_views = self._flat.layout.views(self._grad)
         self._buffers = StepBuffers(module)
@@ -60,8 +62,16 @@ class State:
         return settings.readings(self._flat.vector.device if not settings.alone else None)
 
     def _check_open(self) -> None:
+        """From here on X is what the module has. Raises `BatchoptError` after `close`, and if that cannot be."""
         if self._closed:
             raise BatchoptError("this BatchOptimizer was closed: build a new one")
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have in X what the module's parameters are now, whatever memory they were given; until `close`."""
+        if not self._closed:
+            check_places(self._places)
+            self._flat.follow(self._module, self._params)
 
     def _loaded(self) -> Batch:
         self._check_open()
@@ -78,7 +88,12 @@ class State:
     @property
     def parameters(self) -> torch.Tensor:
         """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
-        ways."""
+        ways.
+
+        A parameter that was given other memory (`p.data = ...`) is copied into X and is a view of it again, here and with
+        every other call. Raises `BatchoptError` where that cannot be: see `BatchOptimizer`.
+        """
+        self._follow()
         return self._flat.vector
 
     @property

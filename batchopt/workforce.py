@@ -181,12 +181,14 @@ class Workforce(State):
 
     @exclusive
     def close(self) -> None:
-        """End the workers. The module keeps its parameters; any number of times."""
+        """End the workers. The module keeps its parameters, in memory of this process alone unless another optimizer
+        shares them; any number of times."""
         if not self._closed:
             self._closed = True
             self._end_step()
             self._report.close()
             self._backend.close()
+            self._flat.leave(self)
 
     def __enter__(self: Self) -> Self:
         self._check_open()

@@ -302,7 +302,7 @@ def test_what_cannot_be_evaluated_is_refused(case: Case, started: list[BaseProce
 
 
 def replaced(module: nn.Module) -> None:
-    module.get_parameter("first.weight").data = torch.zeros(9, 6)
+    module.get_parameter("first.weight").data = torch.zeros(8, 6)
 
 
 def other_parameter(module: nn.Module) -> None:
@@ -310,9 +310,12 @@ def other_parameter(module: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "34 moved": (lambda module: module.double(), r"was moved or given other memory .*: build a new BatchOptimizer"),
-    "34 other memory": (replaced, r"was moved or given other memory after set-up \(module\.to, p\.data"),
-    "34 another parameter": (other_parameter, r"'first\.bias' was frozen, or another, when .*: build a new one"),
+    "34 cast": (
+        lambda module: module.double(),
+        r"'first\.weight' was .*float32 .* is now .*float64 .*: give it values",
+    ),
+    "34 another shape": (replaced, r"'first\.weight' was \(9, 6\) .* is now \(8, 6\)"),
+    "34 another parameter": (other_parameter, r"'first\.bias' was replaced, or taken out .*: keep the Parameter"),
 }
 
 

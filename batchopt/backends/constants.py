@@ -65,11 +65,11 @@ class SharedProgram:
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
         self._program, self._parameters = program, parameters
-        self.block: SharedBlock
-        self.packed: Packed
+        self.packed = pack_program(program, parameters)
+        self.block = _new_block(self.packed)
         self.read_only: tuple[int, ...]  # the tensors, by their place among the packed ones, that f depends on
         self._constants: list[_Constant] = []
-        self._take(pack_program(program, parameters))
+        self._take(self.packed)
 
     def follow(self, program: Program) -> bool:
         """Take over what the user has changed since, in `program` or in what it refers to; the workers must be idle.
@@ -81,14 +81,20 @@ class SharedProgram:
         self._program = program
         if unchanged and self._refresh():
             return False
-        packed, block = pack_program(program, self._parameters), self.block
+        packed, before = pack_program(program, self._parameters), self.block
         same = packed.data == self.packed.data and packed.placements == self.packed.placements
+        if packed.placements != self.packed.placements or self._have_moved(packed):
+            self.block = _new_block(packed)
         self._take(packed)
-        return not same or self.block is not block
+        if self.block is not before:
+            before.make_private()  # the user may have a tensor there that is no part of the program any more
+        return not same or self.block is not before
+
+    def close(self) -> None:
+        """The workers are gone: the tensors stay where they are, in memory of this process alone."""
+        self.block.make_private()
 
     def _take(self, packed: Packed) -> None:
-        if not self._constants or packed.placements != self.packed.placements or self._have_moved(packed):
-            self.block = SharedBlock.create(packed.nbytes)
         self.packed = packed
         bound = {id(constant.tensor) for constant in self._constants if constant.bound}
         can_be_bound = _alone(self._program.module, bound)
@@ -123,6 +129,12 @@ class SharedProgram:
                     if constant.bound:
                         constant.tensor.data = constant.view
         return True
+
+
+def _new_block(packed: Packed) -> SharedBlock:
+    block = SharedBlock.create(packed.nbytes)
+    block.keep_apart()
+    return block
 
 
 def _alone(module: torch.nn.Module, bound: Collection[int]) -> set[int]:

@@ -426,3 +426,4 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         self._pool.close()
+        self._shared.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -14,23 +15,34 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
-def _lie_together(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they are parts of one piece of memory, each next to the one before."""
-    first = tensors[0]
-    end = first.data_ptr()
-    for tensor in tensors:
+def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """All elements in one row, where they are: None unless each lies next to the one before.
+
+    In main memory an address is enough, whatever storages it belongs to; elsewhere they must be parts of one storage. The
+    row is good for as long as `tensors` are.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return None
+    first, on_cpu = filled[0], filled[0].device.type == "cpu"
+    start = end = first.data_ptr()
+    for tensor in filled:
         alike = (
-            tensor.dtype == first.dtype and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            tensor.dtype is first.dtype and tensor.is_contiguous() and not tensor.is_complex() and not tensor.is_neg()
         )
-        if not alike or not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.is_complex():
-            return False
+        if not alike or tensor.data_ptr() != end:
+            return None
+        if not on_cpu and tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
         end += tensor.nbytes
-    return True
+    if on_cpu:
+        return torch.frombuffer((ctypes.c_char * (end - start)).from_address(start), dtype=first.dtype)
+    return first.as_strided(((end - start) // first.element_size(),), (1,))
 
 
 class Vector:
-    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they are views of
-    one, in one go.
+    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they lie as in one,
+    in one go.
 
     `dtype` is that of the vector: the parameters', but single precision at least. Raises `ValueError` for parameters on
     several devices, or of several dtypes.
@@ -60,7 +72,8 @@ class Vector:
 
     def write(self, x: torch.Tensor) -> None:
         """Set the parameters to `x`."""
-        for part, tensor in self._parts([parameter.detach() for parameter in self._parameters], x):
+        tensors = [parameter.detach() for parameter in self._parameters]
+        for part, tensor in self._parts(tensors, x):
             copy(part.view_as(tensor), tensor)
 
     def _gather(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -69,8 +82,7 @@ class Vector:
 
     def _parts(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The parts of `vector` that belong to each of `tensors`; all of it in one part, if they lie together."""
-        if _lie_together(tensors):
-            whole = tensors[0].as_strided((self.size,), (1,))
+        if (whole := _whole(tensors)) is not None:
             return [(vector, whole)]
         parts, start = [], 0
         for tensor in tensors:

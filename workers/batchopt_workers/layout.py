@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -49,5 +51,18 @@ class Layout:
         return torch.promote_types(self.dtype, torch.float32)
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `vector` (shape `(size,)`), each in its slot's shape, sharing its memory."""
-        return [vector[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+        """The parts of `vector` (shape `(size,)`), each in its slot's shape, sharing its memory.
+
+        In main memory each is a storage of its own: to save, pickle or share one of them takes its bytes, not all.
+        """
+        if vector.device.type != "cpu":
+            return [vector[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+        memory = vector.detach().view(torch.uint8).numpy()
+        return [_view(memory, vector.dtype, slot) for slot in self.slots]
+
+
+def _view(memory: npt.NDArray[np.uint8], dtype: torch.dtype, slot: Slot) -> torch.Tensor:
+    if not slot.numel:
+        return torch.empty(slot.shape, dtype=dtype)
+    offset = slot.offset * dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=slot.numel, offset=offset).view(slot.shape)

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch
 
+from batchopt_workers import mapping
 from batchopt_workers.capacity import free_memory
 
 ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
@@ -62,6 +63,26 @@ def _take(fd: int, offset: int, nbytes: int) -> None:
         os.ftruncate(fd, max(os.fstat(fd).st_size, offset + nbytes))
 
 
+def _new_file(nbytes: int, sparse: bool = False) -> int:
+    """The descriptor of a file without a name, of so many zero bytes."""
+    try:
+        fd = anonymous_file()
+    except OSError as error:
+        raise _explained(error, nbytes, free_memory()) from error
+    try:
+        if sparse:
+            os.ftruncate(fd, nbytes)
+        else:
+            _take(fd, 0, nbytes)
+    except (OSError, OverflowError) as error:
+        os.close(fd)
+        raise _explained(error, nbytes, free_memory()) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 class SharedBlock:
     """One mapping of anonymous shared memory, known by its file descriptor alone.
 
@@ -84,16 +105,8 @@ class SharedBlock:
         killing whoever touches a page later; those of a `sparse` one when they are reserved. Raises `OSError` where
         this process may open no more files.
         """
-        nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        fd = _new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE, sparse)
         try:
-            fd = anonymous_file()
-        except OSError as error:
-            raise _explained(error, nbytes, free_memory()) from error
-        try:
-            if sparse:
-                os.ftruncate(fd, nbytes)
-            else:
-                _take(fd, 0, nbytes)
             return cls(fd)
         except (OSError, OverflowError) as error:
             os.close(fd)
@@ -121,13 +134,37 @@ class SharedBlock:
 
     def protect(self) -> None:
         """Forbid this process to write here: to try is SIGSEGV. Does nothing where the C library cannot."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        address = mapping.address_of(self._map)
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), self.nbytes, mmap.PROT_READ)
 
     def discard(self) -> None:
         """Of a private mapping: drop what was written here, and see what the others see."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+    def keep_apart(self) -> None:
+        """From now on a process that is forked from this one has a copy of its own, as at the time of the fork: for
+        memory that tensors of the user view."""
+        mapping.keep_apart(self._map)
+
+    def make_private(self) -> None:
+        """Be memory of this process alone, at the same address: tensors over it stay. For once nobody else uses it; does
+        nothing in a fork, which has its own."""
+        if self._close.alive and mapping.is_shared(self._map):
+            mapping.make_private(self._map, self.fd)
+            self.release()
+
+    def make_shared(self) -> None:
+        """Be memory that others can map again, at the same address. Raises as `create` does."""
+        if self._close.alive:
+            return
+        fd = _new_file(self.nbytes)
+        try:
+            mapping.make_shared(self._map, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd, self._close = fd, weakref.finalize(self, os.close, fd)
 
     def release(self) -> None:
         """Close `fd`; the mapping, and a descriptor of its own, live on for as long as a tensor views it."""

@@ -1,0 +1,330 @@
+"""A forked process has parameters of its own, and so has this one once its optimizer is closed."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer
+from batchopt_workers import mapping
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
+    # Python 3.12 warns of forks in a process that has threads, as torch's have.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+X = torch.linspace(-1, 1, 30).view(10, 3)
+Y = torch.linspace(0, 1, 20).view(10, 2)
+STATES = ["open", "closed", "dropped"]
+
+
+class Net(nn.Module):
+    """With a frozen parameter and a buffer beside those that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("offset", torch.full((2,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x) + self.offset + self.frozen.sum()
+        return found
+
+
+def build(module: nn.Module, workers: int) -> BatchOptimizer:
+    return BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=workers, chunk_size=5)
+
+
+def prepared(module: nn.Module, workers: int, state: str) -> BatchOptimizer | None:
+    """The module after a step; its optimizer is open, closed, or forgotten without that."""
+    opt = build(module, workers)
+    opt.step(X, Y)
+    if state == "closed":
+        opt.close()
+    if state == "dropped":
+        del opt
+        gc.collect()
+        return None
+    return opt
+
+
+def values(module: nn.Module) -> dict[str, list[float]]:
+    return {name: tensor.flatten().tolist() for name, tensor in module.state_dict().items()}
+
+
+def overwrite(module: nn.Module) -> None:
+    """Write every tensor of the module in place."""
+    for tensor in module.state_dict().values():
+        tensor.fill_(7.0)
+
+
+class Child:
+    """A forked process that runs `function`, and what it returned or raised, as text."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._reader, writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                text = repr(function())
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            finally:
+                os.write(writer, text.encode())
+                os._exit(0)
+        os.close(writer)
+
+    def said(self) -> str:
+        """Once it has ended."""
+        with open(self._reader, "rb") as pipe:
+            found = pipe.read().decode()
+        os.waitpid(self._pid, 0)
+        return found
+
+
+each_workers = pytest.mark.parametrize("workers", [1, 2])
+each_state = pytest.mark.parametrize("state", STATES)
+
+
+@each_workers
+@each_state
+def test_what_a_child_writes_is_its_own(workers: int, state: str) -> None:
+    module = Net()
+    opt = prepared(module, workers, state)
+    before = values(module)
+
+    def train() -> object:
+        overwrite(module)
+        return values(module)
+
+    said = Child(train).said()
+    assert said.count("7.0") == 6 + 2 + 5 + 2
+    assert values(module) == before
+    if state == "open":
+        assert opt is not None
+        opt.step(X, Y)
+        assert values(module)["layer.weight"] != before["layer.weight"]
+        opt.close()
+
+
+@each_workers
+@each_state
+def test_a_child_keeps_the_values_of_its_beginning(workers: int, state: str) -> None:
+    module = Net()
+    opt = prepared(module, workers, state)
+    before = values(module)
+    reader, writer = os.pipe()
+
+    def look() -> object:
+        os.close(writer)
+        os.read(reader, 1)  # until this process has written, and closed its end
+        return values(module)
+
+    child = Child(look)
+    if state == "open":
+        assert opt is not None
+        opt.step(X, Y)
+    else:
+        overwrite(module)
+    module.get_buffer("offset").fill_(3.0)
+    os.close(writer)
+    assert child.said() == repr(before)
+    os.close(reader)
+    assert values(module) != before
+    if opt is not None:
+        opt.close()
+
+
+@each_workers
+@each_state
+def test_a_child_may_train_with_workers_of_its_own(workers: int, state: str) -> None:
+    module = Net()
+    opt = prepared(module, workers, state)
+    before = values(module)
+
+    def train() -> object:
+        with build(module, 2) as mine:
+            mine.step(X, Y)
+            mine.step(X, Y)
+        return values(module)
+
+    said = Child(train).said()
+    assert values(module) == before
+    if opt is not None:
+        opt.close()
+    with build(module, 1) as again:
+        again.step(X, Y)
+        again.step(X, Y)
+    assert said == repr(values(module))
+
+
+@each_workers
+def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: int) -> None:
+    module = Net()
+
+    class Samples(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            found = module.get_parameter("layer.weight").detach().clone()
+            overwrite(module)
+            return found
+
+    with build(module, workers) as opt:
+        opt.step(X, Y)
+        before = values(module)
+        loader = torch.utils.data.DataLoader(Samples(), num_workers=2, multiprocessing_context="fork", batch_size=1)
+        found = [batch.flatten().tolist() for batch in loader]
+        assert found[:2] == [before["layer.weight"]] * 2  # the first that each of the two reads
+        process = multiprocessing.get_context("fork").Process(target=overwrite, args=(module,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert values(module) == before
+
+
+def test_a_fork_in_another_thread() -> None:
+    module = Net()
+    with build(module, 1) as opt:
+        opt.step(X, Y)
+        before = values(module)
+        said: list[str] = []
+        thread = threading.Thread(target=lambda: said.append(Child(lambda: overwrite(module)).said()))
+        thread.start()
+        thread.join()
+        assert said == ["None"]
+        assert values(module) == before
+
+
+def test_a_child_of_a_child() -> None:
+    module = Net()
+    with build(module, 1) as opt:
+        opt.step(X, Y)
+        before = values(module)
+
+        def nested() -> object:
+            with build(module, 1) as mine:
+                mine.parameters.fill_(2.0)
+                Child(lambda: overwrite(module)).said()
+                return values(module)["layer.bias"]
+
+        assert Child(nested).said() == "[2.0, 2.0]"
+        assert values(module) == before
+
+
+def test_children_have_one_copy_in_common_until_a_step_begins() -> None:
+    module = Net()
+
+    def write() -> object:
+        overwrite(module)
+        return values(module)
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    with build(module, 2) as opt:
+        opt.step(X, Y)
+        before, found = descriptors(), values(module)
+        for _ in range(20):
+            assert Child(write).said().count("7.0") == 15
+            copies = dict(mapping._copies)
+            assert Child(lambda: values(module)).said() == repr(found)
+            assert mapping._copies == copies
+        assert len(mapping._copies) == 2  # of X, and of what is frozen
+        assert descriptors() == before
+        module.get_buffer("offset").fill_(1.0)
+        assert Child(lambda: values(module)).said() == repr(values(module))
+        opt.load(X, Y)
+        assert not mapping._copies
+        Child(lambda: None).said()
+    assert not mapping._copies
+
+
+def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net()
+    with build(module, 1):
+        before = values(module)
+        monkeypatch.setattr(mapping, "free_memory", lambda: 0)
+        with pytest.warns(
+            RuntimeWarning, match=r"^0\.0 MB for a copy .* \(0\.0 MB are free\): the process that is forked here"
+        ):
+            child = Child(lambda: values(module))
+        assert child.said() == repr(before)
+        assert values(module) == before
+
+
+# ---- after close
+
+
+def shared_mapping(tensor: torch.Tensor) -> bool:
+    """Whether its memory is a part of a file that others may map."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ...(.)", line)
+        assert found is not None
+        if int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16):
+            return found[3] == "s"
+    raise AssertionError("no memory at all")
+
+
+@each_workers
+def test_close_gives_the_module_ordinary_memory(workers: int) -> None:
+    module = Net()
+    opt = build(module, workers)
+    opt.step(X, Y)
+    aliases: dict[str, Any] = {name: tensor.view(-1) for name, tensor in module.state_dict().items()}
+    before = values(module)
+    assert shared_mapping(module.get_parameter("layer.weight"))
+    opt.close()
+    for tensor in module.state_dict().values():
+        assert not shared_mapping(tensor)
+    assert values(module) == before
+    overwrite(module)
+    assert all(alias.eq(7.0).all() for alias in aliases.values())
+    assert opt.parameters.eq(7.0).all()
+    opt.parameters.fill_(2.0)
+    assert values(module)["layer.bias"] == [2.0, 2.0]
+
+
+@each_workers
+def test_memory_is_shared_for_as_long_as_any_optimizer_needs_it(workers: int) -> None:
+    module = Net()
+    one, other = build(module, workers), build(module, 2)
+    one.step(X, Y)
+    one.close()
+    assert shared_mapping(module.get_parameter("layer.weight"))
+    before = other.step(X, Y)
+    assert other.step(X, Y) < before
+    other.close()
+    assert not shared_mapping(module.get_parameter("layer.weight"))
+
+
+@each_workers
+def test_a_new_optimizer_goes_on_with_the_x_of_a_closed_one(workers: int) -> None:
+    module = Net()
+    closed = build(module, 2)
+    first = closed.step(X, Y)
+    closed.close()
+    with build(module, workers) as opt:
+        assert opt.parameters.data_ptr() == closed.parameters.data_ptr()
+        assert opt.step(X, Y) < first
+        with torch.no_grad():
+            module.get_parameter("layer.bias").fill_(2.0)
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item(), rel=1e-6)
+        assert closed.parameters[6:].tolist() == [2.0, 2.0]
+    assert not shared_mapping(module.get_parameter("layer.weight"))

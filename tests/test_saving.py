@@ -1,0 +1,177 @@
+"""A module that is optimized, or was, is saved, pickled and copied as any other one is."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import accelerate
+import huggingface_hub
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Bytes that a file or a pickle may have beside what its tensors hold.
+FRAME = 6_000
+
+
+class Net(nn.Module):
+    """Parameters of several shapes, tied, frozen and empty ones, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 200)
+        self.norm = nn.BatchNorm1d(200).eval()  # in training a result would depend on the cut
+        self.last = nn.Linear(200, 500)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.ones(0, 2))
+        self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.norm(self.first(x)).tanh()) * self.scale + self.frozen.sum()
+        return found
+
+
+class Hub(Net, huggingface_hub.PyTorchModelHubMixin):
+    """The same, with what the hub adds."""
+
+
+X = torch.linspace(-1, 1, 24).view(8, 3)
+Y = torch.linspace(0, 1, 4000).view(8, 500)
+
+
+@contextmanager
+def trained(workers: int, closed: bool, module: nn.Module | None = None) -> Iterator[nn.Module]:
+    """A module after a step, with its optimizer open or closed."""
+    module = Net() if module is None else module
+    dtype = next(module.parameters()).dtype
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=workers) as opt:
+        opt.step(X.to(dtype), Y.to(dtype))
+        if closed:
+            opt.close()
+        yield module
+
+
+def nbytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def saved(value: object) -> int:
+    """The size of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+cases = [pytest.mark.parametrize("workers", [1, 2]), pytest.mark.parametrize("closed", [False, True])]
+
+
+def each_case(test: Callable[..., None]) -> Callable[..., None]:
+    for case in cases:
+        test = case(test)
+    return test
+
+
+@each_case
+def test_safetensors_writes_every_tensor(workers: int, closed: bool, tmp_path: Path) -> None:
+    with trained(workers, closed) as module:
+        safetensors.torch.save_model(module, str(tmp_path / "model"))
+        assert_equal(safetensors.torch.load_file(tmp_path / "model"), module.state_dict())
+        again = Net()
+        safetensors.torch.load_model(again, tmp_path / "model")
+        assert_equal(again.state_dict(), module.state_dict())
+
+
+@each_case
+def test_accelerate_writes_every_tensor(workers: int, closed: bool, tmp_path: Path) -> None:
+    with trained(workers, closed) as module:
+        accelerate.Accelerator(cpu=True).save_model(module, str(tmp_path))
+        assert_equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), module.state_dict())
+
+
+@each_case
+def test_the_hub_writes_every_tensor(workers: int, closed: bool, tmp_path: Path) -> None:
+    with trained(workers, closed, Hub()) as module:
+        assert isinstance(module, Hub)
+        module.save_pretrained(tmp_path)
+        assert_equal(Hub.from_pretrained(tmp_path).state_dict(), module.state_dict())
+
+
+@each_case
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_of_a_module_takes_its_own_bytes(workers: int, closed: bool, dtype: torch.dtype) -> None:
+    with trained(workers, closed, Net().to(dtype)) as module:
+        for part in (module.get_submodule("first"), module.get_submodule("norm"), module):
+            expected = nbytes(part.state_dict())
+            assert expected <= saved(part.state_dict()) < expected + 2 * FRAME
+            assert expected <= len(pickle.dumps(part)) < expected + 2 * FRAME
+        scale = module.get_parameter("scale")
+        assert saved(scale) < FRAME
+        again = pickle.loads(pickle.dumps(module))
+        assert_equal(again.state_dict(), module.state_dict())
+
+
+@each_case
+def test_a_gradient_takes_its_own_bytes(workers: int, closed: bool, tmp_path: Path) -> None:
+    with trained(workers, closed) as module:
+        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None and p.numel()}
+        assert len(gradients) == 7
+        assert saved(gradients["first.bias"]) < gradients["first.bias"].nbytes + FRAME
+        assert len(pickle.dumps(gradients)) < nbytes(gradients) + FRAME
+        safetensors.torch.save_file(gradients, tmp_path / "gradients")
+        assert_equal(safetensors.torch.load_file(tmp_path / "gradients"), gradients)
+
+
+@each_case
+def test_x_and_its_gradient_are_what_the_module_has_all_the_same(workers: int, closed: bool) -> None:
+    module = Net()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=workers) as opt:
+        opt.step(X, Y)
+        if closed:
+            opt.close()
+        opt.parameters.copy_(torch.arange(len(opt.parameters)))
+        opt.grad_parameters.copy_(torch.arange(len(opt.parameters)).neg())
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        assert torch.equal(torch.cat([p.detach().flatten() for p in parameters]), opt.parameters)
+        gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
+        assert torch.equal(torch.cat(gradients), opt.grad_parameters)
+
+
+@each_case
+def test_a_copy_is_the_owner_of_its_values(workers: int, closed: bool) -> None:
+    with trained(workers, closed) as module:
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        twin = copy.deepcopy(module)
+        assert_equal(twin.state_dict(), before)
+        storages = {p.untyped_storage().data_ptr() for p in twin.parameters() if p.numel()}
+        assert len(storages) == 7 + 1  # the frozen one too
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.fill_(5.0)
+        assert_equal(dict(module.state_dict()), before)
+
+
+def test_a_tied_parameter_is_written_once(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd") as opt:
+        opt.step(X, X)
+        safetensors.torch.save_model(module, str(tmp_path / "model"))
+        assert len(safetensors.torch.load_file(tmp_path / "model")) == 3
+        again = copy.deepcopy(module)
+        assert again[0].weight is again[1].weight

@@ -1,0 +1,99 @@
+"""Memory that becomes private or shared where it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchopt_workers import mapping
+from batchopt_workers.memory import SharedBlock
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def numbered(pages: int) -> tuple[SharedBlock, torch.Tensor]:
+    """A block, and its memory: numbers from 0 on."""
+    block = SharedBlock.create(pages * PAGE)
+    block.keep_apart()
+    tensor = block.tensor(torch.int32, (pages * PAGE // 4,))
+    tensor.copy_(torch.arange(len(tensor)))
+    return block, tensor
+
+
+@pytest.fixture(params=["moved", "copied"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where the system can move memory, and where it cannot."""
+    libc = mapping._libc()
+    if request.param == "copied":
+        without = SimpleNamespace(mmap=libc.mmap, munmap=libc.munmap, memcmp=libc.memcmp)
+        monkeypatch.setattr(mapping, "_libc", lambda: without)
+    elif not hasattr(libc, "mremap"):
+        pytest.skip("memory cannot be moved here")
+    yield
+
+
+@pytest.mark.parametrize("pages", [1, 2, 7])
+def test_private_memory_keeps_address_and_content(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_PIECE", 2 * PAGE)
+    block, tensor = numbered(pages)
+    file = os.dup(block.fd)
+    block.make_private()
+    assert os.fstat(file).st_size == 0  # nothing is kept twice
+    os.close(file)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(block.fd)
+    assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.int32))
+    tensor.fill_(-1)
+    assert block.tensor(torch.int32, (1,)).item() == -1
+    block.make_private()
+    assert tensor.eq(-1).all()
+
+
+def test_private_memory_may_be_shared_again() -> None:
+    block, tensor = numbered(3)
+    for expected in (5, 6):
+        block.make_private()
+        tensor.fill_(expected)
+        block.make_shared()
+        block.make_shared()
+        theirs = SharedBlock(os.dup(block.fd)).tensor(torch.int32, (len(tensor),))
+        assert theirs.eq(expected).all()
+        theirs.fill_(-expected)
+        assert tensor.eq(-expected).all()
+
+
+def test_without_memory_to_copy_to_it_is_private_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_PIECE", PAGE)
+    copy, left = mapping._copy, iter([True, True])
+
+    def scarce(address: int, nbytes: int) -> int:
+        if not next(left, False):
+            raise OSError("no memory")
+        return copy(address, nbytes)
+
+    monkeypatch.setattr(mapping, "_copy", scarce)
+    block, tensor = numbered(5)
+    file = SharedBlock(os.dup(block.fd)).tensor(torch.int32, (1,))
+    block.make_private()
+    assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.int32))
+    tensor.fill_(9)
+    assert file.item() == 0
+
+
+def test_memory_that_nobody_views_is_forgotten() -> None:
+    before = len(mapping._shared)
+    block, tensor = numbered(1)
+    assert len(mapping._shared) == before + 1
+    del block
+    assert len(mapping._shared) == before + 1
+    del tensor
+    assert len(mapping._shared) == before
+
+
+def test_a_call_that_fails_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="Cannot allocate"):
+        mapping._copy(0, 2**60)
