@@ -1,16 +1,88 @@
-"""What a program refers to, and refusing one that reaches what should be trained and would not be."""
+"""The user's program on its way to workers: what it refers to, whether that has changed, and what cannot be sent or
+would not be trained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from batchopt.captures import blame
 from batchopt.snapshot import Met, Snapshot
 from batchopt_workers.evaluate import Program
+from batchopt_workers.packing import Packed, Placement, pack
 
 # What is beside f: it may keep tensors of its own, and write them.
-_BESIDE = ("prehook", "posthook", "module_hooks")
+_BESIDE = {
+    "prehook": "`prehook`",
+    "posthook": "`posthook`",
+    "module_hooks": "a hook of all modules (register_module_forward_hook)",
+}
+
+
+class Source:
+    """A program pickled apart from its tensors; pickled again once anything that it refers to was changed."""
+
+    def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """`parameters`: those of X. Raises `TypeError` for a program that cannot be sent."""
+        self.program, self._parameters = program, parameters
+        self._take(_packed(program, parameters))
+
+    def follow(self, program: Program) -> bool:
+        """Take over what the user has changed since, in `program` or in what it refers to; what is in tensors is not
+        looked at. Returns whether `packed` is another one; its `data` is another one only if the workers need it.
+
+        Raises `TypeError` for a program that cannot be sent any more.
+        """
+        unchanged = program is self.program and not self._derived and self._snapshot.holds()
+        if unchanged and not any(map(_has_another_form, self.packed.tensors, self.packed.placements)):
+            return False
+        packed, before = _packed(program, self._parameters), self.packed
+        if (packed.data, packed.placements) == (before.data, before.placements):
+            packed = replace(packed, data=before.data, placements=before.placements)
+        self.program = program
+        self._take(packed)
+        return True
+
+    def _take(self, packed: Packed) -> None:
+        self.packed = packed
+        self._snapshot = snapshot_of(self.program)
+        # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
+        self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
+
+    @property
+    def read_only(self) -> tuple[int, ...]:
+        """The tensors that f depends on, by their place among the packed ones."""
+        of_f = {id(tensor) for tensor in tensors_of_f(self._snapshot)}
+        return tuple(i for i, tensor in enumerate(self.packed.tensors) if id(tensor) in of_f)
+
+
+def _has_another_form(tensor: torch.Tensor, placement: Placement) -> bool:
+    return tensor.shape != placement.shape or tensor.dtype != placement.dtype
+
+
+def _packed(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
+    """Raises `TypeError`, which names the part of the program that cannot be sent, and what of it."""
+    try:
+        return pack(program, parameters, expanded=True)
+    except Exception as error:
+        what, blamed = "the module, the criterion or a `loss_fn`", blame(program)
+        for field, name in _BESIDE.items():
+            found = getattr(program, field)
+            if found and not _can_be_packed(found, parameters):
+                what, blamed = name, blame(found)
+                break
+        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
+
+
+def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
+    try:
+        pack(obj, parameters)
+    except Exception:
+        return False
+    return True
 
 
 def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
@@ -23,7 +95,7 @@ def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
 
 def tensors_of_f(snapshot: Snapshot) -> list[torch.Tensor]:
     """The tensors that f depends on: not those that hooks have for themselves."""
-    return [met.tensor for met in snapshot.tensors if not met.path.startswith(_BESIDE)]
+    return [met.tensor for met in snapshot.tensors if not met.path.startswith(tuple(_BESIDE))]
 
 
 def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:

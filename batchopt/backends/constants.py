@@ -8,41 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from batchopt.captures import blame
-from batchopt.program import snapshot_of, tensors_of_f
+from batchopt.program import Source
 from batchopt_workers.buffers import tensors_of
 from batchopt_workers.evaluate import Program
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.packing import Packed, Placement, copy_into, pack
-
-_PARTS = {
-    "prehook": "`prehook`",
-    "posthook": "`posthook`",
-    "module_hooks": "a hook of all modules (register_module_forward_hook)",
-}
-
-
-def pack_program(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
-    """Raises `TypeError`, which names the part of the program that cannot be sent, and what of it."""
-    try:
-        return pack(program, parameters, expanded=True)
-    except Exception as error:
-        what, blamed = "the module, the criterion or a `loss_fn`", blame(program)
-        for field, name in _PARTS.items():
-            found = getattr(program, field)
-            if found and not _can_be_packed(found, parameters):
-                what, blamed = name, blame(found)
-                break
-        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
-        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
-
-
-def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
-    try:
-        pack(obj, parameters)
-    except Exception:
-        return False
-    return True
+from batchopt_workers.packing import Packed, copy_into
 
 
 class _Constant(NamedTuple):
@@ -50,7 +20,6 @@ class _Constant(NamedTuple):
 
     tensor: torch.Tensor
     view: torch.Tensor
-    placement: Placement
     bound: bool
 
 
@@ -64,12 +33,10 @@ class SharedProgram:
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
-        self._program, self._parameters = program, parameters
-        self.packed = pack_program(program, parameters)
-        self.block = _new_block(self.packed)
-        self.read_only: tuple[int, ...]  # the tensors, by their place among the packed ones, that f depends on
+        self.source = Source(program, parameters)
+        self.block = _new_block(self.source.packed)
         self._constants: list[_Constant] = []
-        self._take(self.packed)
+        self._place()
 
     def follow(self, program: Program) -> bool:
         """Take over what the user has changed since, in `program` or in what it refers to; the workers must be idle.
@@ -77,37 +44,31 @@ class SharedProgram:
 
         Raises `TypeError` for a program that cannot be sent any more.
         """
-        unchanged = program is self._program and not self._derived and self._snapshot.holds()
-        self._program = program
-        if unchanged and self._refresh():
+        packed, before = self.source.packed, self.block
+        if not self.source.follow(program):
+            self._refresh()
             return False
-        packed, before = pack_program(program, self._parameters), self.block
-        same = packed.data == self.packed.data and packed.placements == self.packed.placements
-        if packed.placements != self.packed.placements or self._have_moved(packed):
-            self.block = _new_block(packed)
-        self._take(packed)
+        now = self.source.packed
+        if now.placements != packed.placements or self._have_moved(now):
+            self.block = _new_block(now)
+        self._place()
         if self.block is not before:
             before.make_private()  # the user may have a tensor there that is no part of the program any more
-        return not same or self.block is not before
+        return now.data is not packed.data or self.block is not before
 
     def close(self) -> None:
         """The workers are gone: the tensors stay where they are, in memory of this process alone."""
         self.block.make_private()
 
-    def _take(self, packed: Packed) -> None:
-        self.packed = packed
+    def _place(self) -> None:
+        packed = self.source.packed
         bound = {id(constant.tensor) for constant in self._constants if constant.bound}
-        can_be_bound = _alone(self._program.module, bound)
+        can_be_bound = _alone(self.source.program.module, bound)
         self._constants = [
-            _Constant(tensor, placement.view(self.block), placement, id(tensor) in can_be_bound)
+            _Constant(tensor, placement.view(self.block), id(tensor) in can_be_bound)
             for tensor, placement in zip(packed.tensors, packed.placements, strict=True)
         ]
         self._refresh()
-        self._snapshot = snapshot_of(self._program)
-        # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
-        self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
-        of_f = {id(tensor) for tensor in tensors_of_f(self._snapshot)}
-        self.read_only = tuple(i for i, tensor in enumerate(packed.tensors) if id(tensor) in of_f)
 
     def _have_moved(self, packed: Packed) -> bool:
         """Whether a tensor lies in the block at another place than its own."""
@@ -117,18 +78,14 @@ class SharedProgram:
         )
         return any(place is not None and place != constant.view.data_ptr() for place, constant in found)
 
-    def _refresh(self) -> bool:
-        """Bring to the block what is not there. False if a tensor has got another form."""
-        for constant in self._constants:
-            if constant.tensor.shape != constant.placement.shape or constant.tensor.dtype != constant.placement.dtype:
-                return False
+    def _refresh(self) -> None:
+        """Bring to the block what is not there."""
         with torch.no_grad():
-            for constant in self._constants:
-                if constant.tensor.data_ptr() != constant.view.data_ptr():
-                    copy_into(constant.view, constant.tensor)
-                    if constant.bound:
-                        constant.tensor.data = constant.view
-        return True
+            for tensor, view, bound in self._constants:
+                if tensor.data_ptr() != view.data_ptr():
+                    copy_into(view, tensor)
+                    if bound:
+                        tensor.data = view
 
 
 def _new_block(packed: Packed) -> SharedBlock:

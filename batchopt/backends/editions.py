@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from batchopt.backends.constants import pack_program
 from batchopt.backends.freight import Bytes, Freight, digest, from_bytes, to_bytes
-from batchopt.program import snapshot_of
+from batchopt.program import Source
 from batchopt_workers.evaluate import Program
 from batchopt_workers.packing import Packed, Placement, copy_into
 
@@ -39,26 +38,14 @@ class Editions:
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
-        self._program, self._parameters = program, parameters
-        packed = pack_program(program, parameters)
-        self.first = Freight.of(packed)
-        self._see(packed)
-        self.latest = Edition(packed, _digests(packed), {})
-
-    def _see(self, packed: Packed) -> None:
-        self._snapshot = snapshot_of(self._program)
-        self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
+        self._source = Source(program, parameters)
+        self.first = Freight.of(self._source.packed)
+        self.latest = Edition(self._source.packed, _digests(self._source.packed), {})
 
     def follow(self, program: Program) -> None:
         """Take over what the user has changed since. Raises `TypeError` for a program that cannot be sent any more."""
-        before, packed = self.latest, self.latest.packed
-        unchanged = program is self._program and not self._derived and self._snapshot.holds()
-        self._program = program
-        if not unchanged or any(map(_has_another_form, packed.tensors, packed.placements)):
-            found = pack_program(program, self._parameters)
-            self._see(found)
-            is_same = (found.data, found.placements) == (packed.data, packed.placements)
-            packed = Packed(packed.data, found.tensors, packed.placements, packed.nbytes) if is_same else found
+        self._source.follow(program)
+        before, packed = self.latest, self._source.packed
         digests = _digests(packed)
         if packed.data is before.packed.data and digests == before.digests:
             return
@@ -76,10 +63,6 @@ def delivery(edition: Edition, data: bytes, held: Collection[bytes]) -> Delivery
     packed = edition.packed
     lacking = {key: edition.copies[key] for key in edition.digests if key not in held}
     return Delivery(None if packed.data is data else packed.data, packed.placements, edition.digests, lacking)
-
-
-def _has_another_form(tensor: torch.Tensor, placement: Placement) -> bool:
-    return tensor.shape != placement.shape or tensor.dtype != placement.dtype
 
 
 def _digests(packed: Packed) -> tuple[bytes, ...]:

@@ -145,13 +145,14 @@ class ProcessBackend(Backend):
 
     def _tell_program(self) -> None:
         """Give the workers the program, and what they forget when they are given one."""
-        block, packed = self._shared.block, self._shared.packed
+        source, block = self._shared.source, self._shared.block
+        packed = source.packed
         examine = self._attached_program is not block
         if examine:
             self._pool.tell("program", call(INSTALLING, "attach_copy", "program", block=block))
             self._attached_program = block
         self._pool.tell(
-            "module", call(INSTALLING, "install", packed.data, packed.placements, self._shared.read_only, examine)
+            "module", call(INSTALLING, "install", packed.data, packed.placements, source.read_only, examine)
         )
         for topic in ("hooks", "weights", "direction", "batch"):
             self._pool.tell_again(topic)
