@@ -224,8 +224,9 @@ class BatchOptimizer(Curved):
         by. Summed in float64, in the order of the batches; with `chunk_size` the same bits for any number of workers.
         It is left in `grad_parameters` and every `.grad`, too. X, buffers, later draws and the counters of batches are as
         before; each batch is an evaluation, and `output` is the last one's. A batch has to be loaded anew. Raises `ValueError` where there is no sample, or
-        more than one term: each has a mean of its own, and in a batch's gradient they are summed already. Raises what
-        `load` and `evaluate` raise, and what `data` does; then the counters are as before, too.
+        more than one term: each has a mean of its own, and in a batch's gradient they are summed already; and where all
+        targets of a batch have class weight 0 under label smoothing. Raises what `load` and `evaluate` raise, and what
+        `data` does; then the counters are as before, too.
         """
         self._check_open()
         if len(self._settings.loss_fns) > 1:
@@ -253,6 +254,11 @@ class BatchOptimizer(Curved):
     def _add(self, prepared: Prepared, total: Total) -> None:
         """Evaluate a batch of `full_gradient`, unless nothing in it counts."""
         (part,) = prepared.batch.parts
+        if part.weighting.divided_once and not part.weighting.divisor:
+            raise ValueError(
+                "the class weights of all targets of a batch are 0, and with label smoothing it has a loss all the same, "
+                "which no mean of it says: make the batches larger, or leave those samples out"
+            )
         if part.weighting.divisor:
             self._begin(prepared)
             total.add(self.evaluate().item(), self._grad, part.weighting)

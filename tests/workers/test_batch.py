@@ -137,8 +137,7 @@ def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -
     inputs = Columns(DATA) if form == "columns" else Samples(list(DATA))
     batch = Part(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, rows)
     (piece,) = batch.pieces(2, 4)
-    assert piece.criterion_weight is not None
-    assert piece.criterion_weight.tolist() == [[4, 5], [6, 7]]
+    assert piece.attributes["weight"].tolist() == [[4, 5], [6, 7]]
 
 
 def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
@@ -154,7 +153,7 @@ def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
 
 @pytest.mark.parametrize("inputs", [Columns(DATA), Samples(list(DATA))])
 def test_without_a_weight_of_samples_pieces_have_none(inputs: Columns | Samples) -> None:
-    assert [piece.criterion_weight for piece in Part(inputs, None, None, MEAN).pieces(0, 2)] == [None] * (
+    assert [piece.attributes for piece in Part(inputs, None, None, MEAN).pieces(0, 2)] == [{}] * (
         1 if isinstance(inputs, Columns) else 2
     )
 

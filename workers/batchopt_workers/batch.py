@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,7 +97,8 @@ def realigned(data: Columns | Samples) -> Columns | Samples:
 class Piece:
     """What goes through one forward: consecutive samples, or one sample of a list.
 
-    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's.
+    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
+    the criterion take the place of its own.
     """
 
     inputs: Any
@@ -105,7 +106,7 @@ class Piece:
     options: Sequence[Any] | None
     indices: range
     weight: float
-    criterion_weight: torch.Tensor | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
     term: int = 0
 
 
@@ -151,7 +152,7 @@ class Part:
                 target = self.targets.sample(index) if self.targets is not None else None
                 piece = self._piece(self.inputs.sample(index), target, index, index + 1)
                 if self.criterion_weight is not None:
-                    piece.criterion_weight = self.criterion_weight[index]
+                    piece.attributes["weight"] = self.criterion_weight[index]
                 yield piece
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
@@ -164,8 +165,12 @@ class Part:
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
         options = None if self.options is None else self.options[start:stop]
-        rows = None if self.criterion_weight is None else self.criterion_weight[start:stop]
-        return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), rows)
+        attributes: dict[str, Any] = {}
+        if self.criterion_weight is not None:
+            attributes["weight"] = self.criterion_weight[start:stop]
+        if self.weighting.divided_once:
+            attributes["reduction"] = "sum"
+        return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), attributes)
 
 
 @dataclass(frozen=True)
