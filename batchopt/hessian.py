@@ -30,7 +30,7 @@ class Curved(BatchFunction):
         """
         batch = self._loaded()
         direction = self._read_direction(v)
-        with self._doing("product"):
+        with self._doing("product"), self._in_the_middle_of("a product"):
             self._backend.set_direction(direction)
             orders = self._plan.orders(self._next_number(), self._history.steps, Kind.MULTIPLY)
             answers = self._backend.evaluate(self._plan.cut, orders, self._meanwhile)

@@ -28,6 +28,7 @@ from batchopt.speeds import Speeds
 from batchopt.terms import Term, reweighed
 from batchopt.threads import torch_threads
 from batchopt.total import Total
+from batchopt.trials import Trial, Trials
 from batchopt.undo import Undo
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
@@ -82,6 +83,10 @@ class BatchOptimizer(Curved):
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
             `"return"`: the loss is infinity, for a line search that can back off.
+        check_cut: warn if the loss depends on how the batch is cut, as that of tokens without padding does without
+            `denominators`. The first time that a batch is cut, the first 8 samples of each term are evaluated in one
+            go, in two parts and, where that differs, in one go again, by one worker; `torch.nn`'s own losses are not.
+            Default: True.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
         ray_options: what one worker takes of a machine on Ray, `num_cpus` (default 1, and as many threads), `num_gpus`
             (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
@@ -116,6 +121,7 @@ class BatchOptimizer(Curved):
         seed: int = 0,
         on_nonfinite: str = "raise",
         verbose: int = 0,
+        check_cut: bool = True,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings.read(
@@ -139,6 +145,7 @@ class BatchOptimizer(Curved):
             seed=seed,
             on_nonfinite=on_nonfinite,
             verbose=verbose,
+            check_cut=check_cut,
             ray_options=ray_options,
         )
         anticipate(settings.backend, settings.workers, settings.threads)  # torch's optimizers import for a second, too
@@ -148,8 +155,11 @@ class BatchOptimizer(Curved):
 
     @exclusive
     def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
-        """Load the batch and optimize on it once; returns the loss of the last evaluation, `output`.
+        """Load the batch and optimize on it once; returns `output`: the loss of the parameters that are left, wherever in
+        the step they were evaluated.
 
+        An optimizer that moves after its last evaluation (SGD, and whatever goes fixed steps) leaves parameters that were not
+        evaluated: then it is the loss of the last evaluation.
         Whatever it raises, Ctrl-C included: parameters, buffers, counters and the optimizer's state are as before.
         """
         return self._step(lambda: self.load(inputs, targets, options))
@@ -157,19 +167,29 @@ class BatchOptimizer(Curved):
     def _step(self, load: Callable[[], None]) -> float:
         self._check_open()
         self._end_step()
-        self._undo.take()
-        try:
-            with self._doing("step"), self._undone_if_it_fails():
-                load()
-                self.optimize()
-                self._end_step()
-                past = self._history
-                samples = past.samples + self._loaded().size
-                self._history = replace(past, batches=past.batches + 1, samples=samples)
-        except BaseException:
-            self._undo.back()
-            raise
+        with self._in_the_middle_of("a step"):
+            self._undo.take()
+            try:
+                with self._doing("step"), self._undone_if_it_fails():
+                    load()
+                    self._trials = Trials(self._flat.vector, self._params)
+                    self.optimize()
+                    self._end_step()
+                    self._count(self._trials.left(self._undo.start))
+            except BaseException:
+                self._undo.back()
+                raise
+            finally:
+                self._trials = None
         return self.output
+
+    def _count(self, left: Trial | None) -> None:
+        """A step was made; `left`: the evaluation at the parameters that it leaves, if there was one."""
+        past = self._history
+        if left is not None:
+            past = replace(past, loss=left.loss, terms=dict(left.terms))
+        samples = past.samples + self._loaded().size
+        self._history = replace(past, batches=past.batches + 1, samples=samples)
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
         """Step on each of `batches`, and yield its loss; while the workers compute, the next batch is read, and copied
@@ -237,8 +257,9 @@ class BatchOptimizer(Curved):
         self._end_step()
         total, before = Total(self._flat.vector), self._history
         try:
-            for _ in self._for_each(data, lambda prepared: self._add(prepared, total)):
-                pass
+            with self._in_the_middle_of("full_gradient()"):
+                for _ in self._for_each(data, lambda prepared: self._add(prepared, total)):
+                    pass
             whole = total.whole()
         except BaseException:
             self._history = before
@@ -288,9 +309,15 @@ class BatchOptimizer(Curved):
         """
         return self._history.fingerprint(self._flat.vector)
 
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step and the weights
-        of the terms; no code."""
+        of the terms; no code.
+
+        Like `save`, `load_state_dict` and `load_checkpoint`, for between steps: called by a hook or a signal handler in the
+        middle of one, it raises `BatchoptError`.
+        """
+        self._check_between_steps("state_dict")
         return {
             "module": self._module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
@@ -309,6 +336,7 @@ class BatchOptimizer(Curved):
         Then nothing was changed.
         """
         self._check_open()
+        self._check_between_steps("load_state_dict")
         self._end_step()
         self._batch = None
         if state["seed"] != self._settings.seed:
@@ -344,6 +372,7 @@ class BatchOptimizer(Curved):
         Raises `CheckpointError`.
         """
         self._check_open()
+        self._check_between_steps("save")
         self._end_step()
         checkpoint.write(path, self.state_dict(), self._flat.layout)
 
@@ -355,6 +384,7 @@ class BatchOptimizer(Curved):
         parameters (by name and shape), other buffers, another seed or optimizer. Then nothing was changed.
         """
         self._check_open()
+        self._check_between_steps("load_checkpoint")
         state = checkpoint.read(path, self._flat.layout)
         try:
             self.load_state_dict(state)

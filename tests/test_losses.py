@@ -281,6 +281,7 @@ class Focal(nn.CrossEntropyLoss):
 
     def forward(self, scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         entropy = nn.functional.cross_entropy(scores, classes, reduction="none")
+        assert self.weight is not None
         loss: torch.Tensor = (self.weight[classes] * (1 - (-entropy).exp()) ** 2 * entropy).mean()
         return loss
 
@@ -289,14 +290,13 @@ class Scaled(nn.BCELoss):
     """Weighs samples as it likes: `weight` is of something else."""
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        entropy = nn.functional.binary_cross_entropy(output, target)
-        loss: torch.Tensor = entropy * self.weight.mean()
-        return loss
+        assert self.weight is not None
+        return nn.functional.binary_cross_entropy(output, target) * self.weight.mean()
 
 
 def _replaced() -> nn.Module:
     criterion = nn.CrossEntropyLoss(_weights())
-    criterion.forward = lambda scores, classes: Focal(criterion.weight)(scores, classes)  # type: ignore[method-assign]
+    criterion.forward = Focal(criterion.weight)  # type: ignore[method-assign]
     return criterion
 
 

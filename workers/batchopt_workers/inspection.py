@@ -30,6 +30,11 @@ def normalises_by_chunk(part: torch.nn.Module) -> bool:
     return is_norm and (part.training or part.running_mean is None)
 
 
+def counts_frequencies(part: torch.nn.Module) -> bool:
+    """Whether the gradient of `part` depends on how often each of its entries is among the samples at hand."""
+    return isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.scale_grad_by_freq
+
+
 def _digest(value: object) -> str:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().tolist()
