@@ -187,7 +187,8 @@ CALLS: dict[str, Callable[[BatchOptimizer, Any], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_hook_cannot_save_or_load_in_the_middle_of_a_step(name: str, tmp_path: Any) -> None:
-    case, errors = mlp(), []
+    case = mlp()
+    errors: list[str] = []
 
     def hook(worker: Worker, sample: Sample) -> None:
         with pytest.raises(BatchoptError, match=rf"{name}\(\) was called in the middle of .*between steps") as caught:
@@ -217,7 +218,8 @@ def test_a_hook_cannot_save_or_load_in_the_middle_of_a_step(name: str, tmp_path:
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_a_signal_handler_cannot_save_in_the_middle_of_a_step(parallelize: int, tmp_path: Any) -> None:
-    case, caught = mlp(), []
+    case = mlp()
+    caught: list[BatchoptError] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
         try:
