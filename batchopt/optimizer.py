@@ -12,7 +12,7 @@ import torch
 from batchopt import checkpoint
 from batchopt.ahead import Ahead, as_arguments, as_batch_of_terms
 from batchopt.backends import Prepared, anticipate
-from batchopt.choice import OptimizerChoice, choose_optimizer
+from batchopt.choice import OptimizerChoice, check_options, choose_optimizer
 from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
@@ -23,6 +23,7 @@ from batchopt.objective import FlatObjective
 from batchopt.optim.descent import Descent
 from batchopt.ownership import exclusive
 from batchopt.reduce import LARGE
+from batchopt.resumption import check_state, class_of
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
 from batchopt.terms import Term, reweighed
@@ -321,6 +322,7 @@ class BatchOptimizer(Curved):
         return {
             "module": self._module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "optimizer_class": class_of(self.optimizer),
             "history": self._history.state_dict(),
             "speeds": list(self._speeds.values),
             "seed": self._settings.seed,
@@ -332,34 +334,30 @@ class BatchOptimizer(Curved):
         """Take over what `state_dict` returned; speeds only if the number of workers is the same. A batch has to be
         loaded anew.
 
-        Raises `ValueError` if the seed or the names of the terms differ, or one of the two has no optimizer; what torch raises if shapes differ.
-        Then nothing was changed.
+        Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is missing
+        or is not what `state_dict` returns (or `TypeError`); what torch raises if shapes differ. Then nothing was changed.
         """
         self._check_open()
         self._check_between_steps("load_state_dict")
-        self._end_step()
-        self._batch = None
-        if state["seed"] != self._settings.seed:
-            raise ValueError(
-                f"`seed` is {self._settings.seed} here and {state['seed']} in the state: build the BatchOptimizer with that seed"
-            )
-        if (state["optimizer"] is None) != (self.optimizer is None):
-            raise ValueError("the state and this BatchOptimizer must both have an optimizer, or neither")
+        check_state(state, self.optimizer, self._settings.seed)
         terms = self._settings.terms
         if weights := state.get("weights"):  # older states have none
             terms = reweighed(terms, weights)
+        self._end_step()
         before = {key: value.clone() for key, value in self._module.state_dict().items() if torch.is_tensor(value)}
         self._undo.take()
         try:
             self._module.load_state_dict(state["module"])
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
+                check_options(self.optimizer)
             self._history = History(**state["history"])
             self._settings = replace(self._settings, terms=terms)
         except BaseException:
             self._module.load_state_dict(before, strict=False)
             self._undo.back()
             raise
+        self._batch = None
         if len(state["speeds"]) == len(self.workers) and not self._speeds.fixed:
             self._speeds = Speeds(tuple(state["speeds"]))
 
