@@ -296,9 +296,11 @@ class BatchOptimizer(Curved):
         """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the
         serial one.
 
-        Evaluates twice for equal bits; compares the gradient with a finite difference, in float64 where the module
-        can be evaluated there; the batch in chunks with the whole; workers with this process. Returns a `Diagnosis`:
-        `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
+        Evaluates twice for equal bits; compares the gradient with finite differences, in float64 where the module
+        can be evaluated there; the batch in chunks with the whole; workers with this process. How precise f is, of a module
+        that computes in single precision inside or solves an equation to a tolerance, is measured, and differences that it
+        explains are none: it finds a slope that is off by a thousandth, and a cut by a hundred-thousandth, or what that
+        precision leaves. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
         run, in this process too. The batch has to be loaded anew.
         """
         return examine(self, inputs, targets, options)
