@@ -106,6 +106,13 @@ def read_verbose(value: Any) -> int:
     return value
 
 
+def read_bool(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {type(value).__name__} {value!r}")
+    return value
+
+
 def read_timeout(value: Any) -> float | None:
     """Seconds: any positive finite number, or None.
 

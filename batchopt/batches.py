@@ -10,6 +10,7 @@ import torch
 
 from batchopt.denominators import (
     Denominators,
+    divides_once,
     given_denominators,
     own_denominators,
     running_denominators,
@@ -37,12 +38,13 @@ class Reading:
 
     def weighting(self, inputs: Any, targets: Any, samples: int, columns: Form | None) -> Weighting:
         """How much the loss of some of the samples counts."""
-        each = None
+        each, divided_once = None, False
         if self.reduction == "mean" and self.denominators is not None:
             each = given_denominators(self.denominators, inputs, targets, samples)
         elif self.reduction == "mean":
             each = own_denominators(self.criterion, columns)
-        return Weighting(self.reduction, samples, running_denominators(each))
+            divided_once = each is not None and divides_once(self.criterion)
+        return Weighting(self.reduction, samples, running_denominators(each), divided_once)
 
 
 # How the data of each term is read, by name; under None where there are no terms.

@@ -54,7 +54,7 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
                 f"the factory given as `optimizer` returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
             )
     _check_parameters(optimizer, parameters)
-    _check_options(optimizer)
+    check_options(optimizer)
     return optimizer
 
 
@@ -68,7 +68,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[tor
         )
 
 
-def _check_options(optimizer: torch.optim.Optimizer) -> None:
+def check_options(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` for a learning rate or a number of iterations that goes nowhere."""
     for group in optimizer.param_groups:
         lr = group.get("lr")
         if isinstance(lr, torch.Tensor) and lr.numel() == 1:

@@ -17,6 +17,8 @@ _OF_CLASSES: Any = (
     torch.nn.NLLLoss,
     *([torch.nn.LinearCrossEntropyLoss] if hasattr(torch.nn, "LinearCrossEntropyLoss") else []),
 )
+# Those whose weight may have a row for each sample.
+_OF_ENTRIES = (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -64,6 +66,23 @@ def given_denominators(function: Denominators, inputs: Any, targets: Any, sample
     return each
 
 
+def is_torchs_own(criterion: Any) -> bool:
+    """Whether `criterion` is a loss of `torch.nn`, with the forward that torch gave it: a subclass, or an instance, whose
+    forward is another one computes something else."""
+    kind = type(criterion)
+    if not isinstance(criterion, torch.nn.Module) or "forward" in vars(criterion):
+        return False
+    defines = next(base for base in kind.__mro__ if "forward" in vars(base))
+    return kind.__call__ is torch.nn.Module.__call__ and defines.__module__ == torch.nn.modules.loss.__name__
+
+
+def divides_once(criterion: Any) -> bool:
+    """Whether samples that add nothing to what one of torch's means divides by may still have a loss: label smoothing
+    counts all classes, those of weight 0 as targets too."""
+    weight: torch.Tensor | None = getattr(criterion, "weight", None)
+    return getattr(criterion, "label_smoothing", 0.0) > 0 and weight is not None and bool((weight == 0).any())
+
+
 def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
     """Each sample's denominator (shape `(samples,)`, float64) in the mean of one of torch's losses; None where all
     count the same.
@@ -71,7 +90,7 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
     Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a
     list of samples that holds for one class a sample; where each has many, f is the mean of the samples' losses.
     """
-    if not isinstance(criterion, _OF_CLASSES) or targets is None:
+    if not isinstance(criterion, _OF_CLASSES) or not is_torchs_own(criterion) or targets is None:
         return None
     weight: torch.Tensor | None = criterion.weight
     classes = targets.data if isinstance(targets, Columns) else _stacked(targets.data)
@@ -91,7 +110,7 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
 def weights_of_samples(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
     """The criterion's `weight`, where it has one row for each sample of the batch; None where it has none, or one of
     features."""
-    if not isinstance(criterion, (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)) or not targets:
+    if not isinstance(criterion, _OF_ENTRIES) or not is_torchs_own(criterion) or not targets:
         return None
     one, weight = targets.sample(0), criterion.weight
     if weight is None or not isinstance(one, torch.Tensor) or weight.dim() < one.dim() + 1:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -13,19 +14,26 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt.function import BatchFunction
-from batchopt_workers.batch import map_tensors
-from batchopt_workers.inspection import attributes, normalises_by_chunk
+from batchopt_workers.batch import map_tensors, tensors_in
+from batchopt_workers.inspection import normalises_by_chunk, written
 
 CHUNKS = 4  # of the batch where a cut is tried
-STEP = 1e-5  # of the finite difference, relative to the size of X
-SLOPE_TOLERANCE = 1e-5  # relative; a central difference of this step is good to about 1e-9 in float64
+# Of the finite difference, relative to the size of X; in single precision a hundred times as long. In steps as short as the
+# first `FINE` of them, a fourth difference of f is nothing but noise.
+STEPS = (1e-5, 1e-6, 1e-4, 1e-3, 1e-2)
+FINE = 3
+# Relative, beside what noise leaves uncertain: of the slope, of the cut, and of the cut in single precision. A solver with a
+# tolerance of its own takes other steps for other parameters, which its gradient does not know of, and for other samples:
+# so what its slope is off tells what a cut may be off, up to `MOST`.
+SLOPE_TOLERANCE, CUT_TOLERANCE, SINGLE = 1e-3, 1e-5, 1e-3
+MOST = 3e-4
 
 
 class Culprit(Enum):
     """What makes f and its gradient no single function; the value says what to do."""
 
     NONE = "none found"
-    STATE = "the module keeps something from one evaluation to the next: make it a buffer, which starts each step afresh, or drop it"
+    STATE = "the module keeps something from one evaluation to the next: make it a buffer of few real numbers, which starts each step afresh, or drop it"
     RANDOMNESS = "something random that is not seeded: draw from torch's, NumPy's or random's global generator, which are seeded for each chunk"
     HOOK = "a hook changes the gradient or the loss (clipping, say): what a line search sees is no function; do it to the step instead"
     GRADIENT = "the gradient is not that of the loss: look for detach(), no_grad() or a custom backward on the way from parameters to loss"
@@ -82,6 +90,51 @@ def _difference(one: Value, two: Value) -> float:
     return max(abs(one.loss - two.loss) / scale, gradients)
 
 
+class Stencil(NamedTuple):
+    """f at five points, `step` apart, and what follows: the slope `measured` there and `claimed` by the gradient, each
+    with its fourth difference, in which nothing but noise is left; and `noise`, that of f and its gradient, relative."""
+
+    step: float
+    measured: float
+    claimed: float
+    unrest: float
+    unrest_claimed: float
+    noise: float
+
+
+class Verdict(NamedTuple):
+    """Whether the slope is the one claimed, up to what is `uncertain`; `sure` if that is next to nothing."""
+
+    passed: bool
+    sure: bool
+    measured: float
+    claimed: float
+    uncertain: float
+
+
+def judge(stencils: Sequence[Stencil]) -> Verdict:
+    """What steps of several lengths say together: those count that say it most certainly.
+
+    Rounding leaves more uncertain in short steps, and curvature in long ones.
+    """
+    fine = stencils[:FINE]
+    floor, floor_claimed = max(s.unrest for s in fine), max(s.unrest_claimed for s in fine)
+
+    def uncertain(stencil: Stencil) -> float:
+        # a fourth difference of noise is 8 times as large as it, and the slope errs by once the noise in a step
+        return 0.75 * (max(stencil.unrest, floor) / stencil.step + max(stencil.unrest_claimed, floor_claimed))
+
+    least = min(map(uncertain, stencils))
+    found = []
+    for stencil in stencils:
+        doubt = uncertain(stencil)
+        allowed = SLOPE_TOLERANCE * max(abs(stencil.measured), abs(stencil.claimed))
+        passed = abs(stencil.measured - stencil.claimed) <= allowed + doubt
+        if doubt <= 3 * least:
+            found.append(Verdict(passed, doubt <= allowed, stencil.measured, stencil.claimed, doubt))
+    return max(found, key=lambda verdict: (verdict.passed, -verdict.uncertain))
+
+
 class Examination:
     """The checks of one subject on one batch, each made when it is asked for."""
 
@@ -91,11 +144,12 @@ class Examination:
         self.size, self._chunk_size = subject.load_in_chunks(CHUNKS, inputs, targets, options)
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else subject.parameters.dtype
-        self._tolerance = 1e-9 if self._dtype is torch.float64 else 1e-3
+        self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
+        self._imprecision = 0.0  # of f and its gradient, relative, as far as the slope has shown it
 
     def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
         """A serial one over a copy of the module, in float64 where the module can be evaluated there."""
-        module, criterion = copy.deepcopy((self._subject.module, self._subject.criterion))
+        module, criterion = _copied((self._subject.module, self._subject.criterion))
         if self._doubles:
             module.double()
             if isinstance(criterion, torch.nn.Module):
@@ -131,35 +185,36 @@ class Examination:
             return _value(twin)
 
     def repeats(self) -> tuple[Check, list[str]]:
-        """Two evaluations at one point; and the attributes of the module that they changed."""
-        before = self._subject.run_on_workers(attributes)
+        """Two evaluations at one point; and what of the module and the criterion they changed."""
+        before = self._subject.run_on_workers(written)
         one, two = _value(self._subject), _value(self._subject)
-        after = self._subject.run_on_workers(attributes)
+        after = self._subject.run_on_workers(written)
         changed = sorted({name for a, b in zip(before, after, strict=True) for name in b if a.get(name) != b[name]})
         same = one.loss == two.loss and torch.equal(one.gradient, two.gradient)
         return Check("two evaluations have the same bits", same, f"difference {_difference(one, two):.1e}"), changed
 
     def slope(self, hooks: bool = True) -> Check:
-        """A central difference along the gradient, against the gradient's own length."""
+        """Central differences along the gradient, against the gradient's own length.
+
+        How precise f is nobody says (a module may compute in single precision inside, or solve an equation to a
+        tolerance): it is measured, at each step length.
+        """
+        stencils: list[Stencil] = []
         with self._twin(chunk_size=self.size, hooks=hooks) as twin:
             self._load(twin)
             here = _value(twin)
-            start = twin.parameters.clone()
+            start = twin.parameters.double().clone()
             direction = _direction(here.gradient)
-            step = STEP * max(1.0, start.double().norm().item()) * (1 if self._doubles else 1e2)
-            sides = []
-            for sign in (1.0, -1.0):
-                with torch.no_grad():
-                    twin.parameters.copy_(start.double() + sign * step * direction)
-                sides.append(twin.evaluate().item())
-        measured = (sides[0] - sides[1]) / (2 * step)
-        claimed = (here.gradient @ direction).item()
-        # what rounding of f and the curvature leave uncertain
-        noise = 10 * torch.finfo(self._dtype).eps * max(abs(here.loss), 1e-300) / step
-        curved = abs(sides[0] - 2 * here.loss + sides[1]) / step * 1e-2
-        tolerance = SLOPE_TOLERANCE if self._doubles else 5e-2
-        passed = abs(measured - claimed) <= tolerance * max(abs(measured), abs(claimed)) + noise + curved
-        return Check(f"the gradient is the slope of f ({self._dtype})", passed, f"{claimed:.9g} against {measured:.9g}")
+            size = max(1.0, start.norm().item())
+            for step in STEPS if self._doubles else [100 * step for step in STEPS]:
+                stencils.append(_stencil(twin, start, direction, here, step * size))
+                verdict = judge(stencils)
+                if verdict.sure and verdict.passed:
+                    break
+        off = abs(verdict.claimed - verdict.measured) / (abs(verdict.claimed) or 1.0)
+        self._imprecision = max(10 * max(stencil.noise for stencil in stencils[:FINE]), min(100 * off, MOST))
+        numbers = f"{verdict.claimed:.9g} against {verdict.measured:.9g} +- {verdict.uncertain:.1e}"
+        return Check(f"the gradient is the slope of f ({self._dtype})", verdict.passed, numbers)
 
     def cut(self, **changes: Any) -> Check:
         """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each
@@ -172,7 +227,11 @@ class Examination:
             return Check(question, True, "not checked: the module draws random numbers beside dropout")
         parts = self.value(dropout=False, chunk_size=math.ceil(self.size / CHUNKS), **changes)
         difference = _difference(whole, parts)
-        return Check(question, difference <= self._tolerance, f"difference {difference:.1e}")
+        return Check(question, difference <= self._tolerance(self._cut_tolerance), f"difference {difference:.1e}")
+
+    def _tolerance(self, least: float) -> float:
+        """What a difference may be: `least`, or what the imprecision of f explains."""
+        return max(least, self._imprecision)
 
     def parallel(self) -> Check:
         """The subject against a serial twin, both in their own precision."""
@@ -180,7 +239,7 @@ class Examination:
         serial = self.value(chunk_size=self._chunk_size)
         self._doubles = doubles
         difference = _difference(serial, _value(self._subject))
-        tolerance = 1e-9 if self._subject.parameters.dtype is torch.float64 else 1e-3
+        tolerance = self._tolerance(1e-9 if self._subject.parameters.dtype is torch.float64 else SINGLE)
         return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
 
 
@@ -216,6 +275,37 @@ def _examine(subject: BatchFunction, examination: Examination) -> Diagnosis:
     if failed(examination.parallel()):
         return found(Culprit.PARALLEL)
     return found(Culprit.NONE)
+
+
+def _stencil(twin: BatchFunction, start: torch.Tensor, direction: torch.Tensor, here: Value, step: float) -> Stencil:
+    """At five points along `direction` (shape `(n,)`, length 1), the middle one being `start`, where f is `here`."""
+    values = []
+    for i in (-2, -1, 0, 1, 2):
+        wanted = start + i * step * direction
+        with torch.no_grad():
+            twin.parameters.copy_(wanted)
+        value = here if i == 0 else _value(twin)
+        # X is not quite where it was to be, if it is in single precision
+        values.append(value._replace(loss=value.loss - float(here.gradient @ (twin.parameters.double() - wanted))))
+    f, g = [value.loss for value in values], [value.gradient for value in values]
+    slopes = [float(gradient @ direction) for gradient in g]
+    rounding = 10 * torch.finfo(torch.float64).eps * max(map(abs, f))
+    unrest, unrest_claimed = abs(_fourth(f)) + rounding, abs(_fourth(slopes))
+    noise = unrest / (max(map(abs, f)) or 1.0), float(torch.as_tensor(_fourth(g)).norm()) / (float(g[2].norm()) or 1.0)
+    measured = (8 * (f[3] - f[1]) - (f[4] - f[0])) / (12 * step)
+    return Stencil(step, measured, slopes[2], unrest, unrest_claimed, max(noise) / 8)
+
+
+def _fourth(values: Sequence[Any]) -> Any:
+    """The fourth difference of five values."""
+    return values[0] - 4 * values[1] + 6 * values[2] - 4 * values[3] + values[4]
+
+
+def _copied(modules: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies; of what a forward has left in an attribute, without its graph, which cannot be copied."""
+    parts = [part for module in modules if isinstance(module, torch.nn.Module) for part in module.modules()]
+    left = [tensor for part in parts for tensor in tensors_in(vars(part)) if not tensor.is_leaf]
+    return copy.deepcopy(modules, {id(tensor): tensor.detach().clone() for tensor in left})
 
 
 def _direction(gradient: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from batchopt.backends import Answer, Prepared
 from batchopt.batches import read_batch
 from batchopt.calibrate import measure
+from batchopt.cut_check import compare, refuse_frequencies
 from batchopt.history import History
 from batchopt.nonfinite import explain
 from batchopt.ownership import exclusive
@@ -77,8 +79,35 @@ class BatchFunction(Workforce):
                 self.calibrate()
             self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
             self._plan = make_plan(batch.size, self._chunks, self._speeds)
+            refuse_frequencies(self._module, len(self.workers), batch, self._plan.cut.chunks)
             self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
             self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
+            if self._movable:
+                self._check_cut()
+
+    def _check_cut(self) -> None:
+        """Warn if the loss of a few samples depends on how they are cut; once, when it is cut for the first time."""
+        batch, bounds = self._loaded(), self._plan.cut.bounds
+        if not self._settings.check_cut or (len(bounds) == 2 and len(self.workers) == 1):
+            return
+        self._settings = replace(self._settings, check_cut=False)
+        largest = max(stop - start for start, stop in pairwise(bounds))
+        gradients = [parameter.grad for parameter in self._params]
+        try:
+            with self._without_hooks():
+                found = compare(
+                    self._backend,
+                    batch,
+                    self._readings,
+                    largest,
+                    self._next_number,
+                    self._history.steps,
+                    self._flat.vector.dtype,
+                )
+        finally:
+            for parameter, gradient in zip(self._params, gradients, strict=True):
+                parameter.grad = gradient
+        self._report.cut_differs(found)
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
@@ -138,7 +167,13 @@ class BatchFunction(Workforce):
         user's code raised, and `NonFiniteError` for an infinite or NaN result; X is untouched then, gradients are of no
         use.
         """
+        with self._in_the_middle_of("an evaluation"):
+            return self._evaluate()
+
+    def _evaluate(self) -> torch.Tensor:
         began = time.perf_counter()
+        if self._trials is not None:
+            self._trials.begin()
         answers = self.map()
         mapped = time.perf_counter()
         faults.point("parent.reduce")
@@ -148,6 +183,8 @@ class BatchFunction(Workforce):
         self._history = replace(
             past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item()), terms=terms
         )
+        if self._trials is not None:
+            self._trials.end(loss.item(), terms)
         self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, ended - began, answers)
         if self._timeline is not None:
             self._timeline.add(PARENT, "map", began, mapped - began, evaluation=self.eval_counter, loss=self.output)
@@ -181,9 +218,16 @@ class BatchFunction(Workforce):
         """What the workers make of the loaded batch, as it is planned."""
         return self._learning(
             lambda: self._backend.evaluate(
-                self._plan.cut, self._plan.orders(self._next_number(), self._history.steps, kind), self._meanwhile
+                self._plan.cut, self._plan.orders(self._next_number(), self._history.steps, kind), self._while_busy
             )
         )
+
+    def _while_busy(self) -> None:
+        """What this process does while the workers compute."""
+        if self._trials is not None:
+            self._trials.look()
+        if self._meanwhile is not None:
+            self._meanwhile()
 
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
@@ -219,6 +263,7 @@ class BatchFunction(Workforce):
             "speeds": Speeds.unknown(1),
             "precode": None,
             "verbose": 0,
+            "check_cut": False,
         }
         return BatchFunction(module, replace(settings, **alone, **changes), History(steps=self._history.steps - 1))
 
@@ -228,11 +273,14 @@ class BatchFunction(Workforce):
         self._check_open()
         self._end_step()
         kept = self._history, self.hook_results
+        check_cut, self._settings = self._settings.check_cut, replace(self._settings, check_cut=False)
         try:
-            yield
+            with self._in_the_middle_of("check()"):
+                yield
         finally:
             self._batch = self._changes = None
             self._history, self.hook_results = kept
+            self._settings = replace(self._settings, check_cut=check_cut)
 
     def _next_number(self) -> int:
         return next(self._numbers)

@@ -30,7 +30,7 @@ class Curved(BatchFunction):
         """
         batch = self._loaded()
         direction = self._read_direction(v)
-        with self._doing("product"):
+        with self._doing("product"), self._in_the_middle_of("a product"):
             self._backend.set_direction(direction)
             answers = self._evaluate_plan(Kind.MULTIPLY)
             product = torch.empty_like(self._flat.vector)

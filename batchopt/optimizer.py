@@ -12,7 +12,7 @@ import torch
 from batchopt import checkpoint
 from batchopt.ahead import Ahead, as_arguments, as_batch_of_terms
 from batchopt.backends import Prepared, anticipate
-from batchopt.choice import OptimizerChoice, choose_optimizer
+from batchopt.choice import OptimizerChoice, check_options, choose_optimizer
 from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
@@ -23,11 +23,13 @@ from batchopt.objective import FlatObjective
 from batchopt.optim.descent import Descent
 from batchopt.ownership import exclusive
 from batchopt.reduce import LARGE
+from batchopt.resumption import check_state, class_of
 from batchopt.settings import Settings
 from batchopt.speeds import Speeds
 from batchopt.terms import Term, reweighed
 from batchopt.threads import torch_threads
 from batchopt.total import Total
+from batchopt.trials import Trial, Trials
 from batchopt.undo import Undo
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
@@ -85,6 +87,10 @@ class BatchOptimizer(Curved):
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
             `"return"`: the loss is infinity, for a line search that can back off.
+        check_cut: warn if the loss depends on how the batch is cut, as that of tokens without padding does without
+            `denominators`. The first time that a batch is cut, the first 8 samples of each term are evaluated in one
+            go, in two parts and, where that differs, in one go again, by one worker; `torch.nn`'s own losses are not.
+            Default: True.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
         ray_options: what one worker takes of a machine on Ray, `num_cpus` (default 1, and as many threads), `num_gpus`
             (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
@@ -119,6 +125,7 @@ class BatchOptimizer(Curved):
         seed: int = 0,
         on_nonfinite: str = "raise",
         verbose: int = 0,
+        check_cut: bool = True,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings.read(
@@ -142,6 +149,7 @@ class BatchOptimizer(Curved):
             seed=seed,
             on_nonfinite=on_nonfinite,
             verbose=verbose,
+            check_cut=check_cut,
             ray_options=ray_options,
         )
         anticipate(settings.backend, settings.workers, settings.threads)  # torch's optimizers import for a second, too
@@ -151,8 +159,11 @@ class BatchOptimizer(Curved):
 
     @exclusive
     def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
-        """Load the batch and optimize on it once; returns the loss of the last evaluation, `output`.
+        """Load the batch and optimize on it once; returns `output`: the loss of the parameters that are left, wherever in
+        the step they were evaluated.
 
+        An optimizer that moves after its last evaluation (SGD, and whatever goes fixed steps) leaves parameters that were not
+        evaluated: then it is the loss of the last evaluation.
         Whatever it raises, Ctrl-C included: parameters, buffers, counters and the optimizer's state are as before.
         """
         return self._step(lambda: self.load(inputs, targets, options))
@@ -160,20 +171,30 @@ class BatchOptimizer(Curved):
     def _step(self, load: Callable[[], None]) -> float:
         self._check_open()
         self._end_step()
-        self._undo.take()
-        try:
-            with self._doing("step"), self._undone_if_it_fails():
-                load()
-                self.optimize()
-                self._end_step()
-                past = self._history
-                samples = past.samples + self._loaded().size
-                self._history = replace(past, batches=past.batches + 1, samples=samples)
-        except BaseException:
-            self._flat.bind(self._params)
-            self._undo.back()
-            raise
+        with self._in_the_middle_of("a step"):
+            self._undo.take()
+            try:
+                with self._doing("step"), self._undone_if_it_fails():
+                    load()
+                    self._trials = Trials(self._flat.vector, self._params)
+                    self.optimize()
+                    self._end_step()
+                    self._count(self._trials.left(self._undo.start))
+            except BaseException:
+                self._flat.bind(self._params)
+                self._undo.back()
+                raise
+            finally:
+                self._trials = None
         return self.output
+
+    def _count(self, left: Trial | None) -> None:
+        """A step was made; `left`: the evaluation at the parameters that it leaves, if there was one."""
+        past = self._history
+        if left is not None:
+            past = replace(past, loss=left.loss, terms=dict(left.terms))
+        samples = past.samples + self._loaded().size
+        self._history = replace(past, batches=past.batches + 1, samples=samples)
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
         """Step on each of `batches`, and yield its loss; while the workers compute, the next batch is read, and copied
@@ -228,8 +249,9 @@ class BatchOptimizer(Curved):
         by. Summed in float64, in the order of the batches; with `chunk_size` the same bits for any number of workers.
         It is left in `grad_parameters` and every `.grad`, too. X, buffers, later draws and the counters of batches are as
         before; each batch is an evaluation, and `output` is the last one's. A batch has to be loaded anew. Raises `ValueError` where there is no sample, or
-        more than one term: each has a mean of its own, and in a batch's gradient they are summed already. Raises what
-        `load` and `evaluate` raise, and what `data` does; then the counters are as before, too.
+        more than one term: each has a mean of its own, and in a batch's gradient they are summed already; and where all
+        targets of a batch have class weight 0 under label smoothing. Raises what `load` and `evaluate` raise, and what
+        `data` does; then the counters are as before, too.
         """
         self._check_open()
         if len(self._settings.loss_fns) > 1:
@@ -240,8 +262,9 @@ class BatchOptimizer(Curved):
         self._end_step()
         total, before = Total(self._flat.vector), self._history
         try:
-            for _ in self._for_each(data, lambda prepared: self._add(prepared, total)):
-                pass
+            with self._in_the_middle_of("full_gradient()"):
+                for _ in self._for_each(data, lambda prepared: self._add(prepared, total)):
+                    pass
             whole = total.whole()
         except BaseException:
             self._history = before
@@ -257,6 +280,11 @@ class BatchOptimizer(Curved):
     def _add(self, prepared: Prepared, total: Total) -> None:
         """Evaluate a batch of `full_gradient`, unless nothing in it counts."""
         (part,) = prepared.batch.parts
+        if part.weighting.divided_once and not part.weighting.divisor:
+            raise ValueError(
+                "the class weights of all targets of a batch are 0, and with label smoothing it has a loss all the same, "
+                "which no mean of it says: make the batches larger, or leave those samples out"
+            )
         if part.weighting.divisor:
             self._begin(prepared)
             total.add(self.evaluate().item(), self._grad, part.weighting)
@@ -272,9 +300,11 @@ class BatchOptimizer(Curved):
         """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the
         serial one.
 
-        Evaluates twice for equal bits; compares the gradient with a finite difference, in float64 where the module
-        can be evaluated there; the batch in chunks with the whole; workers with this process. Returns a `Diagnosis`:
-        `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
+        Evaluates twice for equal bits; compares the gradient with finite differences, in float64 where the module
+        can be evaluated there; the batch in chunks with the whole; workers with this process. How precise f is, of a module
+        that computes in single precision inside or solves an equation to a tolerance, is measured, and differences that it
+        explains are none: it finds a slope that is off by a thousandth, and a cut by a hundred-thousandth, or what that
+        precision leaves. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
         run, in this process too. The batch has to be loaded anew.
         """
         return examine(self, inputs, targets, options)
@@ -286,13 +316,20 @@ class BatchOptimizer(Curved):
         """
         return self._history.fingerprint(self.parameters)
 
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step and the weights
-        of the terms; no code."""
+        of the terms; no code.
+
+        Like `save`, `load_state_dict` and `load_checkpoint`, for between steps: called by a hook or a signal handler in the
+        middle of one, it raises `BatchoptError`.
+        """
+        self._check_between_steps("state_dict")
         self._follow()
         return {
             "module": self._module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "optimizer_class": class_of(self.optimizer),
             "history": self._history.state_dict(),
             "speeds": list(self._speeds.values),
             "seed": self._settings.seed,
@@ -304,33 +341,30 @@ class BatchOptimizer(Curved):
         """Take over what `state_dict` returned; speeds only if the number of workers is the same. A batch has to be
         loaded anew.
 
-        Raises `ValueError` if the seed or the names of the terms differ, or one of the two has no optimizer; what torch raises if shapes differ.
-        Then nothing was changed.
+        Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is missing
+        or is not what `state_dict` returns (or `TypeError`); what torch raises if shapes differ. Then nothing was changed.
         """
         self._check_open()
-        self._end_step()
-        self._batch = None
-        if state["seed"] != self._settings.seed:
-            raise ValueError(
-                f"`seed` is {self._settings.seed} here and {state['seed']} in the state: build the BatchOptimizer with that seed"
-            )
-        if (state["optimizer"] is None) != (self.optimizer is None):
-            raise ValueError("the state and this BatchOptimizer must both have an optimizer, or neither")
+        self._check_between_steps("load_state_dict")
+        check_state(state, self.optimizer, self._settings.seed)
         terms = self._settings.terms
         if weights := state.get("weights"):  # older states have none
             terms = reweighed(terms, weights)
+        self._end_step()
         before = {key: value.clone() for key, value in self._module.state_dict().items() if torch.is_tensor(value)}
         self._undo.take()
         try:
             self._module.load_state_dict(state["module"])
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
+                check_options(self.optimizer)
             self._history = History(**state["history"])
             self._settings = replace(self._settings, terms=terms)
         except BaseException:
             self._module.load_state_dict(before, strict=False)
             self._undo.back()
             raise
+        self._batch = None
         if len(state["speeds"]) == len(self.workers) and not self._speeds.fixed:
             self._speeds = Speeds(tuple(state["speeds"]))
 
@@ -343,6 +377,7 @@ class BatchOptimizer(Curved):
         Raises `CheckpointError`.
         """
         self._check_open()
+        self._check_between_steps("save")
         self._end_step()
         checkpoint.write(path, self.state_dict(), self._flat.layout)
 
@@ -354,6 +389,7 @@ class BatchOptimizer(Curved):
         parameters (by name and shape), other buffers, another seed or optimizer. Then nothing was changed.
         """
         self._check_open()
+        self._check_between_steps("load_checkpoint")
         state = checkpoint.read(path, self._flat.layout)
         try:
             self.load_state_dict(state)

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from batchopt.backends import Answer
+from batchopt.cut_check import Difference
 from batchopt_workers.inspection import normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
@@ -68,6 +69,15 @@ class Report:
                     )
                 return True
         return False
+
+    def cut_differs(self, found: Sequence[Difference]) -> None:
+        """Warn of terms whose loss depends on the cut."""
+        if found:
+            _warn(
+                f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over something else "
+                "than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a sum, "
+                "reduction='sum'. `check()` says more; check_cut=False leaves this comparison out"
+            )
 
     def idle(self, samples: int, chunks: int | None, workers: int) -> None:
         """Warn, once, if some of `workers` have nothing to do: the batch has fewer `samples`, or fewer `chunks` (None:

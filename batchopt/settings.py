@@ -47,6 +47,7 @@ class Settings:
     seed: int
     on_nonfinite: str
     verbose: int
+    check_cut: bool
     deterministic: bool
     elastic: bool
     options: Mapping[str, Any]
@@ -75,6 +76,7 @@ class Settings:
         seed: Any,
         on_nonfinite: Any,
         verbose: Any,
+        check_cut: Any,
         ray_options: Any,
     ) -> Settings:
         """Check every argument; raises `TypeError` or `ValueError` that names the first one that cannot work."""
@@ -113,6 +115,7 @@ class Settings:
             seed=arguments.read_seed(seed),
             on_nonfinite=arguments.read_on_nonfinite(on_nonfinite),
             verbose=arguments.read_verbose(verbose),
+            check_cut=arguments.read_bool("check_cut", check_cut),
             deterministic=deterministic,
             elastic=arguments.is_elastic(parallelize, backend),
             options=options,

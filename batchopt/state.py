@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from batchopt.report import Report
 from batchopt.settings import Settings
 from batchopt.terms import reweighed
 from batchopt.timeline import Timeline
+from batchopt.trials import Trials
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 
@@ -54,6 +56,8 @@ class State:
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
         self._timeline: Timeline | None = None
         self._meanwhile: Meanwhile | None = None  # to do once the workers are busy
+        self._trials: Trials | None = None  # of the step that is being made
+        self._amid = ""  # what is being done, in the middle of which nothing can be saved or loaded
         self._numbers = count(1)  # of evaluations, as the workers see them
         self._history = History() if history is None else history
         self.hook_results: list[Any] = []
@@ -78,6 +82,23 @@ class State:
         if self._batch is None:
             raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
         return self._batch
+
+    @contextmanager
+    def _in_the_middle_of(self, what: str) -> Iterator[None]:
+        """What is inside is done as a whole: a hook, callback or signal handler, which may enter there, can save nothing."""
+        outer, self._amid = self._amid, self._amid or what
+        try:
+            yield
+        finally:
+            self._amid = outer
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._amid:
+            raise BatchoptError(
+                f"{what}() was called in the middle of {self._amid}, by a hook, a callback or a signal handler: half of the "
+                "state is of before, and half of after; call it between steps (a signal handler can set a flag, to be "
+                "looked at after step())"
+            )
 
     def _end_step(self) -> None:
         """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
@@ -119,12 +140,13 @@ class State:
 
     @property
     def output(self) -> float:
-        """The last loss; 0 before the first evaluation."""
+        """The loss of the parameters that the last step left, if it evaluated there; else that of the last evaluation. 0
+        before the first one."""
         return self._history.loss
 
     @property
     def losses(self) -> dict[str, float]:
-        """The mean (or sum) of each term at the last evaluation, by name, without its weight; empty without terms and
+        """The mean (or sum) of each term, by name, without its weight, where `output` is of; empty without terms and
         before the first evaluation."""
         return dict(self._history.terms)
 

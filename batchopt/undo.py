@@ -23,6 +23,11 @@ class Undo:
         self._state: dict[Any, dict[Any, Any]] = {}
         self._groups: list[dict[str, Any]] = []
 
+    @property
+    def start(self) -> torch.Tensor:
+        """X as it was."""
+        return self._copy
+
     def take(self) -> None:
         """Remember the present."""
         with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 
 from batchopt import arguments
 from batchopt.backends import Backend, Setup, start_backend
+from batchopt.cut_check import refuse_frequencies
 from batchopt.errors import WorkerError, WorkerStartError
 from batchopt.history import History
 from batchopt.ownership import exclusive
@@ -49,6 +50,7 @@ class Workforce(State):
         )
 
     def _start_backend(self, settings: Settings) -> Backend:
+        refuse_frequencies(self._module, settings.workers)
         return start_backend(
             settings.backend,
             Setup(

@@ -89,6 +89,100 @@ def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> Non
         assert not found.healthy and "FAIL" in str(found) and culprit.value in str(found)
 
 
+class Averaged(Mlp):
+    """Keeps a running mean where no step begins afresh: in a frozen parameter, in a buffer that is too large to be kept apart,
+    in a part of it."""
+
+    mean: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.part = nn.Module()
+        if kind == "frozen":
+            self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+        elif kind == "buffer":
+            self.register_buffer("mean", torch.zeros(2**18 + 1, 4))
+        else:
+            self.part.seen = {"mean": torch.zeros(4)}  # type: ignore[assignment]
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        kept: Any = self.part.seen["mean"] if self.kind == "part" else self.mean  # type: ignore[index]
+        with torch.no_grad():
+            kept[..., :4].add_(0.1 * y.mean(0))
+        less: torch.Tensor = y - (kept if kept.dim() == 1 else kept[0])
+        return less
+
+
+class Remembers(nn.MSELoss):
+    """A criterion that does so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(output, target) * (1 + 0.01 * self.calls)
+
+
+@pytest.mark.parametrize(
+    "module, criterion, name",
+    [
+        (Averaged("frozen"), nn.MSELoss(), "mean"),
+        (Averaged("buffer"), nn.MSELoss(), "mean"),
+        (Averaged("part"), nn.MSELoss(), "part.seen"),
+        (Mlp(), Remembers(), "criterion.calls"),
+    ],
+    ids=["frozen parameter", "large buffer", "part", "criterion"],
+)
+def test_state_is_named_wherever_it_is(module: nn.Module, criterion: nn.Module, name: str) -> None:
+    case = mlp()
+    with BatchOptimizer(module.double(), criterion) as opt:
+        found = opt.check(case.inputs, case.targets)
+    assert (found.culprit, found.detail) == (Culprit.STATE, name), str(found)
+
+
+class Single(Mlp):
+    """Computes in single precision inside; and loses a hundredth of the gradient, if it is told to."""
+
+    def __init__(self, lost: float) -> None:
+        super().__init__()
+        self.lost = lost
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)).float()
+        kept = hidden * (1 - self.lost) + self.lost * hidden.detach()
+        y: torch.Tensor = self.second((kept / kept.square().mean(-1, keepdim=True).sqrt()).to(x.dtype))
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("lost", [0.0, 0.1])
+def test_a_gradient_is_found_wrong_as_far_as_the_precision_of_the_module_goes(lost: float, dtype: torch.dtype) -> None:
+    case = mlp(dtype)
+    with BatchOptimizer(Single(lost).to(dtype), case.criterion) as opt:
+        found = opt.check(case.inputs, case.targets)
+    assert found.culprit is (Culprit.GRADIENT if lost else Culprit.NONE), str(found)
+
+
+def nearly_a_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Weighs samples a little: as a mean of means it is off by a thousandth."""
+    weights = 1 + 0.1 * target[:, 0].sign()
+    loss: torch.Tensor = (weights * (output - target).square().mean(1)).sum() / weights.sum()
+    return loss
+
+
+@pytest.mark.parametrize("module", [Mlp, lambda: Single(0.0)], ids=["double", "single inside"])
+def test_a_cut_that_is_off_by_a_thousandth_is_found(module: Any) -> None:
+    case = mlp()
+    with BatchOptimizer(module().double(), nearly_a_mean) as opt:
+        found = opt.check(case.inputs, case.targets)
+    assert found.culprit is Culprit.CUT, str(found)
+    assert 1e-4 < float(found.checks[-1].numbers.split()[-1]) < 1e-2
+
+
 def test_workers_that_lack_something_are_found() -> None:
     class Environment(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,16 @@ def _weights() -> torch.Tensor:
     return torch.rand(CLASSES, dtype=torch.float64) + 0.1
 
 
+def _some_zero() -> torch.Tensor:
+    """Two classes of weight 0: their targets count nothing in what a mean divides by."""
+    return torch.cat([torch.zeros(2, dtype=torch.float64), _weights()[2:]])
+
+
+def _sorted() -> torch.Tensor:
+    """Sorted, so that whole chunks have targets of weight 0, after some that are ignored."""
+    return _classes(ignored=True).sort().values
+
+
 def _probabilities() -> torch.Tensor:
     return _targets(N, CLASSES).softmax(1)
 
@@ -162,6 +172,10 @@ TABLE: dict[str, list[Callable[[str], Case]] | None] = {
         lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r), _classes(ignored=True)),
         lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r, label_smoothing=0.2), _classes(ignored=True)),
         lambda r: Case(nn.CrossEntropyLoss(reduction=r, label_smoothing=0.2, ignore_index=0), _classes()),
+        lambda r: Case(nn.CrossEntropyLoss(_some_zero(), reduction=r), _sorted()),
+        lambda r: Case(nn.CrossEntropyLoss(_some_zero(), reduction=r, label_smoothing=0.2), _classes().sort().values),
+        lambda r: Case(nn.CrossEntropyLoss(_some_zero(), reduction=r, label_smoothing=0.2), _sorted()),
+        lambda r: Case(nn.CrossEntropyLoss(_some_zero(), reduction=r, label_smoothing=0.2), _probabilities()),
         lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r), _probabilities()),
         lambda r: Case(nn.CrossEntropyLoss(_weights(), reduction=r, label_smoothing=0.1), _probabilities()),
     ],
@@ -244,6 +258,65 @@ def test_losses_in_worker_processes(name: str) -> None:
     found, found_gradient = evaluate(module, case, x, None, parallelize=3, speeds=[3, 1, 2])
     torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("collate", [False, True])
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_smoothed_losses_of_targets_without_weight_count_in_a_list_of_samples(collate: bool, parallelize: int) -> None:
+    def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    torch.manual_seed(0)
+    x, module = torch.randn(N, 4, dtype=torch.float64), _scores()
+    case = Case(nn.CrossEntropyLoss(_some_zero(), label_smoothing=0.3), _sorted())
+    expected = whole(module, case, x)
+    listed = Case(case.criterion, list(case.targets))
+    options: dict[str, Any] = {"collate_fn": stack if collate else None, "chunk_size": 4, "parallelize": parallelize}
+    torch.testing.assert_close(evaluate(module, listed, list(x), None, **options), expected, rtol=1e-11, atol=1e-13)
+    assert case.criterion.reduction == "mean"
+
+
+class Focal(nn.CrossEntropyLoss):
+    """The focal loss: the mean over samples, not over class weights."""
+
+    def forward(self, scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        entropy = nn.functional.cross_entropy(scores, classes, reduction="none")
+        assert self.weight is not None
+        loss: torch.Tensor = (self.weight[classes] * (1 - (-entropy).exp()) ** 2 * entropy).mean()
+        return loss
+
+
+class Scaled(nn.BCELoss):
+    """Weighs samples as it likes: `weight` is of something else."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        return nn.functional.binary_cross_entropy(output, target) * self.weight.mean()
+
+
+def _replaced() -> nn.Module:
+    criterion = nn.CrossEntropyLoss(_weights())
+    criterion.forward = Focal(criterion.weight)  # type: ignore[method-assign]
+    return criterion
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Case(Focal(_weights()), _classes()),
+        lambda: Case(_replaced(), _classes()),
+        lambda: Case(Scaled(torch.rand(N, 1).double()), torch.rand(N, CLASSES).double()),
+    ],
+    ids=["subclass", "replaced forward", "weight of something else"],
+)
+def test_a_loss_with_a_forward_of_its_own_is_not_torchs(make: Callable[[], Case]) -> None:
+    torch.manual_seed(0)
+    case, x = make(), torch.randn(N, 4, dtype=torch.float64)
+    module = _scores(nn.Sigmoid())
+    expected = whole(module, case, x)
+    for chunk_size in (4, 10):
+        found = evaluate(module, case, x, None, chunk_size=chunk_size)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("rows", [(N, CLASSES), (N, 1)])

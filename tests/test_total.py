@@ -17,7 +17,7 @@ from torch import nn
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
 from batchopt.total import Total
 from batchopt_workers.weighting import Weighting
-from tests.workloads import Workload, logistic, mlp, rnn
+from tests.workloads import Workload, logistic, mlp, reference, rnn
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -96,6 +96,19 @@ def test_batches_in_which_nothing_counts_add_nothing() -> None:
         with pytest.raises(ValueError, match="no sample that counts"):
             opt.full_gradient([])
         assert opt.eval_counter == 32
+
+
+def test_a_batch_whose_smoothed_targets_all_have_weight_0_is_an_error() -> None:
+    work, classes = logistic(), torch.arange(67) % 3
+    criterion = nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 2.0]).double(), label_smoothing=0.2)
+    with BatchOptimizer(work.module, criterion) as opt:
+        loss, gradient = reference(work.module, criterion, work.inputs, classes)
+        cut = [(work.inputs[i : i + 10], classes[i : i + 10]) for i in range(0, 67, 10)]
+        found, slope = opt.full_gradient(cut)
+        assert found == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+        with pytest.raises(ValueError, match="class weights of all targets of a batch are 0"):
+            opt.full_gradient([(work.inputs[i : i + 1], classes[i : i + 1]) for i in range(3)])
 
 
 def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from batchopt.cores import usable_cores
-from batchopt_workers.batch import Batch, Columns, Part, Samples, map_tensors
+from batchopt_workers.batch import Batch, Columns, Part, Samples, tensors_in
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.packing import Packed, Placement, pack, unpack
 
@@ -116,7 +116,7 @@ def _identity(batch: Batch) -> list[Any]:
             if isinstance(data, Samples):
                 found += map(id, data.data)
             elif data is not None:
-                map_tensors(tensors.append, data.data)
+                tensors += tensors_in(data.data)
         found += map(id, part.options or ())
     return found + [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
@@ -126,7 +126,7 @@ def _column_tensors(part: Part) -> list[torch.Tensor]:
     found: list[torch.Tensor] = [] if part.criterion_weight is None else [part.criterion_weight]
     for columns in (part.inputs, part.targets):
         if isinstance(columns, Columns):
-            map_tensors(found.append, columns.data)
+            found += tensors_in(columns.data)
     return found
 
 

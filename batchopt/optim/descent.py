@@ -301,11 +301,14 @@ class Descent(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Raises `ValueError`, and changes nothing, for another number of parameters.
+        """Take over what `state_dict` returned. Raises `ValueError` (or `TypeError`), and changes nothing, for another number
+        of parameters and for options that cannot work.
 
         Of a state of `torch.optim.LBFGS` the options and counts are taken; the curvature is gathered anew.
         """
         memory = state_dict["state"].get(0, {})
+        for group in state_dict["param_groups"]:
+            check_options({key: value for key, value in group.items() if key in self.defaults})
         size = len(memory.get("x", self._change))
         if size != len(self._change):
             raise ValueError(f"the state is of {size} parameters; here are {len(self._change)}")

@@ -72,6 +72,8 @@ class LBFGS(Descent):
         super().__init__(params, options, callback)
         self._pseudo: torch.Tensor | None = None
 
+    # other classes whose states can be loaded, as far as they go
+    reads_states_of = ("torch.LBFGS",)
     _kept = (*Descent._kept, "curvature")
 
     @property

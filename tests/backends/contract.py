@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,23 @@ class Contract:
         self.check(opt, Workload(module, criterion, x, y))
         opt = make(module, criterion, optimizer=None, chunk_size=3)
         self.check(opt, Workload(module, criterion, x, y))
+
+    def test_values_of_samples_beside_tensors_come_with_their_samples_in_a_dict_of_its_kind(self, make: Make) -> None:
+        def loss_fn(module: nn.Module, batch: Any, _: Any) -> torch.Tensor:
+            assert (
+                type(batch) is OrderedDict and len(batch["names"]) == len(batch["x"]) and batch["scales"] == [2.0, 3.0]
+            )
+            scale = torch.tensor([float(len(name)) for name in batch["names"]]).double() * batch["scales"][0]
+            loss: torch.Tensor = (module(batch["x"]).square().sum(1) * scale).mean()
+            return loss
+
+        module, names = Mlp().double(), ["x" * (1 + i % 4) for i in range(13)]
+        x = torch.linspace(-1, 1, 78).double().view(13, 6)
+        batch = OrderedDict(names=names, x=x, scales=[2.0, 3.0])
+        for options in ({}, {"chunk_size": 4}):
+            opt = make(module, optimizer=None, loss_fn=loss_fn, **options)
+            opt.load(batch)
+            assert opt.evaluate().item() == pytest.approx(loss_fn(module, batch, None).item(), rel=1e-12)
 
     def test_sums_are_summed(self, make: Make) -> None:
         case = mlp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,16 @@ def test_columns_lists_and_options_come_in_parts() -> None:
     pieces = list(found.parts[0].pieces(3, 6))
     assert [piece.targets.item() for piece in pieces] == [3, 4, 5]
     assert all(torch.equal(piece.inputs["s"], s) for piece, s in zip(pieces, samples[3:], strict=True))
+
+
+def test_values_of_samples_beside_tensors_come_with_their_samples() -> None:
+    x, names = torch.randn(10, 3), list("abcdefghij")
+    batch = batch_of(OrderedDict(names=names, x=x, scales=[1.0, 2.0]))
+    found, _ = rebuilt(batch, [range(2, 5)])
+    (piece,) = found.parts[0].pieces(2, 5)
+    assert type(piece.inputs) is OrderedDict and list(piece.inputs) == ["names", "x", "scales"]
+    assert piece.inputs["names"] == ["c", "d", "e"] and piece.inputs["scales"] == [1.0, 2.0]
+    assert torch.equal(piece.inputs["x"], x[2:5])
 
 
 def test_samples_lie_where_they_lie_on_any_other_machine() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,6 +50,59 @@ def test_a_slice_of_columns_has_their_structure() -> None:
 def test_a_sample_of_columns_lacks_their_first_dimension() -> None:
     found = Columns((DATA, DATA[:, 0])).sample(3)
     assert [tensor.tolist() for tensor in found] == [[6, 7], 6]
+
+
+NAMES = ["a", "b", "c", "d", "e", "f"]
+
+
+@pytest.mark.parametrize(
+    "values, part, one",
+    [
+        (NAMES, ["c", "d"], "c"),
+        (tuple(NAMES), ("c", "d"), "c"),
+        ([{"id": i} for i in range(6)], [{"id": 2}, {"id": 3}], {"id": 2}),
+        ([[i] for i in range(6)], [[2], [3]], [2]),
+        (NAMES[:5], NAMES[:5], NAMES[:5]),
+        ([NAMES, NAMES], [["c", "d"]] * 2, ["c"] * 2),
+        ("abcdef", "abcdef", "abcdef"),
+        ([], [], []),
+    ],
+    ids=["list", "tuple", "of dicts", "of lists", "of another length", "nested", "text", "empty"],
+)
+def test_lists_as_long_as_the_batch_are_cut_with_it(values: Any, part: Any, one: Any) -> None:
+    for data in ({"values": values, "x": DATA}, {"x": DATA, "values": values}):
+        columns = Columns(data)
+        assert len(columns) == 6
+        found = columns.slice(2, 4)
+        assert found["values"] == part and found["x"].tolist() == [[4, 5], [6, 7]]
+        assert columns.sample(2)["values"] == one
+    assert Columns((DATA, values)).slice(2, 4)[1] == part
+
+
+def test_arrays_as_long_as_the_batch_are_cut_with_it() -> None:
+    found = Columns({"x": DATA, "rows": np.arange(6), "other": np.arange(5), "one": np.array(7)}).slice(2, 4)
+    assert found["rows"].tolist() == [2, 3] and found["other"].tolist() == list(range(5)) and found["one"] == 7
+
+
+class Graph(dict[str, Any]):
+    """A dict with an attribute, and a way of its own to be made."""
+
+    def __init__(self, kind: str, **items: Any) -> None:
+        super().__init__(items)
+        self.kind = kind
+
+
+def test_kinds_of_dicts_stay_what_they_are() -> None:
+    of_lists: defaultdict[str, Any] = defaultdict(list, x=DATA)
+    ordered = OrderedDict([("y", DATA), ("x", DATA)])
+    graph = Graph("molecule", x=DATA, names=NAMES)
+    for data in (of_lists, ordered, graph):
+        for found in (Columns(data).slice(1, 3), Samples([data]).sample(0), map_tensors(torch.clone, data)):
+            assert type(found) is type(data) and list(found) == list(data) and found is not data
+        assert Columns(data).slice(1, 3)["x"].tolist() == [[2, 3], [4, 5]]
+        assert torch.equal(data["x"], DATA)
+    assert Columns(of_lists).slice(1, 3)["new"] == [] and "new" not in of_lists
+    assert Columns(graph).slice(1, 3).kind == "molecule" and Columns(graph).slice(1, 3)["names"] == ["b", "c"]
 
 
 def test_samples_may_have_any_shapes_and_structures() -> None:
@@ -137,8 +192,7 @@ def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -
     inputs = Columns(DATA) if form == "columns" else Samples(list(DATA))
     batch = Part(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, rows)
     (piece,) = batch.pieces(2, 4)
-    assert piece.criterion_weight is not None
-    assert piece.criterion_weight.tolist() == [[4, 5], [6, 7]]
+    assert piece.attributes["weight"].tolist() == [[4, 5], [6, 7]]
 
 
 def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
@@ -154,7 +208,7 @@ def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
 
 @pytest.mark.parametrize("inputs", [Columns(DATA), Samples(list(DATA))])
 def test_without_a_weight_of_samples_pieces_have_none(inputs: Columns | Samples) -> None:
-    assert [piece.criterion_weight for piece in Part(inputs, None, None, MEAN).pieces(0, 2)] == [None] * (
+    assert [piece.attributes for piece in Part(inputs, None, None, MEAN).pieces(0, 2)] == [{}] * (
         1 if isinstance(inputs, Columns) else 2
     )
 

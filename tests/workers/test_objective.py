@@ -77,7 +77,7 @@ def test_rows_of_a_weight_make_the_loss_of_their_samples(
     criterion = kind(weight=rows, reduction="sum")
     objective = Objective(module, criterion, None)
     whole = criterion(module(inputs), targets)
-    part, rest = (objective(inputs[cut], targets[cut], rows[cut])[1] for cut in (slice(0, 2), slice(2, 5)))
+    part, rest = (objective(inputs[cut], targets[cut], {"weight": rows[cut]})[1] for cut in (slice(0, 2), slice(2, 5)))
     assert torch.equal(part, kind(weight=rows[:2], reduction="sum")(module(inputs[:2]), targets[:2]))
     torch.testing.assert_close(part + rest, whole)
     assert criterion.weight is rows
@@ -88,7 +88,7 @@ def test_the_criterion_has_its_own_weight_back_after_it_raised() -> None:
     criterion = nn.BCELoss(weight=whole)
     objective = Objective(nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()), criterion, None)
     with pytest.raises(ValueError, match="target size"):
-        objective(INPUTS, torch.rand(3, 1), whole[:2])
+        objective(INPUTS, torch.rand(3, 1), {"weight": whole[:2]})
     assert criterion.weight is whole
 
 
@@ -111,7 +111,7 @@ def test_without_rows_the_criterion_keeps_its_weight(targets: torch.Tensor | Non
     criterion = SeesWeight(whole)
     objective = Objective(nn.Linear(2, 1), criterion, None)
     objective(INPUTS, targets)
-    objective(INPUTS, targets, rows)
+    objective(INPUTS, targets, {"weight": rows})
     objective(INPUTS, targets)
     assert [id(weight) for weight in criterion.seen] == [id(whole), id(rows), id(whole)]
 

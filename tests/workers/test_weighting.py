@@ -79,5 +79,7 @@ def test_no_samples_weigh_exactly_zero_in_a_mean() -> None:
 
 def test_a_mean_divides_by_the_sum_of_its_denominators_and_a_sum_by_one() -> None:
     assert Weighting("mean", 7).divisor == 7.0
+    assert Weighting("mean", 2, running_sum([0.0, 4.0]), divided_once=True).of(0, 1) == 0.25
+    assert math.isnan(Weighting("mean", 1, running_sum([0.0]), divided_once=True).of(0, 1))
     assert weighting_of([0.5, 0.0, 2.0]).divisor == 2.5
     assert Weighting("sum", 7).divisor == 1.0

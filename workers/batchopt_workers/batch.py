@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from batchopt_workers.memory import ALIGNMENT
@@ -16,43 +18,75 @@ from batchopt_workers.weighting import Weighting
 Collate = Callable[[list[Any]], Any]
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Apply `function` to every tensor of a structure of tuples, lists and dicts; what is no tensor stays."""
-    if isinstance(data, torch.Tensor):
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, torch.Tensor)
+
+
+def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = _is_tensor) -> Any:
+    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists and dicts, which keep their types;
+    what is no leaf stays."""
+    if is_leaf(data):
         return function(data)
     if isinstance(data, tuple) and hasattr(data, "_make"):
-        return data._make(map_tensors(function, item) for item in data)
+        return data._make(map_tensors(function, item, is_leaf) for item in data)
     if isinstance(data, (tuple, list)):
-        return type(data)(map_tensors(function, item) for item in data)
+        return type(data)(map_tensors(function, item, is_leaf) for item in data)
     if isinstance(data, dict):
-        return {key: map_tensors(function, item) for key, item in data.items()}
+        mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
+        return mapped if type(data) is dict else _filled(copy.copy(data), mapped)
     return data
 
 
-def _length(data: Any) -> int:
-    """The first dimension of the first tensor in a structure."""
-    while not isinstance(data, torch.Tensor):
-        data = next(iter(data.values() if isinstance(data, dict) else data))
-    return data.shape[0]
+def _filled(data: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    for key, item in items.items():
+        data[key] = item
+    return data
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of such a structure, in order."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, (tuple, list, dict)):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from tensors_in(item)
+
+
+# What has no tensors in it, as a look at its type tells.
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+
+
+def _has_a_row_each(item: Any, samples: int) -> bool:
+    """Whether it is a list, tuple or array of other things than tensors, one a sample."""
+    if isinstance(item, np.ndarray):
+        return item.ndim > 0 and len(item) == samples
+    if (not isinstance(item, list) and type(item) is not tuple) or len(item) != samples:
+        return False
+    return _PLAIN.issuperset(map(type, item)) or next(tensors_in(item), None) is None
 
 
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    part = tensor[start:stop]
-    return part.detach().requires_grad_() if tensor.requires_grad else part
+    return _leaf(tensor[start:stop], tensor) if tensor.requires_grad else tensor[start:stop]
+
+
+def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return part.detach().requires_grad_(whole.requires_grad)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensors whose first dimension is the sample: a tensor, or tuples, lists and dicts of them."""
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists and dicts of them. Lists, tuples and arrays
+    in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever else is there belongs
+    to every sample."""
 
     data: Any
 
     def __len__(self) -> int:
-        return _length(self.data)
+        return next(tensors_in(self.data)).shape[0]
 
     def slice(self, start: int, stop: int) -> Any:
         """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
-        return map_tensors(lambda tensor: _rows(tensor, start, stop), self.data)
+        return self._map(lambda column: _rows(column, start, stop) if _is_tensor(column) else column[start:stop])
 
     def held(self, start: int, stop: int) -> list[Any]:
         """What samples `start` up to `stop` are read from, itself."""
@@ -60,7 +94,11 @@ class Columns:
 
     def sample(self, index: int) -> Any:
         """One sample, without its first dimension."""
-        return map_tensors(lambda tensor: tensor.detach()[index].requires_grad_(tensor.requires_grad), self.data)
+        return self._map(lambda column: _leaf(column[index], column) if _is_tensor(column) else column[index])
+
+    def _map(self, function: Callable[[Any], Any]) -> Any:
+        samples = len(self)
+        return map_tensors(function, self.data, lambda item: _is_tensor(item) or _has_a_row_each(item, samples))
 
 
 @dataclass(frozen=True)
@@ -82,7 +120,7 @@ class Samples:
 
     def sample(self, index: int) -> Any:
         """One sample; its tensors are leaves of the autograd graph."""
-        return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), self.data[index])
+        return map_tensors(lambda tensor: _leaf(tensor, tensor), self.data[index])
 
 
 def realigned(data: Columns | Samples) -> Columns | Samples:
@@ -105,7 +143,8 @@ def realigned(data: Columns | Samples) -> Columns | Samples:
 class Piece:
     """What goes through one forward: consecutive samples, or one sample of a list.
 
-    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's.
+    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
+    the criterion take the place of its own.
     """
 
     inputs: Any
@@ -113,7 +152,7 @@ class Piece:
     options: Sequence[Any] | None
     indices: range
     weight: float
-    criterion_weight: torch.Tensor | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
     term: int = 0
 
 
@@ -159,7 +198,7 @@ class Part:
                 target = self.targets.sample(index) if self.targets is not None else None
                 piece = self._piece(self.inputs.sample(index), target, index, index + 1)
                 if self.criterion_weight is not None:
-                    piece.criterion_weight = self.criterion_weight[index]
+                    piece.attributes["weight"] = self.criterion_weight[index]
                 yield piece
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
@@ -172,8 +211,12 @@ class Part:
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
         options = None if self.options is None else self.options[start:stop]
-        rows = None if self.criterion_weight is None else self.criterion_weight[start:stop]
-        return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), rows)
+        attributes: dict[str, Any] = {}
+        if self.criterion_weight is not None:
+            attributes["weight"] = self.criterion_weight[start:stop]
+        if self.weighting.divided_once:
+            attributes["reduction"] = "sum"
+        return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), attributes)
 
 
 @dataclass(frozen=True)

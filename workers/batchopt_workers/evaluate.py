@@ -286,7 +286,7 @@ class Evaluator:
         faults.point("worker.forward", self._at)
         with torch.enable_grad():
             objective = self._objectives[piece.term]
-            sample.output, loss = objective(sample.inputs, sample.targets, piece.criterion_weight)
+            sample.output, loss = objective(sample.inputs, sample.targets, piece.attributes)
         faults.point("worker.backward", self._at)
         return loss
 

@@ -12,16 +12,21 @@ from batchopt_workers.worker import Worker
 _OF_TORCH = ("_parameters", "_buffers", "_modules", "training")
 
 
-def attributes(worker: Worker) -> dict[str, str]:
-    """A digest of each submodule's own attributes, by the submodule's name; those that cannot be pickled are left
-    out."""
-    assert worker.module is not None
+def written(worker: Worker) -> dict[str, str]:
+    """A digest of what a forward may write: the buffers, frozen parameters and own attributes of each part of the module, and
+    of the criterion, by name; what cannot be pickled is left out."""
     found = {}
-    for name, part in worker.module.named_modules():
-        for key, value in vars(part).items():
-            if key not in _OF_TORCH:
-                found[f"{name}.{key}".lstrip(".")] = _digest(value)
+    for prefix, whole in (("", worker.module), ("criterion", worker.criterion)):
+        if isinstance(whole, torch.nn.Module):
+            for name, part in whole.named_modules(prefix=prefix):
+                found.update({f"{name}.{key}".lstrip("."): _digest(value) for key, value in _kept(part).items()})
     return found
+
+
+def _kept(part: torch.nn.Module) -> dict[str, object]:
+    own = {key: value for key, value in vars(part).items() if key not in _OF_TORCH}
+    frozen = {key: value for key, value in part._parameters.items() if value is not None and not value.requires_grad}
+    return {**own, **part._buffers, **frozen}
 
 
 def normalises_by_chunk(part: torch.nn.Module) -> bool:
@@ -30,10 +35,16 @@ def normalises_by_chunk(part: torch.nn.Module) -> bool:
     return is_norm and (part.training or part.running_mean is None)
 
 
+def counts_frequencies(part: torch.nn.Module) -> bool:
+    """Whether the gradient of `part` depends on how often each of its entries is among the samples at hand."""
+    return isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.scale_grad_by_freq
+
+
 def _digest(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().tolist()
     try:
+        if isinstance(value, torch.Tensor):
+            octets = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            return hashlib.sha256(octets.data).hexdigest()
         return hashlib.sha256(cloudpickle.dumps(value)).hexdigest()
     except Exception:
         return ""

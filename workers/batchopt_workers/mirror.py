@@ -38,7 +38,7 @@ def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -
         piece,
         inputs=map_tensors(function, piece.inputs),
         targets=map_tensors(function, piece.targets),
-        criterion_weight=map_tensors(function, piece.criterion_weight),
+        attributes=map_tensors(function, piece.attributes),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ class Objective:
     loss_fn: LossFunction | None
 
     def __call__(
-        self, inputs: Any, targets: Any, criterion_weight: torch.Tensor | None = None
+        self, inputs: Any, targets: Any, attributes: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[Any, torch.Tensor]:
         """The module's output (None where only `loss_fn` sees it) and the loss, a scalar that depends on parameters.
 
-        `criterion_weight`: the rows for these samples of a criterion's weight of each sample.
+        `attributes`: what the criterion has for these samples in place of its own: its rows of a weight of each sample,
+        another reduction.
 
         Raises `TypeError` or `ValueError`, with what to do, for anything else.
         """
@@ -40,7 +42,7 @@ class Objective:
             source, loss = "loss_fn", self.loss_fn(self.module, inputs, targets)
         elif self.criterion is not None:
             output = self.module(inputs)
-            with _weighted(self.criterion, criterion_weight):
+            with _having(self.criterion, attributes):
                 source, loss = "criterion", self.criterion(output, *arguments[1:])
         else:
             source, loss = "module", self.module(*arguments)
@@ -49,17 +51,16 @@ class Objective:
 
 
 @contextmanager
-def _weighted(criterion: Any, weight: torch.Tensor | None) -> Iterator[None]:
-    """With `weight` in place of the criterion's own."""
-    if weight is None:
-        yield
-        return
-    whole = criterion.weight
-    criterion.weight = weight
+def _having(criterion: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """With `attributes` in place of the criterion's own."""
+    own = {name: getattr(criterion, name) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(criterion, name, value)
         yield
     finally:
-        criterion.weight = whole
+        for name, value in own.items():
+            setattr(criterion, name, value)
 
 
 def _check(source: str, loss: Any) -> None:

@@ -13,12 +13,14 @@ class Weighting:
     """What a loss is of `size` samples: their `"sum"`, or their `"mean"`.
 
     A mean divides by the sum of the samples' denominators: 1 each, or as `running` says (shape `(size + 1,)`,
-    float64: the sum over the samples before each).
+    float64: the sum over the samples before each). `divided_once`: the losses of pieces are sums, and only the whole is
+    divided; so samples whose denominators are 0 may have a loss that counts.
     """
 
     reduction: str
     size: int
     running: torch.Tensor | None = None
+    divided_once: bool = False
 
     @property
     def divisor(self) -> float:
@@ -28,10 +30,12 @@ class Weighting:
         return float(self.size) if self.running is None else float(self.running[-1].item())
 
     def of(self, start: int, stop: int) -> float:
-        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them; NaN if all denominators
-        are 0."""
+        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them, unless `divided_once`; NaN if
+        all denominators are 0."""
         if self.reduction == "sum":
             return 1.0
+        if self.divided_once:
+            return 1 / self.divisor if self.divisor else float("nan")
         if self.running is None:
             return (stop - start) / self.size
         total = self.running[-1].item()

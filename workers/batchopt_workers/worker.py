@@ -32,7 +32,8 @@ class Sample:
     `term`, whose name it is.
 
     A prehook may put other `inputs` and `targets` in place. `output` (what the module returned; None with `loss_fn`)
-    and `loss` (what the criterion returned, a float) are there for the posthook.
+    and `loss` (what the criterion returned, a float; of cross entropy with label smoothing and class weights of 0 the sum, in
+    place of the mean) are there for the posthook.
     """
 
     inputs: Any

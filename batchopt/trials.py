@@ -1,0 +1,75 @@
+"""The points that one step has evaluated: which of them are the parameters that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Words of 8 bytes that are summed at a time: they, and what becomes of them, stay in the processor's cache.
+BLOCK = 2**14
+_ODD = np.random.default_rng(0).integers(2**63, size=BLOCK, dtype=np.uint64) * 2 + 1
+_NEXT = 0x9E3779B97F4A7C15
+
+
+def checksum(x: torch.Tensor) -> int:
+    """64 bits that say whether two vectors (1-D) are the same, bit for bit; by NumPy, which leaves no thread spinning."""
+    octets = x.detach().cpu().view(torch.uint8).numpy()
+    whole = len(octets) // 8 * 8
+    words, rest = octets[:whole].view(np.uint64), octets[whole:]
+    total = int.from_bytes(rest.tobytes(), "little")
+    for start in range(0, len(words), BLOCK):
+        # a plain sum would not see that one element grows by what another one loses
+        mixed = words[start : start + BLOCK] * _ODD[: len(words) - start]
+        mixed ^= mixed >> 32
+        total = (total * _NEXT + int(mixed.sum())) % 2**64
+    return total
+
+
+class Trial(NamedTuple):
+    """f and the losses of the terms at a point of that `checksum`; None: at the start of the step."""
+
+    checksum: int | None
+    loss: float
+    terms: Mapping[str, float]
+
+
+class Trials:
+    """The evaluations of one step. One that evaluates once costs nothing."""
+
+    def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        """`x`: the vector of the `parameters`, at the start of the step."""
+        self._x, self._parameters = x, parameters
+        self._start = self._versions()
+        self._trials: list[Trial] = []
+        self._here: int | None = None
+
+    def _versions(self) -> list[int]:
+        """Of all that X may be written through."""
+        return [tensor._version for tensor in (self._x, *self._parameters)]
+
+    def begin(self) -> None:
+        """An evaluation begins."""
+        self._here = None
+
+    def look(self) -> None:
+        """Note where X is; in time that costs nothing, while the workers compute."""
+        if self._here is None and (self._trials or self._versions() != self._start):
+            self._here = checksum(self._x)
+
+    def end(self, loss: float, terms: Mapping[str, float]) -> None:
+        """What the evaluation has found."""
+        self.look()
+        self._trials.append(Trial(self._here, loss, terms))
+
+    def left(self, start: torch.Tensor) -> Trial | None:
+        """The evaluation of X as it is now, where there were several and one was there; `start`: X when the step began."""
+        if len(self._trials) < 2:
+            return None
+        here, first = checksum(self._x), self._trials[0]
+        found = next((trial for trial in reversed(self._trials) if trial.checksum == here), None)
+        if found is None and first.checksum is None and checksum(start) == here:
+            found = first
+        return found

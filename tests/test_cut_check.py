@@ -1,0 +1,369 @@
+"""A loss that is not the mean, or the sum, of its samples' is named once it is cut; what is right, or cannot be known, is
+not."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, Term
+from batchopt.cut_check import SAMPLES, differs, split
+from tests.workloads import Mlp, mlp
+
+TOKENS, PADDING = 5, -1
+
+
+class Tagger(nn.Module):
+    """Scores of 3 classes for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def sentences(samples: int = 21) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sentences of 1 to 5 tokens, padded."""
+    torch.manual_seed(0)
+    lengths = torch.randint(1, TOKENS + 1, (samples, 1))
+    tags = torch.randint(0, 3, (samples, TOKENS))
+    tags[torch.arange(TOKENS) >= lengths] = PADDING
+    return torch.randn(samples, TOKENS, 4).double(), tags
+
+
+def of_tokens(scores: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1), tags.flatten(), ignore_index=PADDING)
+
+
+def of_tokens_fn(module: nn.Module, x: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+    """The same as a `loss_fn`."""
+    return of_tokens(module(x), tags)
+
+
+def present(_: Any, tags: torch.Tensor) -> torch.Tensor:
+    """What that mean divides by."""
+    return (tags != PADDING).sum(1)
+
+
+class OwnLoss(Tagger):
+    """A module that returns its loss."""
+
+    def forward(self, x: torch.Tensor, tags: torch.Tensor | None = None) -> torch.Tensor:
+        assert tags is not None
+        return of_tokens(super().forward(x), tags)
+
+
+def said(opt: BatchOptimizer, *batch: Any) -> list[str]:
+    """What a load warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.load(*batch)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 4}, {"parallelize": 2}], ids=["chunks", "workers"])
+@pytest.mark.parametrize(
+    "module, criterion, more",
+    [
+        (Tagger, of_tokens, {}),
+        (Tagger, lambda scores, tags: of_tokens(scores, tags), {}),
+        (Tagger, None, {"loss_fn": of_tokens_fn}),
+        (OwnLoss, None, {}),
+    ],
+    ids=["function", "lambda", "loss_fn", "module"],
+)
+def test_a_mean_over_tokens_is_warned_of(
+    module: Callable[[], nn.Module], criterion: Any, more: dict[str, Any], options: dict[str, Any]
+) -> None:
+    x, tags = sentences()
+    with BatchOptimizer(module().double(), criterion, optimizer=None, **more, **options) as opt:
+        (found,) = said(opt, x, tags)
+        assert "in one forward, and" in found and "the loss of " in found
+        assert all(remedy in found for remedy in ("`denominators`", "reduction='sum'", "check()", "check_cut=False"))
+        assert said(opt, x, tags) == []  # once
+    with BatchOptimizer(module().double(), criterion, optimizer=None, denominators=present, **more, **options) as opt:
+        assert said(opt, x, tags) == []
+    with BatchOptimizer(module().double(), criterion, optimizer=None, check_cut=False, **more, **options) as opt:
+        assert said(opt, x, tags) == []
+
+
+def test_the_numbers_are_those_of_the_first_samples() -> None:
+    x, tags = sentences()
+    module = Tagger().double()
+    with BatchOptimizer(module, of_tokens, optimizer=None, parallelize=2) as opt:
+        (found,) = said(opt, x, tags)
+    whole, one, two = (of_tokens(module(x[cut]), tags[cut]).item() for cut in (slice(0, 8), slice(0, 3), slice(3, 8)))
+    assert f"of 8 samples is {whole:.6f}"[:-1] in found
+    assert f"and {(3 * one + 5 * two) / 8:.6f}"[:-1] in found
+    assert "as the mean over 3 and 5" in found
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"parallelize": 2}], ids=["chunks", "workers"])
+def test_a_term_is_named_and_others_are_not(options: dict[str, Any]) -> None:
+    x, tags = sentences()
+
+    def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+        loss: torch.Tensor = module(x).square().mean()
+        return loss
+
+    def penalised(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+        loss: torch.Tensor = module(x).square().sum() + sum(p.square().sum() for p in module.parameters())
+        return loss
+
+    terms = {
+        "size": Term(size),
+        "tags": Term(of_tokens_fn, 3.0),
+        "penalised": Term(penalised, reduction="sum"),
+        "counted": Term(of_tokens_fn, denominators=present),
+    }
+    with BatchOptimizer(Tagger().double(), terms=terms, optimizer=None, **options) as opt:
+        (found,) = said(opt, {"size": x, "tags": (x, tags), "penalised": x, "counted": (x, tags)})
+    assert "of term 'tags'" in found and "as the mean over" in found
+    assert "of term 'penalised'" in found and "as the sum over" in found
+    assert "'size'" not in found and "'counted'" not in found
+
+
+def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collates."""
+    return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+
+def test_lists_are_compared_where_they_are_collated_and_one_forward_a_sample_is_what_it_says() -> None:
+    x, tags = sentences()
+    with BatchOptimizer(Tagger().double(), of_tokens, optimizer=None, chunk_size=4, collate_fn=stack) as opt:
+        assert len(said(opt, list(x), list(tags))) == 1
+
+    def each(scores: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+        return of_tokens(scores.unsqueeze(0), tags.unsqueeze(0))
+
+    with BatchOptimizer(Tagger().double(), each, optimizer=None, chunk_size=4) as opt:
+        assert said(opt, list(x), list(tags), [None] * len(x)) == []
+
+
+class Noisy(Mlp):
+    """Draws of its own, as dropout does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x + torch.randn_like(x))
+        return y
+
+
+class Raises(Mlp):
+    """Cannot be evaluated on a few samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= SAMPLES:
+            raise RuntimeError("too few")
+        return super().forward(x)
+
+
+def root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Not a mean."""
+    loss: torch.Tensor = (output - target).square().mean().sqrt()
+    return loss
+
+
+def undefined(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """NaN for few samples."""
+    return output.sum() * (math.nan if len(output) <= SAMPLES else 1.0)
+
+
+@pytest.mark.parametrize(
+    "module, criterion",
+    [(Noisy, root), (Raises, root), (Mlp, undefined)],
+    ids=["random", "raises", "not a number"],
+)
+@pytest.mark.parametrize("options", [{"chunk_size": 12}, {"parallelize": 2}], ids=["chunks", "workers"])
+def test_where_the_few_samples_tell_nothing_nothing_is_said(
+    module: Callable[[], nn.Module], criterion: Any, options: dict[str, Any]
+) -> None:
+    case = mlp()
+    with BatchOptimizer(module().double(), criterion, optimizer=None, speeds=None, **options) as opt:
+        opt.prehook = lambda worker, sample: None  # the workers are not measured, which would raise
+        assert said(opt, case.inputs, case.targets) == []
+
+
+def test_batch_norm_is_warned_of_and_nothing_else_is() -> None:
+    case = mlp()
+    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)).double()
+    with BatchOptimizer(module, root, optimizer=None, chunk_size=10) as opt:
+        (found,) = said(opt, case.inputs, case.targets)
+    assert "BatchNorm1d" in found
+
+
+def test_a_batch_that_is_not_cut_is_not_compared_until_it_is() -> None:
+    case = mlp()
+    with BatchOptimizer(Mlp().double(), root, optimizer=None, chunk_size=20) as opt:
+        assert said(opt, case.inputs[:20], case.targets[:20]) == []
+        assert len(said(opt, case.inputs, case.targets)) == 1
+
+
+def test_torchs_own_criteria_are_not_compared_unless_denominators_are_given() -> None:
+    case, calls = mlp(), []
+    module = Mlp().double()
+    module.register_forward_hook(lambda *_: calls.append(1))
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=10) as opt:
+        opt.load(case.inputs, case.targets)
+        assert not calls
+
+    def wrong(inputs: torch.Tensor, _: Any) -> torch.Tensor:
+        return torch.arange(len(inputs))
+
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=10, denominators=wrong) as opt:
+        assert len(said(opt, case.inputs, case.targets)) == 1
+
+
+class Running(Mlp):
+    """Has a buffer that a forward writes, and draws."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        y: torch.Tensor = super().forward(x)
+        return y + 1e-3 * nn.functional.dropout(y)
+
+
+def drawn() -> tuple[Any, ...]:
+    """The states of all generators."""
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"parallelize": 2, "chunk_size": 10}])
+def test_it_leaves_no_trace(options: dict[str, Any]) -> None:
+    case, found = mlp(), []
+    for check in (True, False):
+        torch.manual_seed(0)
+        module = Running().double()
+        with BatchOptimizer(module, nn.functional.mse_loss, optimizer="lbfgs", check_cut=check, **options) as opt:
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            before = drawn()
+            opt.load(case.inputs, case.targets)
+            assert drawn() == before
+            assert all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
+            state = opt.state_dict()["history"], module.state_dict()["count"].item(), opt.hook_results
+            opt.step(case.inputs, case.targets)
+            found.append((state, opt.fingerprint(), module.state_dict()["count"].item(), opt.eval_counter))
+    assert found[0] == found[1]
+
+
+def test_check_does_not_use_up_the_warning() -> None:
+    case = mlp()
+    with BatchOptimizer(Mlp().double(), root, optimizer=None, chunk_size=10) as opt:
+        assert not opt.check(case.inputs, case.targets).healthy
+        assert len(said(opt, case.inputs, case.targets)) == 1
+
+
+@pytest.mark.parametrize(
+    "samples, largest, parts", [(100, 50, (3, 5)), (2, 2, (1, 1)), (100, 1, (1, 1)), (5, 9, (1, 4))]
+)
+def test_few_samples_in_unequal_parts(samples: int, largest: int, parts: tuple[int, int]) -> None:
+    assert split(samples, largest) == parts
+
+
+@pytest.mark.parametrize(
+    "whole, one, two, differ",
+    [
+        (3.0, 1.0, 2.0, False),
+        (3.0, 1.0, 2.1, True),
+        (0.0, 0.0, 0.0, False),
+        (0.0, 1.0, -1.0 + 1e-9, False),
+        (math.nan, 1.0, 2.0, False),
+        (math.inf, 1.0, 2.0, False),
+        (1e-300, 1e-300, 1e-300, True),
+    ],
+)
+def test_what_differs_is_measured_by_the_parts(whole: float, one: float, two: float, differ: bool) -> None:
+    assert differs(whole, one, two, 1e-6) is differ
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_it_is_turned_off_by_a_bool(value: Any) -> None:
+    with pytest.raises(TypeError, match="`check_cut` must be True or False"):
+        BatchOptimizer(Mlp(), root, check_cut=value)
+
+
+class Words(nn.Module):
+    """Embeds words, and counts how often each is there in the gradient."""
+
+    def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag] = nn.Embedding, by_freq: bool = True) -> None:
+        super().__init__()
+        self.words = kind(5, 3, scale_grad_by_freq=by_freq)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.words(x))
+        return y
+
+
+WORDS, LABELS = torch.arange(12).remainder(4), torch.arange(12).remainder(2)
+BAGS = torch.stack([WORDS, WORDS.flip(0)], 1)
+
+
+@pytest.mark.parametrize("kind, words", [(nn.Embedding, WORDS), (nn.EmbeddingBag, BAGS)])
+def test_gradients_by_frequency_are_refused_where_the_batch_is_cut(kind: Any, words: torch.Tensor) -> None:
+    module, criterion = Words(kind), nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match=r"'words' \(Embedding.*\) has scale_grad_by_freq: .* parallelize=1"):
+        BatchOptimizer(module, criterion, parallelize=2)
+    with BatchOptimizer(module, criterion, optimizer=None, chunk_size=5) as opt:
+        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
+            opt.load(words, LABELS)
+        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
+            opt.load(list(words), list(LABELS))
+        opt.load(words[:5], LABELS[:5])
+    with BatchOptimizer(module, criterion, optimizer=None) as opt:
+        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
+            opt.load(list(words), list(LABELS))
+        opt.load(words, LABELS)
+        opt.evaluate()
+        gradient = opt.grad_parameters.clone()
+        loss = criterion(module(words), LABELS)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_gradients_by_frequency_in_a_collated_list_and_in_terms_of_one_forward_each() -> None:
+    def loss(module: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(module(words), labels)
+
+    with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None, collate_fn=stack) as opt:
+        opt.load(list(WORDS), list(LABELS))
+    terms = {"a": Term(loss), "b": Term(loss)}
+    with BatchOptimizer(Words(), terms=terms, optimizer=None) as opt:
+        opt.load({"a": (WORDS, LABELS), "b": (WORDS[:3], LABELS[:3])})
+        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
+            opt.load({"a": (list(WORDS), list(LABELS)), "b": (WORDS[:3], LABELS[:3])})
+
+
+def test_gradients_by_frequency_that_are_asked_for_later_are_refused_at_the_next_load() -> None:
+    module = Words(by_freq=False)
+    with BatchOptimizer(module, nn.CrossEntropyLoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(WORDS, LABELS)
+        module.words.scale_grad_by_freq = True
+        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
+            opt.load(WORDS, LABELS)
+        module.words.scale_grad_by_freq = False
+        opt.load(WORDS, LABELS)
+        opt.evaluate()
+    with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None) as opt:
+        opt.load(WORDS, LABELS)
+        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
+            opt.resize(2)
