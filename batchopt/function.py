@@ -95,15 +95,8 @@ class BatchFunction(Workforce):
         gradients = [parameter.grad for parameter in self._params]
         try:
             with self._without_hooks():
-                found = compare(
-                    self._backend,
-                    batch,
-                    self._readings,
-                    largest,
-                    self._next_number,
-                    self._history.steps,
-                    self._flat.vector.dtype,
-                )
+                arguments = self._readings, largest, self._next_number, self._history.steps, self._flat.vector.dtype
+                found = self._learning(lambda: compare(self._backend, batch, *arguments))
         finally:
             for parameter, gradient in zip(self._params, gradients, strict=True):
                 parameter.grad = gradient

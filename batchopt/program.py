@@ -52,10 +52,10 @@ class Source:
         self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
 
     @property
-    def read_only(self) -> tuple[int, ...]:
-        """The tensors that f depends on, by their place among the packed ones."""
-        of_f = {id(tensor) for tensor in tensors_of_f(self._snapshot)}
-        return tuple(i for i, tensor in enumerate(self.packed.tensors) if id(tensor) in of_f)
+    def read_only(self) -> dict[int, str]:
+        """The tensors that f depends on, by their place among the packed ones, and their names."""
+        names = {id(met.tensor): met.path for met in tensors_of_f(self._snapshot)}
+        return {i: names[id(tensor)] for i, tensor in enumerate(self.packed.tensors) if id(tensor) in names}
 
 
 def _has_another_form(tensor: torch.Tensor, placement: Placement) -> bool:
@@ -93,9 +93,9 @@ def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
     return Snapshot({**beside, "module": program.module, "criterion": program.criterion, **losses})
 
 
-def tensors_of_f(snapshot: Snapshot) -> list[torch.Tensor]:
+def tensors_of_f(snapshot: Snapshot) -> list[Met]:
     """The tensors that f depends on: not those that hooks have for themselves."""
-    return [met.tensor for met in snapshot.tensors if not met.path.startswith(tuple(_BESIDE))]
+    return [met for met in snapshot.tensors if not met.path.startswith(tuple(_BESIDE))]
 
 
 def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -104,6 +104,8 @@ def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) ->
     modules, which keep what they have seen."""
     ours = {id(parameter) for parameter in parameters}
     for met in snapshot_of(program, hooks=False).tensors:
+        if met.in_class:  # what a class has, its other instances have too
+            continue
         if met.tensor.requires_grad and id(met.tensor) not in ours and (_is_parameter(met) or not met.in_module):
             raise ValueError(
                 f"'{met.path}' is a {'parameter' if _is_parameter(met) else 'tensor'} of shape {tuple(met.tensor.shape)} that "

@@ -66,17 +66,19 @@ _MISSING = object()
 
 
 class Met(NamedTuple):
-    """A tensor that was met: the way to it, and whether a `torch.nn.Module` is on that way."""
+    """A tensor that was met: the way to it, and whether a `torch.nn.Module`, or a class, is on that way."""
 
     path: str
     tensor: torch.Tensor
     in_module: bool
+    in_class: bool
 
 
 class _Item(NamedTuple):
     obj: Any
     path: str
     in_module: bool
+    in_class: bool = False
 
 
 class Snapshot:
@@ -100,8 +102,9 @@ class Snapshot:
         self._seen: dict[int, object] = {}  # kept alive, so that no identity is used again
         self._todo: list[_Item] = [_Item(obj, path, False) for path, obj in roots.items()]
         self._modules: list[_Item] = []  # last, so that what is also met without them is known by that
-        while self._todo or self._modules:
-            self._visit((self._todo or self._modules).pop())
+        self._classes: list[_Item] = []
+        while queue := self._todo or self._modules or self._classes:
+            self._visit(queue.pop())
         self._known = {id(met.tensor) for met in self.tensors}
 
     def holds(self) -> bool:
@@ -173,7 +176,9 @@ class Snapshot:
     def _push(self, item: _Item, parts: Any) -> None:
         for step, part in parts:
             if type(part) not in _ATOMS:
-                self._todo.append(_Item(part, item.path + step, item.in_module))
+                self._todo.append(
+                    _Item(part, item.path + step, item.in_module, item.in_class or isinstance(item.obj, type))
+                )
 
     def _read(self, item: _Item, read: Callable[[], Iterator[tuple[str, Any]]]) -> None:
         """What `read` finds, and has to find again."""
@@ -187,7 +192,7 @@ class Snapshot:
 
     def _see_tensor(self, item: _Item) -> None:
         tensor = item.obj
-        self.tensors.append(Met(item.path, tensor, item.in_module))
+        self.tensors.append(Met(item.path, tensor, item.in_module, item.in_class))
         self._requires_grad.append(tensor.requires_grad)
         if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor) not in _TENSORS:
             self._hidden = True  # it is pickled, with what is in it
@@ -236,7 +241,7 @@ class Snapshot:
         obj = item.obj
         kind = type(obj)
         if not _is_imported(kind):
-            self._push(item, (("", kind),))
+            self._classes.append(_Item(kind, item.path, item.in_module))
         seen = self._see_attributes(item)
         own_way = kind in dispatch_table or any(
             getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__")

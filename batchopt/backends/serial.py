@@ -63,7 +63,8 @@ class SerialBackend(Backend):
 
     def _make_watch(self) -> None:
         variable = (*self._setup.parameters, *self._setup.buffers.tensors)
-        self._evaluator.watch = Watch(self._setup.program.module, tensors_of_f(self._snapshot), variable)
+        others = [(met.path, met.tensor) for met in tensors_of_f(self._snapshot)]
+        self._evaluator.watch = Watch(self._setup.program.module, others, variable)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         return Prepared(batch.realigned() if self._setup.fixed_bits else batch)

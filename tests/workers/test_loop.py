@@ -57,7 +57,7 @@ class Parent:
     def install(self, prehook: Any = None, posthook: Any = None) -> None:
         packed = pack(Program(self.module, nn.MSELoss(), (None,), 0, prehook, posthook), self.parameters)
         self.buffers = packed.place(self.share_copy("program", packed.nbytes))
-        self.session.install(packed.data, packed.placements, (), True)
+        self.session.install(packed.data, packed.placements, {}, True)
 
     def share(self, name: str, nbytes: int) -> SharedBlock:
         block = SharedBlock.create(nbytes)

@@ -130,9 +130,11 @@ class Session:
             self._mirror = Mirror(layout, x, device)
             self._parameters = self._mirror.parameters
 
-    def install(self, data: bytes, placements: Sequence[Placement], read_only: Sequence[int], examine: bool) -> None:
+    def install(
+        self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
+    ) -> None:
         """Build the module around X and its constants and state (block "program"), in place of the one before; what
-        concerns evaluations has to be told anew. `read_only`: tensors that no chunk may write; `examine`: whether the
+        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`: whether the
         first one does.
 
         Raises `RuntimeError` where the module before was given hooks in this worker: they would be lost.
@@ -156,7 +158,11 @@ class Session:
         self._buffers = StepBuffers(program.module, self._mirror is None, program.state, originals)
         if self._rows is not None and self._rows.changes != self._buffers.size:
             self._rows = None
-        watch = Watch(program.module, [tensors[i] for i in read_only], (*self._parameters, *self._buffers.tensors))
+        watch = Watch(
+            program.module,
+            [(name, tensors[i]) for i, name in read_only.items()],
+            (*self._parameters, *self._buffers.tensors),
+        )
         if examine and self._mirror is None:
             watch.compare(originals)
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)

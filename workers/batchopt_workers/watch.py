@@ -38,9 +38,9 @@ class Watch:
     """
 
     def __init__(
-        self, module: torch.nn.Module, others: Iterable[torch.Tensor], variable: Iterable[torch.Tensor]
+        self, module: torch.nn.Module, others: Iterable[tuple[str, torch.Tensor]], variable: Iterable[torch.Tensor]
     ) -> None:
-        """`others`: tensors of the program, whether or not the module has them; `variable`: those that may change."""
+        """`others`: tensors of the program by name, whether or not the module has them; `variable`: those that may change."""
         known = {id(tensor) for tensor in variable}
         self._constants: list[_Constant] = []
         for name, place in tensors_of(module):
@@ -49,10 +49,10 @@ class Watch:
                 known.add(id(tensor))
                 registered = place.name in place.owner._buffers or place.name in place.owner._parameters
                 self._constants.append(_Constant(name, tensor, place, registered))
-        for tensor in others:
+        for name, tensor in others:
             if id(tensor) not in known:
                 known.add(id(tensor))
-                self._constants.append(_Constant("", tensor, None, False))
+                self._constants.append(_Constant(name, tensor, None, False))
         self._none = [
             (f"{path}.{name}".lstrip("."), owner._buffers, name)
             for path, owner in module.named_modules()
@@ -90,12 +90,11 @@ class Watch:
                 f"the buffer '{made[0]}' was None, and forward made it a tensor: call the module once before it is given to "
                 "batchopt, or register it with its shape"
             )
-        nameless = [constant.tensor for constant in written if constant.place is None]
-        if nameless:
+        others = [constant.name for constant in written if constant.place is None]
+        if others:
             raise ValueError(
-                f"the loss writes a tensor of shape {tuple(nameless[0].shape)} that is no part of the module (captured by a "
-                "loss_fn, or of the criterion): make it a buffer of the module (register_buffer), which is kept for each "
-                "step, or write it between steps"
+                f"forward or loss write the tensor '{others[0]}', which is no buffer: make it one of the module "
+                "(register_buffer), so that each step begins with one value of it; or write it between steps"
             )
         if written:
             raise StateWritten([constant.name for constant in written])
