@@ -19,7 +19,7 @@ from batchopt.denominators import is_torchs_own
 from batchopt.errors import WorkerError, WorkerLostError
 from batchopt.reduce import merge_answers
 from batchopt_workers.batch import Batch, Columns, Part
-from batchopt_workers.inspection import counts_frequencies
+from batchopt_workers.inspection import counts_frequencies, name_of
 from batchopt_workers.messages import Cut, Order
 
 # Samples that are evaluated, of each term.
@@ -120,13 +120,12 @@ def refuse_frequencies(module: torch.nn.Module, workers: int, batch: Batch | Non
     forwards = chunks if batch is None else max(chunks, _forwards(batch) - terms + 1)
     if workers == 1 and forwards == 1:
         return
-    for name, part in module.named_modules():
-        if counts_frequencies(part):
-            raise ValueError(
-                f"'{name}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how often an entry is in a "
-                "forward, which has a chunk of the batch; use parallelize=1 without chunk_size (and with collate_fn for a "
-                "list of samples), or scale_grad_by_freq=False"
-            )
+    for part in filter(counts_frequencies, module.modules()):
+        raise ValueError(
+            f"'{name_of(part, module)}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how often an entry is in a "
+            "forward, which has a chunk of the batch; use parallelize=1 without chunk_size (and with collate_fn for a "
+            "list of samples), or scale_grad_by_freq=False"
+        )
 
 
 def _forwards(batch: Batch) -> int:

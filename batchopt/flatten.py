@@ -165,11 +165,13 @@ class Flat:
         `follow`s them."""
         forget_copies()
         ours = {id(parameter) for parameter in parameters}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in ours:
-                raise BatchoptError(
-                    f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
-                )
+        for owner in module.modules():  # without names, which take long to make
+            for parameter in owner._parameters.values():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in ours:
+                    name = next(name for name, other in module.named_parameters() if other is parameter)
+                    raise BatchoptError(
+                        f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
+                    )
         self.follow(module, parameters)
 
 

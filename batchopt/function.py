@@ -48,7 +48,6 @@ class BatchFunction(Workforce):
         `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
         """
         self._check_open()
-        self._flat.check(self._module, self._params)
         self._begin(self._prepare(inputs, targets, options))
 
     def _prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
@@ -141,7 +140,7 @@ class BatchFunction(Workforce):
         measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
         they are.
         """
-        samples = self._loaded().size
+        samples = self._ready().size
         if not self._speeds.fixed:
             with self._without_hooks():
                 measured = self._learning(
@@ -190,7 +189,7 @@ class BatchFunction(Workforce):
 
         A subclass may override it, and `reduce`.
         """
-        self._loaded()
+        self._ready()
         if self._movable:
             self._plan = follow(self._plan, self._chunks, self._speeds)
         answers = self._evaluate_plan(Kind.EVALUATE)

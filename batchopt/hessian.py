@@ -28,7 +28,7 @@ class Curved(BatchFunction):
         `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` where the module cannot be
         differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
         """
-        batch = self._loaded()
+        batch = self._ready()
         direction = self._read_direction(v)
         with self._doing("product"), self._in_the_middle_of("a product"):
             self._backend.set_direction(direction)

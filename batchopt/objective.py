@@ -38,9 +38,9 @@ class FlatObjective:
     dtype), and what `BatchOptimizer.evaluate` raises.
     """
 
-    def __init__(self, function: Curved, owner: Owner, loaded: Callable[[], Batch]) -> None:
-        """`loaded` returns the batch of the evaluations, or raises."""
-        self._function, self._owner, self._loaded = function, owner, loaded
+    def __init__(self, function: Curved, owner: Owner, ready: Callable[[], Batch]) -> None:
+        """`ready` returns the batch of the evaluations, or raises."""
+        self._function, self._owner, self._ready = function, owner, ready
         self._last: _Point | None = None
 
     @property
@@ -67,7 +67,7 @@ class FlatObjective:
     @exclusive
     def hvp(self, x: Any, v: Any) -> Vector:
         """The Hessian at `x` times `v`: a new array."""
-        self._loaded()
+        self._ready()
         return _doubles(self._there(self._read("x", x), self._function.hvp, self._read("v", v)))
 
     @exclusive
@@ -76,7 +76,7 @@ class FlatObjective:
         self._function.parameters.copy_(self._read("x", x))
 
     def _at(self, x: Any) -> _Point:
-        batch, vector = self._loaded(), self._read("x", x)
+        batch, vector = self._ready(), self._read("x", x)
         last = self._last
         if last is None or last.batch() is not batch or not torch.equal(last.x, vector):
             self._last = None

@@ -176,10 +176,10 @@ class BatchOptimizer(Curved):
             try:
                 with self._doing("step"), self._undone_if_it_fails():
                     load()
-                    self._trials = Trials(self._flat.vector, self._params)
+                    trials = self._trials = Trials(self._flat.vector, self._params, self._tells)
                     self.optimize()
                     self._end_step()
-                    self._count(self._trials.left(self._undo.start))
+                    self._count(self._left(trials))
             except BaseException:
                 self._flat.bind(self._params)
                 self._undo.back()
@@ -187,6 +187,17 @@ class BatchOptimizer(Curved):
             finally:
                 self._trials = None
         return self.output
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the optimizer says which evaluation was of the parameters that it leaves: ours do."""
+        return isinstance(self.optimizer, Descent) and type(self).optimize is BatchOptimizer.optimize
+
+    def _left(self, trials: Trials) -> Trial | None:
+        """The evaluation at the parameters that the step has left, if there was one."""
+        if self._tells and isinstance(self.optimizer, Descent) and self.optimizer.result is not None:
+            return trials.number(self.optimizer.result.number, self.optimizer.result.evaluations)
+        return trials.left(self._undo.start)
 
     def _count(self, left: Trial | None) -> None:
         """A step was made; `left`: the evaluation at the parameters that it leaves, if there was one."""
@@ -235,7 +246,7 @@ class BatchOptimizer(Curved):
         else:
             # of the sums in the optimizer's algebra, too, the bits depend on the threads
             alike = not self._settings.alone or self._settings.fixed_bits
-            small = self.parameters.numel() < LARGE and not isinstance(
+            small = self._flat.vector.numel() < LARGE and not isinstance(
                 self.optimizer, Descent
             )  # which sees to it itself
             with torch_threads(1 if alike and small else None):
@@ -293,7 +304,7 @@ class BatchOptimizer(Curved):
     def objective(self) -> FlatObjective:
         """f of the loaded batch as a function of a flat NumPy vector, for solvers outside of torch: `FlatObjective`,
         with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`."""
-        return FlatObjective(self, self._owner, self._loaded)
+        return FlatObjective(self, self._owner, self._ready)
 
     @exclusive
     def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from batchopt.backends import Answer
 from batchopt.cut_check import Difference
-from batchopt_workers.inspection import normalises_by_chunk
+from batchopt_workers.inspection import name_of, normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
 
@@ -58,17 +58,15 @@ class Report:
         """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""
         if chunks == 1:
             return False
-        for name, part in module.named_modules():
-            if normalises_by_chunk(part):
-                if not self._warned:
-                    self._warned = True
-                    _warn(
-                        f"'{name}' ({type(part).__name__}) {_why(part)}: it normalises by the statistics of a chunk, so "
-                        "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or "
-                        "use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
-                    )
-                return True
-        return False
+        norm = next(filter(normalises_by_chunk, module.modules()), None)
+        if norm is not None and not self._warned:
+            self._warned = True
+            _warn(
+                f"'{name_of(norm, module)}' ({type(norm).__name__}) {_why(norm)}: it normalises by the statistics of a chunk, so "
+                "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or "
+                "use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
+            )
+        return norm is not None
 
     def cut_differs(self, found: Sequence[Difference]) -> None:
         """Warn of terms whose loss depends on the cut."""

@@ -77,8 +77,12 @@ class State:
             check_places(self._places)
             self._flat.follow(self._module, self._params)
 
-    def _loaded(self) -> Batch:
+    def _ready(self) -> Batch:
+        """The loaded batch, with X as the module has it now."""
         self._check_open()
+        return self._loaded()
+
+    def _loaded(self) -> Batch:
         if self._batch is None:
             raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
         return self._batch

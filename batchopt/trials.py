@@ -37,13 +37,14 @@ class Trial(NamedTuple):
 
 
 class Trials:
-    """The evaluations of one step. One that evaluates once costs nothing."""
+    """The evaluations of one step; which one is of the parameters that are left, the optimizer says, or a checksum of X.
+    A step that evaluates once costs nothing."""
 
-    def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """`x`: the vector of the `parameters`, at the start of the step."""
-        self._x, self._parameters = x, parameters
-        self._start = self._versions()
-        self._trials: list[Trial] = []
+    def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], told: bool) -> None:
+        """`x`: the vector of the `parameters`, at the start of the step. `told`: the optimizer will say."""
+        self._x, self._parameters, self._told = x, parameters, told
+        self._start = [] if told else self._versions()
+        self._trials: list[Trial | None] = []  # None: one that raised
         self._here: int | None = None
 
     def _versions(self) -> list[int]:
@@ -53,23 +54,31 @@ class Trials:
     def begin(self) -> None:
         """An evaluation begins."""
         self._here = None
+        self._trials.append(None)
 
     def look(self) -> None:
         """Note where X is; in time that costs nothing, while the workers compute."""
-        if self._here is None and (self._trials or self._versions() != self._start):
+        if self._told or self._here is not None:
+            return
+        if len(self._trials) > 1 or self._versions() != self._start:
             self._here = checksum(self._x)
 
     def end(self, loss: float, terms: Mapping[str, float]) -> None:
         """What the evaluation has found."""
         self.look()
-        self._trials.append(Trial(self._here, loss, terms))
+        self._trials[-1] = Trial(self._here, loss, terms)
+
+    def number(self, of_last: int, last: int) -> Trial | None:
+        """The evaluation that is number `of_last` of the `last` ones, from 1 on."""
+        return self._trials[len(self._trials) - last + of_last - 1]
 
     def left(self, start: torch.Tensor) -> Trial | None:
         """The evaluation of X as it is now, where there were several and one was there; `start`: X when the step began."""
-        if len(self._trials) < 2:
+        trials = [trial for trial in self._trials if trial is not None]
+        if len(trials) < 2:
             return None
-        here, first = checksum(self._x), self._trials[0]
-        found = next((trial for trial in reversed(self._trials) if trial.checksum == here), None)
+        here, first = checksum(self._x), trials[0]
+        found = next((trial for trial in reversed(trials) if trial.checksum == here), None)
         if found is None and first.checksum is None and checksum(start) == here:
             found = first
         return found

@@ -149,7 +149,7 @@ def test_wherever_it_was_evaluated_in_the_step(places: list[float], to: float) -
 
 def test_one_evaluation_costs_nothing() -> None:
     x = torch.zeros(3, device="meta")  # which cannot be looked at
-    trials = Trials(x, [x])
+    trials = Trials(x, [x], told=False)
     trials.begin()
     trials.look()
     trials.end(1.0, {})

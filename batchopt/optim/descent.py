@@ -147,6 +147,7 @@ class Descent(torch.optim.Optimizer):
             run.here.f,
             gradient,
             run.change,
+            run.here.number,
             function.not_finite,
             tuple(run.forgotten),
         )
@@ -255,11 +256,11 @@ class Descent(torch.optim.Optimizer):
         if run.here.f <= min(before.f, math.inf if run.lowest is None else run.lowest.f):
             run.lowest = None
         elif run.lowest is None:
-            run.lowest = Point(before.x.clone(), before.gradient.clone(), before.f)
+            run.lowest = Point(before.x.clone(), before.gradient.clone(), before.f, before.number)
         elif before.f < run.lowest.f:
             copy(before.x, run.lowest.x)
             copy(before.gradient, run.lowest.gradient)
-            run.lowest.f = before.f
+            run.lowest.f, run.lowest.number = before.f, before.number
 
     def _accept(self, run: Run, f: float, step: float) -> Status | None:
         """An iteration is over; `f` is what it began with."""

@@ -18,11 +18,13 @@ Closure = Callable[[], "torch.Tensor | float"]
 
 @dataclass
 class Point:
-    """Parameters `x`, and f and its gradient there (shapes `(n,)`); memory that is used again."""
+    """Parameters `x`, and f and its gradient there (shapes `(n,)`); memory that is used again. `number`: of the evaluation,
+    from 1 on."""
 
     x: torch.Tensor
     gradient: torch.Tensor
     f: float = math.nan
+    number: int = 0
 
     @property
     def finite(self) -> bool:
@@ -53,6 +55,7 @@ class Function:
 
     def _evaluate(self, point: Point) -> torch.Tensor | float:
         self.evaluations += 1
+        point.number = self.evaluations
         with torch.enable_grad():
             value = self._closure()
         point.f = float(value.detach() if isinstance(value, torch.Tensor) else value)

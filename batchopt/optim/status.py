@@ -26,7 +26,7 @@ class Result:
     """What a step did: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute element of its
     gradient at the parameters that it left, and the length (Euclidean) of the last change of the parameters.
 
-    `not_finite` counts the trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names
+    `number` says which of these evaluations, from 1 on, was of the parameters that it left. `not_finite` counts the trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names
     each time that what was known of the function's curvature was dropped, and why.
     """
 
@@ -36,6 +36,7 @@ class Result:
     f: float
     gradient: float
     change: float
+    number: int
     not_finite: int = 0
     forgotten: tuple[str, ...] = ()
 

@@ -85,7 +85,7 @@ def _may_change(buffer: torch.Tensor) -> bool:
         buffer.numel() <= LARGEST_STATISTIC
         and not buffer.is_complex()
         and buffer.layout is torch.strided
-        and not any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+        and (0 not in buffer.stride() or compact(buffer).numel() == buffer.numel())
     )
 
 
@@ -160,9 +160,10 @@ class StepBuffers:
 
     def begin_step(self) -> None:
         """Take the module's present state as the step's start; or the shared start as the module's state."""
-        if not self._shared:
+        if self._shared:
+            self.restore()
+        else:
             self._find()
-        self.restore()
 
     def restore(self) -> None:
         """Put the values of the step's start back.

@@ -29,6 +29,12 @@ def _kept(part: torch.nn.Module) -> dict[str, object]:
     return {**own, **part._buffers, **frozen}
 
 
+def name_of(part: torch.nn.Module, module: torch.nn.Module) -> str:
+    """What `module` calls one of its parts."""
+    found: str = next(name for name, other in module.named_modules() if other is part)
+    return found
+
+
 def normalises_by_chunk(part: torch.nn.Module) -> bool:
     """Whether `part` is a batch normalisation by the statistics of the samples at hand, not by running ones."""
     is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
