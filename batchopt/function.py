@@ -42,10 +42,11 @@ class BatchFunction(Workforce):
 
         `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample;
         or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
-        dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the
-        module's buffers, modes and frozen parameters are taken as they are now, and so are `weights`. Do not change the
-        data before the next `load`: when it is read, at once or when it is needed, depends on the backend. Raises
-        `ValueError` or `TypeError` for data that is no batch, and if X is no longer the module's.
+        dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the module,
+        the criterion, loss functions and hooks, with all that they refer to, are taken as they are now, and so are
+        `weights`. Do not change the data before the next `load`: when it is read, at once or when it is needed, depends on
+        the backend. Raises `ValueError` or `TypeError` for data that is no batch, for a program that cannot be sent any
+        more, and if X is no longer the module's.
         """
         self._check_open()
         self._begin(self._prepare(inputs, targets, options))
@@ -155,9 +156,10 @@ class BatchFunction(Workforce):
         """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
 
         Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
-        overwritten, not accumulated; a parameter that f does not depend on gets None. Raises `WorkerError` if the
-        user's code raised, and `NonFiniteError` for an infinite or NaN result; X is untouched then, gradients are of no
-        use.
+        overwritten, not accumulated; a parameter that f does not depend on gets None. Torch's settings and contexts
+        (autocast, default dtype, ...) are those in force here. Raises `WorkerError` if the user's code raised,
+        `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot be in, and for a
+        forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no use.
         """
         with self._in_the_middle_of("an evaluation"):
             return self._evaluate()

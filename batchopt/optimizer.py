@@ -69,7 +69,8 @@ class BatchOptimizer(Curved):
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of
             `(input, target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one
             forward a sample.
-        precode: `precode(worker)`, run once in each worker before the module arrives there.
+        precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules as their
+            files are: what your program has changed in them (settings of a library, a patched method) is done here, too.
         prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook
             returns is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
@@ -96,8 +97,9 @@ class BatchOptimizer(Curved):
             (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
             actor, such as `runtime_env`, for the actor that holds a machine's workers.
 
-    Raises `TypeError` or `ValueError` for arguments that cannot work, before a process starts; `WorkerError` if
-    precode raises.
+    Raises `TypeError` or `ValueError` for arguments that cannot work, and for a tensor that requires grad, is reached by the
+    criterion or a loss function, and is none of the module's parameters (it would never be trained), before a process
+    starts; `WorkerError` if precode raises.
     """
 
     def __init__(

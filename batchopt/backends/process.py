@@ -30,10 +30,10 @@ import torch
 
 from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
-from batchopt.backends.constants import SharedProgram
 from batchopt.backends.launch import preparation
 from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Calls, Probe, Round
+from batchopt.backends.shared_program import SharedProgram
 from batchopt.backends.template import worker_environment
 from batchopt.captures import blame
 from batchopt.cores import share_cores, usable_cores
