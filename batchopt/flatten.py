@@ -161,8 +161,8 @@ class Flat:
         return True
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`;
-        `follow`s them."""
+        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`, and
+        `ValueError` for one that was given a hook; `follow`s them."""
         forget_copies()
         ours = {id(parameter) for parameter in parameters}
         for owner in module.modules():  # without names, which take long to make
@@ -172,6 +172,7 @@ class Flat:
                     raise BatchoptError(
                         f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
                     )
+        _check_hooks([(slot.name, p) for slot, p in zip(self.layout.slots, parameters, strict=True)])
         self.follow(module, parameters)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+FACTOR = 1.0  # which `World.loss` reads, a function that is sent by value
+
 
 class Settings:
     """An object of the user's, with slots."""
@@ -50,7 +52,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.drop(self.norm(self.act(self.first(x) + self.shift))) ** self.shape["power"]
         y = self.second(y) * self.beta * self.settings.factor * self.settings.steps[1]
-        y = torch.sparse.mm(self.mix.to(y.dtype), y.T).T * self.table + self.wide
+        y = (self.mix.to(y.dtype) @ y.T).T * self.table + self.wide
         y = y * self.gain * torch.from_numpy(self.array) * self.spectrum.real
         y = y + torch.full((4,), 1 / 3)  # of the default dtype
         if self.late is not None:
@@ -74,7 +76,7 @@ class World:
             power = to
 
         def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            value: torch.Tensor = self_criterion(module(x), y) * captured["scale"] * scales[1] * power
+            value: torch.Tensor = self_criterion(module(x), y) * captured["scale"] * scales[1] * power * FACTOR
             return value
 
         self_criterion = self.criterion
@@ -97,6 +99,7 @@ class World:
             handle.remove()
         self.handles = []
         torch.set_default_dtype(torch.float32)
+        globals()["FACTOR"] = 1.0
 
 
 def _hook(factor: float) -> Callable[..., Any]:
@@ -204,5 +207,6 @@ CHANGES: dict[str, Callable[[World, float], object]] = {
     "captured dict": _item(lambda world: world.captured, "scale"),
     "captured tensor": _item(lambda world: world.scales, 1),
     "captured variable": lambda world, r: world.change_power(r),
+    "global": lambda world, r: globals().update(FACTOR=r),
     "default dtype": lambda world, r: torch.set_default_dtype(torch.float64),
 }

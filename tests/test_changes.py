@@ -104,3 +104,33 @@ class TestProcesses(Changes):
 
     backend = "process"
     workers = (1, 2, 3)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_hook_that_a_parameter_is_given_later_is_refused(parallelize: int) -> None:
+    world = World()
+    with BatchOptimizer(world.module, world.criterion, optimizer=None, parallelize=parallelize) as opt:
+        opt.load(world.inputs, world.targets)
+        handle = world.module.first.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match=r"parameter 'first\.weight' has a hook"):
+            opt.load(world.inputs, world.targets)
+        handle.remove()
+        opt.load(world.inputs, world.targets)
+        opt.evaluate()
+
+
+def test_a_program_that_has_not_changed_is_not_sent_again() -> None:
+    world = World()
+    with BatchOptimizer(world.module, world.criterion, optimizer=None, parallelize=2) as opt:
+        del world.module.mix  # which is pickled with its elements, since sparse tensors have no memory of one kind
+        world.module.register_buffer("mix", torch.eye(4).double())
+        opt.load(world.inputs, world.targets)
+        first = opt.run_on_workers(lambda worker: id(worker.module))
+        world.module(world.inputs)
+        world.module.shift.data.add_(1)
+        world.module.beta = float("1.0")  # another object, as large
+        opt.load(world.inputs, world.targets)
+        assert opt.run_on_workers(lambda worker: id(worker.module)) == first
+        world.module.beta = 2.0
+        opt.load(world.inputs, world.targets)
+        assert opt.run_on_workers(lambda worker: id(worker.module)) != first

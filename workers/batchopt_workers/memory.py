@@ -16,6 +16,8 @@ import torch
 from batchopt_workers import mapping
 from batchopt_workers.capacity import free_memory
 
+# Nothing is set aside for what is hardly ever written.
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
 
 
@@ -94,7 +96,7 @@ class SharedBlock:
         """Map the memory behind `fd`, which this object owns from here on. `private`: what is written here stays here."""
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        self._map = mmap.mmap(fd, self.nbytes, flags=_PRIVATE if private else mmap.MAP_SHARED)
         self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
