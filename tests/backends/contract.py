@@ -502,6 +502,39 @@ class Contract:
         norm.running_var.copy_(var)
         self.check(opt, Workload(module, nn.MSELoss(), x, y))
 
+    def test_what_a_forward_writes_is_state_or_refused_by_name(self, make: Make) -> None:
+        class Counting(Mlp):
+            def __init__(self) -> None:
+                super().__init__()
+                self.count = nn.Parameter(torch.zeros(1), requires_grad=False)
+                self.halves = False
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.count += 1
+                    if self.halves:
+                        x /= 2
+                return super().forward(x) + self.count
+
+        case = mlp()
+        module = Counting().double()
+        opt = make(module, case.criterion, optimizer=None)
+        for step in range(1, 4):
+            opt.load(case.inputs, case.targets)
+            first = opt.evaluate().item()
+            assert opt.evaluate().item() == pytest.approx(first, rel=1e-12)
+            assert module.count.item() == step - 1  # until the step has ended
+            with torch.no_grad():
+                expected = case.criterion(Mlp.forward(module, case.inputs) + step, case.targets).item()
+            assert first == pytest.approx(expected, rel=1e-12)
+        module.halves = True
+        with pytest.raises(WorkerError, match="writes its `inputs` in place"):
+            opt.load(case.inputs.clone(), case.targets)
+            opt.evaluate()
+        module.halves = False
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+
     def test_workers_compute_with_the_callers_settings_of_torch(self, make: Make) -> None:
         class Shifted(Mlp):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
