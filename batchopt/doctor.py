@@ -3,18 +3,18 @@ culprit found."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from batchopt.copies import copied
 from batchopt.function import BatchFunction
-from batchopt_workers.batch import map_tensors, tensors_in
+from batchopt_workers.batch import map_tensors
 from batchopt_workers.inspection import normalises_by_chunk, written
 
 CHUNKS = 4  # of the batch where a cut is tried
@@ -149,14 +149,14 @@ class Examination:
 
     def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
         """A serial one over a copy of the module, in float64 where the module can be evaluated there."""
-        module, criterion = _copied((self._subject.module, self._subject.criterion))
+        program = copied(self._subject.program)
         if self._doubles:
-            module.double()
-            if isinstance(criterion, torch.nn.Module):
-                criterion.double()
+            program.module.double()
+            if isinstance(program.criterion, torch.nn.Module):
+                program.criterion.double()
         if not hooks:
-            changes |= {"prehook": None, "posthook": None}
-        return self._subject.twin(module, criterion=criterion, **changes)
+            program = replace(program, prehook=None, posthook=None)
+        return self._subject.twin(program, **changes)
 
     def _load(self, twin: BatchFunction) -> None:
         inputs, targets, options = self._batch
@@ -299,13 +299,6 @@ def _stencil(twin: BatchFunction, start: torch.Tensor, direction: torch.Tensor, 
 def _fourth(values: Sequence[Any]) -> Any:
     """The fourth difference of five values."""
     return values[0] - 4 * values[1] + 6 * values[2] - 4 * values[3] + values[4]
-
-
-def _copied(modules: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies; of what a forward has left in an attribute, without its graph, which cannot be copied."""
-    parts = [part for module in modules if isinstance(module, torch.nn.Module) for part in module.modules()]
-    left = [tensor for part in parts for tensor in tensors_in(vars(part)) if not tensor.is_leaf]
-    return copy.deepcopy(modules, {id(tensor): tensor.detach().clone() for tensor in left})
 
 
 def _direction(gradient: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from batchopt.speeds import Speeds
 from batchopt.timeline import PARENT, Timeline
 from batchopt.workforce import Workforce
 from batchopt_workers import faults
+from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Kind
 
 
@@ -248,9 +249,14 @@ class BatchFunction(Workforce):
         self._plan = make_plan(size, self._chunks, self._speeds)
         return size, self._chunks
 
-    def twin(self, module: torch.nn.Module, **changes: Any) -> BatchFunction:
-        """The same function of another module, in this process, with the same draws in its first step."""
-        settings = replace(self._settings, prehook=self._prehook, posthook=self._posthook)
+    @property
+    def program(self) -> Program:
+        """What is evaluated."""
+        return self._program(replace(self._settings, prehook=self._prehook, posthook=self._posthook))
+
+    def twin(self, program: Program, **changes: Any) -> BatchFunction:
+        """The same function of another program, in this process, with the same draws in its first step."""
+        settings = self._settings.having(program)
         alone: dict[str, Any] = {
             "backend": "serial",
             "workers": 1,
@@ -259,7 +265,9 @@ class BatchFunction(Workforce):
             "verbose": 0,
             "check_cut": False,
         }
-        return BatchFunction(module, replace(settings, **alone, **changes), History(steps=self._history.steps - 1))
+        return BatchFunction(
+            program.module, replace(settings, **alone, **changes), History(steps=self._history.steps - 1)
+        )
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:

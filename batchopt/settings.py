@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from batchopt.denominators import Denominators, resolve_reduction
 from batchopt.speeds import Speeds
 from batchopt.terms import Term, read_terms
 from batchopt_workers.batch import Collate
+from batchopt_workers.evaluate import Program
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
@@ -125,6 +126,15 @@ class Settings:
     def loss_fns(self) -> tuple[LossFunction | None, ...]:
         """Of each term; where there are no terms, the one `loss_fn` or None."""
         return (self.loss_fn,) if self.terms is None else tuple(term.loss_fn for term in self.terms.values())
+
+    def having(self, program: Program) -> Settings:
+        """The same with the criterion, loss functions and hooks of another program."""
+        changed = replace(self, criterion=program.criterion, prehook=program.prehook, posthook=program.posthook)
+        if self.terms is None:
+            return replace(changed, loss_fn=program.loss_fns[0])
+        pairs = zip(self.terms.items(), program.loss_fns, strict=True)
+        terms = {name: replace(term, loss_fn=loss_fn) for (name, term), loss_fn in pairs if loss_fn is not None}
+        return replace(changed, terms=terms)
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -153,7 +153,7 @@ class Snapshot:
         elif isinstance(obj, (FunctionType, type)) and _is_imported(obj):
             return
         elif isinstance(obj, FunctionType):
-            self._read(item, functools.partial(_of_function, obj, _names_of_globals(obj.__code__)))
+            self._read(item, functools.partial(_of_function, obj, names_of_globals(obj.__code__)))
         elif isinstance(obj, type):
             self._read(item, functools.partial(_of_class, obj))
         elif isinstance(obj, MethodType):
@@ -334,10 +334,10 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of_globals(code: CodeType) -> tuple[str, ...]:
+def names_of_globals(code: CodeType) -> tuple[str, ...]:
     """The global variables that the code uses, in the functions within it too."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname.endswith("_GLOBAL")}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names.update(_names_of_globals(constant))
+            names.update(names_of_globals(constant))
     return tuple(sorted(names))

@@ -318,3 +318,34 @@ def test_the_doctor_is_silent_on_right_models(name: str, seed: int) -> None:
         opt.step(case.inputs, case.targets)  # nearer to a minimum the slope is less of f
         found = opt.check(case.inputs, case.targets)
         assert found.healthy, str(found)
+
+
+@pytest.mark.parametrize("captured", ["by a closure", "by a partial", "by a method"])
+def test_the_doctor_copies_a_module_that_the_loss_captured(captured: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def misfit(net: nn.Module, _: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = (net(x) - y).square().mean()
+        return value
+
+    class Problem:
+        def __init__(self) -> None:
+            self.net = module
+
+        def loss(self, _: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return misfit(self.net, _, x, y)
+
+    def inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return misfit(module, module, x, y)
+
+    loss_fns: dict[str, Any] = {
+        "by a closure": lambda _, x, y: inner(x, y),
+        "by a partial": functools.partial(misfit, module),
+        "by a method": Problem().loss,
+    }
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    with BatchOptimizer(module, loss_fn=loss_fns[captured]) as opt:
+        found = opt.check(x, y)
+        assert found.healthy, str(found)
+        assert opt.step(x, y) == pytest.approx(inner(x, y).item(), rel=1e-5)

@@ -506,7 +506,7 @@ class Contract:
         class Counting(Mlp):
             def __init__(self) -> None:
                 super().__init__()
-                self.count = nn.Parameter(torch.zeros(1), requires_grad=False)
+                self.count: torch.Tensor = nn.Parameter(torch.zeros(1), requires_grad=False)
                 self.halves = False
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -514,7 +514,8 @@ class Contract:
                     self.count += 1
                     if self.halves:
                         x /= 2
-                return super().forward(x) + self.count
+                y: torch.Tensor = super().forward(x) + self.count
+                return y
 
         case = mlp()
         module = Counting().double()
