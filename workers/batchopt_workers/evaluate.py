@@ -161,13 +161,13 @@ class Evaluator:
     ) -> None:
         self.worker = worker
         self.prehook, self.posthook, self.hooked = program.prehook, program.posthook, True
-        self.batch: Batch | None = None
+        self._batch: Batch | None = None
         self.weights: Sequence[float] = (1.0,) * len(program.loss_fns)
         self.direction: Sequence[torch.Tensor] = ()
         self.cut = Cut((0,))
         self.at_hand = range(0)
         self.watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
-        self._watched: tuple[Batch | None, dict[int, BatchWatch]] = None, {}
+        self._watched: dict[int, BatchWatch] = {}  # by the first sample of the chunk
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
@@ -175,6 +175,15 @@ class Evaluator:
         self._parameters = parameters
         self._buffers = buffers
         self._objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
+
+    @property
+    def batch(self) -> Batch | None:
+        """What is evaluated; the one before is forgotten."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Batch | None) -> None:
+        self._batch, self._watched = batch, {}
 
     def evaluate(self, order: Order, rows: Rows) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order` one after the other into `rows`; after each, what this worker now has of the
@@ -240,13 +249,9 @@ class Evaluator:
 
     def _watch_batch(self, start: int, stop: int) -> BatchWatch:
         assert self.batch is not None
-        batch, found = self._watched
-        if batch is not self.batch:
-            found = {}
-            self._watched = self.batch, found
-        watch = found.get(start)
+        watch = self._watched.get(start)
         if watch is None or watch.stop != stop:
-            watch = found[start] = BatchWatch(self.batch, start, stop)
+            watch = self._watched[start] = BatchWatch(self.batch, start, stop)
         return watch
 
     def _forward_backward(
