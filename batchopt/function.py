@@ -16,7 +16,7 @@ from batchopt.batches import read_batch
 from batchopt.calibrate import measure
 from batchopt.history import History
 from batchopt.nonfinite import explain
-from batchopt.ownership import exclusive
+from batchopt.ownership import exclusive, undisturbed
 from batchopt.plan import choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers, weighed
 from batchopt.speeds import Speeds
@@ -49,6 +49,7 @@ class BatchFunction(Workforce):
         self._flat.check(self._module, self._params)
         self._begin(self._prepare(inputs, targets, options))
 
+    @undisturbed
     def _prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
         """Read the batch, and bring it to where the workers can read it; it has to be the next one that is begun.
         `ahead`: while the present one is still needed; else that one is gone."""
@@ -59,6 +60,7 @@ class BatchFunction(Workforce):
                 self._batch = None
             return self._backend.prepare(batch, ahead)
 
+    @undisturbed
     def _begin(self, prepared: Prepared) -> None:
         """Begin a step on what was prepared."""
         self._flat.check(self._module, self._params)
@@ -74,7 +76,7 @@ class BatchFunction(Workforce):
             self._history = replace(self._history, steps=self._history.steps + 1)
             self._speeds = self._speeds.without(worker.rank for worker in self.workers if worker.lost)
             if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
-                self.calibrate()
+                self._calibrate()
             self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
             self._plan = make_plan(batch.size, self._chunks, self._speeds)
             self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
@@ -119,6 +121,10 @@ class BatchFunction(Workforce):
         measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
         they are.
         """
+        return self._calibrate()
+
+    @undisturbed
+    def _calibrate(self) -> list[float]:
         samples = self._loaded().size
         if not self._speeds.fixed:
             with self._without_hooks():
@@ -130,6 +136,7 @@ class BatchFunction(Workforce):
         return self._speeds.relative()
 
     @exclusive
+    @undisturbed
     def evaluate(self) -> torch.Tensor:
         """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
 
@@ -155,6 +162,7 @@ class BatchFunction(Workforce):
             self._timeline.add_answers(answers, self._plan.cut.bounds)
         return loss
 
+    @undisturbed
     def map(self) -> list[Answer]:
         """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
 
@@ -185,6 +193,7 @@ class BatchFunction(Workforce):
             )
         )
 
+    @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
         whole = reduce_answers(answers, self._plan.cut.chunks, self._grad)

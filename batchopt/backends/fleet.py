@@ -22,7 +22,7 @@ from batchopt.backends.machine import Call, Machine
 from batchopt.backends.pool import ATTEMPTS
 from batchopt.backends.process import STARTUP, UNKNOWN
 from batchopt.dispatch import Run
-from batchopt.errors import AllWorkersLostError, WorkerStartError
+from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.versions import versions
 
 # Seconds in which a machine has to answer at all: when it is placed, and when it is asked whether it still works.
@@ -75,6 +75,7 @@ class Fleet:
         self._ray, self._needs, self._start, self._restarts, self._timeout = ray, needs, start, restarts, timeout
         self._numbers = 0  # of machines so far
         self._look_at = 0.0
+        self._stopped = False
         self._alone_since = math.inf
         self._error: BaseException | None = None  # of a machine that did not start
         self._failures = 0  # of machines to start, in a row
@@ -193,7 +194,10 @@ class Fleet:
             )
 
     def pump(self, listener: Listener, until: float) -> None:
-        """Mend, wait until a machine answers (or until that time), and tell `listener`."""
+        """Mend, wait until a machine answers (or until that time), and tell `listener`. Raises `BatchoptError` once this was
+        stopped."""
+        if self._stopped:
+            raise BatchoptError("this BatchOptimizer was closed while it waited for its workers")
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + INTERVAL
@@ -294,6 +298,10 @@ class Fleet:
         machine.kill()
         self._look_at = 0.0
         listener.lost(machine, self.ending)
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._stopped = True
 
     def close(self) -> None:
         """End the workers, then the machines' actors."""

@@ -19,7 +19,7 @@ from typing import Protocol
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
 from batchopt.backends.child import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of
-from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
+from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
 
@@ -64,6 +64,7 @@ class Pool:
         self._selector = selectors.DefaultSelector()
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost
+        self._stopped = False
         self._amiss = True  # whether something may not be as it has to be
         self._shut_down = util.Finalize(self, _shut_down, (self.children, self._selector), exitpriority=100)
 
@@ -163,7 +164,10 @@ class Pool:
     # ---- what is
 
     def pump(self, listener: Listener, until: float) -> None:
-        """Mend, wait until something happens (or until that time), and tell `listener`."""
+        """Mend, wait until something happens (or until that time), and tell `listener`. Raises `BatchoptError` once this was
+        stopped."""
+        if self._stopped:
+            raise BatchoptError("this BatchOptimizer was closed while it waited for its workers")
         if self._amiss:
             self._replenish()
             self._brief()
@@ -353,6 +357,10 @@ class Pool:
         for watched in (child.channel, child.process.sentinel):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(watched)
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._stopped = True
 
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""

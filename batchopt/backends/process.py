@@ -424,6 +424,9 @@ class ProcessBackend(Backend):
             raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
         return [pickle.loads(body) for _, body in sorted(calls.results.items())]
 
+    def stop(self) -> None:
+        self._pool.stop()
+
     def close(self) -> None:
         self._pool.close()
         self._shared.close()
