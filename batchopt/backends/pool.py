@@ -19,6 +19,7 @@ from typing import Protocol
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
 from batchopt.backends.child import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of
+from batchopt.backends.presence import Presence, later
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
@@ -65,6 +66,7 @@ class Pool:
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost
         self._stopped = False
+        self._presence = Presence()
         self._amiss = True  # whether something may not be as it has to be
         self._shut_down = util.Finalize(self, _shut_down, (self.children, self._selector), exitpriority=100)
 
@@ -175,9 +177,7 @@ class Pool:
         for child in self.children.values():
             if child.writing != child.channel.pending:
                 self._listen(child)
-        now = time.monotonic()
-        timeout = min(until, self._check_at) - now
-        for key, _ in self._selector.select(max(0.0, timeout)):
+        for key in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             if key.data is None:
                 os.read(key.fd, 4096)
                 continue
@@ -200,6 +200,16 @@ class Pool:
                 self._bury(child, listener)
         if time.monotonic() >= self._check_at:
             self._look_for_hung(listener)
+
+    def _wait(self, timeout: float) -> list[selectors.SelectorKey]:
+        """Who has something for us, after so many seconds at the most."""
+        events = self._selector.select(timeout)
+        away = self._presence.away(timeout)
+        if away:
+            for child in self.children.values():
+                child.since = later(child.since, away)
+            events = self._selector.select(0.0)  # a wait that was interrupted does not say what has come meanwhile
+        return [key for key, _ in events]
 
     def hear(self, child: Child, listener: Listener) -> None:
         """Deal with what came from the worker."""

@@ -180,6 +180,14 @@ def test_a_stopped_worker_is_not_waited_for(run: Play, undisturbed: Callable[[st
     assert ended.outcome["seconds"] < 20
 
 
+def test_while_the_parent_is_stopped_no_worker_is_silent(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+    """For twice as long as a worker may make no progress; all of them go on meanwhile."""
+    ended = run(Fault("worker.forward", "stop the parent", chunk=5, times=3), options={"timeout": 1.0})
+    assert ended.fired == [3]
+    same_bits(ended.outcome, undisturbed("sgd").outcome)
+    assert ended.outcome["restarts"] == [0, 0]
+
+
 @SLOW
 def test_a_slow_worker_is_not_killed(run: Play, undisturbed: Callable[[str], Ended]) -> None:
     ended = run(Fault("worker.backward", "delay", who=1, times=1000), late=True)
