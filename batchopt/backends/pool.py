@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
@@ -273,7 +273,7 @@ class Pool:
                 if now >= child.killed_at + REAPING:
                     self._bury(child, listener)
             elif now >= child.since + seconds:  # its end will be an event as any other
-                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}")
+                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}", hung=True)
             else:
                 self._check_at = min(self._check_at, child.since + seconds)
 
@@ -375,8 +375,14 @@ class Pool:
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""
         self._shut_down()
+        self._topics = {}  # and with them the memory that workers were told of
+        self._make = self._allowance = _closed  # whose methods they are knows this pool
         for info in self.infos:
             info.alive = False
+
+
+def _closed(*_: object) -> NoReturn:
+    raise BatchoptError("these workers were ended")
 
 
 class _Nobody:

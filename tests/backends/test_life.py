@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
+from batchopt.backends import process
 from tests.conftest import is_template, listening
 from tests.workloads import Mlp, mlp
 
@@ -336,3 +338,54 @@ def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(para
             assert now[0] < memory + 4e6, f"memory grew by {(now[0] - memory) / 1e6:.1f} MB"
             assert now[1] <= descriptors + 4  # an evaluation that was done twice takes another block
             assert now[2] == threads
+
+
+def test_what_was_closed_holds_no_memory_and_no_descriptor() -> None:
+    """Whether or not Python's collector runs: it runs when many objects were made, and these are few and large."""
+    script = """
+import gc, os, torch, batchopt
+gc.disable()
+
+def use():
+    x, y = torch.zeros(1000, 100), torch.zeros(1000, 1)
+    with batchopt.BatchOptimizer(torch.nn.Linear(100, 1), torch.nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        opt.step(x, y)
+        list(opt.steps([(x, y)] * 3))
+        opt.load(x, y)
+        opt.hvp(torch.ones(101))
+    return opt
+
+def held():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:batchopt" in line for line in maps), len(os.listdir("/proc/self/fd"))
+
+kept = [use(), use()]
+mappings, _ = held()
+assert mappings == 0, mappings
+del kept
+use()
+before = held()
+for _ in range(3):
+    use()
+assert held() == before, (held(), before)
+"""
+    ended = python("-c", script)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as much each time that it seems to hang: three workers that die of that are no reason to give it up."""
+    monkeypatch.setattr(process, "FLOOR", 0.5)
+
+    def slowly(worker: Worker, sample: batchopt.Sample) -> None:
+        if sample.indices.start == 0:
+            time.sleep(1.5)
+
+    case = mlp(samples=16)
+    options: dict[str, Any] = {"parallelize": 3, "chunk_size": 4, "max_restarts": 100, "optimizer": None}
+    with BatchOptimizer(case.module, case.criterion, **options) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        opt.prehook = slowly
+        assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
+        assert sum(worker.restarts for worker in opt.workers) >= 2
