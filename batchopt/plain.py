@@ -61,7 +61,9 @@ class _Copies:
             self._repeated += id(value) in self._seen
             self._seen.add(id(value))
             if self._repeated > _REPEATED:
-                raise CheckpointError(f"{''.join(where[:4])}... is, or holds, lists or dicts in too many places at once")
+                raise CheckpointError(
+                    f"{''.join(where[:4])}... is, or holds, lists or dicts in too many places at once"
+                )
         if kind in (list, tuple):
             return kind(self.of(item, (*where, f"[{index}]")) for index, item in enumerate(value))
         if kind in (dict, OrderedDict):

@@ -784,7 +784,9 @@ def test_lists_in_lists_in_many_places_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_list_in_some_places_is_copied_for_each(tmp_path: Path) -> None:
-    assert same(written(tmp_path / "run.pt", {"x": shared_lists(5), "y": [()] * 3}), {"x": shared_lists(5), "y": [()] * 3})
+    assert same(
+        written(tmp_path / "run.pt", {"x": shared_lists(5), "y": [()] * 3}), {"x": shared_lists(5), "y": [()] * 3}
+    )
 
 
 def test_a_small_file_of_lists_in_lists_is_refused_at_once(saved: Path) -> None:

@@ -805,7 +805,9 @@ class Evaluations(RuleBasedStateMachine):
         self._plan(self.cuts)
 
     def _round(self, hanging: set[int]) -> None:
-        for rank in hanging & self.told.keys():  # of a suspect nobody has a copy: one waits until the pool has killed it
+        for rank in (
+            hanging & self.told.keys()
+        ):  # of a suspect nobody has a copy: one waits until the pool has killed it
             if self.deaths[self.told[rank].first] >= POISONOUS - 1:
                 self._lose(rank)
         self._direct(self._idle())

@@ -21,7 +21,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Worker
 from batchopt.backends import process
-from tests.conftest import is_template, listening
+from tests.conftest import is_template, listening, shared_memory
 from tests.workloads import Mlp, mlp
 
 SCRIPT = """
@@ -389,3 +389,36 @@ def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch
         opt.prehook = slowly
         assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
         assert sum(worker.restarts for worker in opt.workers) >= 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="names of shared memory are no files here")
+def test_names_that_other_programs_make_are_not_ours() -> None:
+    """Of what `tests/conftest.py` looks for after each test."""
+    make = (
+        "import mmap, sys; file = open(sys.argv[1], 'w+b'); file.write(b'x'); file.flush(); print(flush=True); input()"
+    )
+    name = f"batchopt-test-{os.getpid()}"
+    path = Path("/dev/shm") / name
+    before = shared_memory()
+    try:
+        path.write_bytes(b"ours")
+        assert shared_memory() - before == {name}
+    finally:
+        path.unlink()
+    reader, writer = os.pipe()
+    held, leave = os.pipe()
+    starter = subprocess.run(  # which ends at once, so that what it starts is no descendant
+        [sys.executable, "-c", "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)", "-c", make, str(path)],
+        stdin=held,
+        stdout=writer,
+    )
+    assert starter.returncode == 0
+    os.close(writer)
+    os.close(held)
+    try:
+        assert os.read(reader, 1)
+        assert path.exists() and name not in shared_memory()
+    finally:
+        os.close(leave)
+        os.close(reader)
+        path.unlink(missing_ok=True)
