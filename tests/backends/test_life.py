@@ -408,7 +408,14 @@ def test_names_that_other_programs_make_are_not_ours() -> None:
     reader, writer = os.pipe()
     held, leave = os.pipe()
     starter = subprocess.run(  # which ends at once, so that what it starts is no descendant
-        [sys.executable, "-c", "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)", "-c", make, str(path)],
+        [
+            sys.executable,
+            "-c",
+            "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)",
+            "-c",
+            make,
+            str(path),
+        ],
         stdin=held,
         stdout=writer,
     )
