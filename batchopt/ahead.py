@@ -18,26 +18,32 @@ class Ahead(Generic[T]):
         self._source = iter(source)
         self._prepare = prepare
         self._next: T | None = None
-        self._error: BaseException | None = None
+        self._over = False
+        self._error: Exception | None = None  # with which it was over
 
     def fetch(self) -> None:
         """Have the next one ready, unless it is."""
-        if self._next is None and self._error is None:
+        if self._next is None and not self._over:
             try:
                 self._next = self._prepare(next(self._source))
+            except StopIteration:
+                self._over = True
             except Exception as error:
-                self._error = error
+                self._over, self._error = True, error
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
         self.fetch()
-        if self._error is not None:
-            raise self._error
-        assert self._next is not None
         found, self._next = self._next, None
-        return found
+        if found is not None:
+            return found
+        error, self._error = self._error, None
+        try:
+            raise StopIteration if error is None else error
+        finally:
+            del error  # which knows this frame, and through it all that waited for workers meanwhile
 
 
 def as_batch_of_terms(batch: Any) -> tuple[Any, Any, Any]:

@@ -3,6 +3,9 @@
 Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
 order: a run that nobody evaluates (its worker died, or is still busy with something else); half of what the slowest
 worker has not begun (all, behind a chunk that is late); a copy of a chunk that is late. A chunk counts once, whoever reports it first.
+
+A chunk that workers ended in may be to blame, or may have been there by chance. So it is tried again by itself; one in which
+a worker hung is given twice the time; a signal from outside counts half; and the last trial is made by one worker alone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 # A chunk that so many workers died or hung in is given up.
@@ -47,15 +51,30 @@ class Limit(NamedTuple):
     last: int
 
 
+class Death(Enum):
+    """What a worker died of, as far as that can be known."""
+
+    FAULT = "fault"  # its own code: a fault of memory access, abort, exit, nonsense
+    HANG = "hang"  # killed, since it made no progress
+    OUTSIDE = "outside"  # a signal that somebody sent: the chunk was there by chance, unless it needs too much memory
+
+
+# How much a death counts against the chunk at hand.
+WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
+
+
 @dataclass
 class _Task:
     """What a worker is at: chunk `next` since `since` (seconds on any clock), then those up to `last`; it was given those
-    up to `given`, and may have begun one of them before it was told of a limit."""
+    up to `given`, and may have begun one of them before it was told of a limit. `patience`: as `Dispatch.patience` was;
+    `alone`: whether this is the last trial of a chunk, which nobody else is given."""
 
     next: int
     last: int
     given: int
     since: float
+    patience: float
+    alone: bool
 
 
 class Dispatch:
@@ -71,7 +90,9 @@ class Dispatch:
                 self._missing[run.first : run.last] = b"\1" * (run.last - run.first)
         self.missing = sum(self._missing)
         self._tasks: dict[int, _Task] = {}
-        self._deaths: Counter[int] = Counter()
+        self.deaths: Counter[int] = Counter()  # by chunk
+        self._blame: dict[int, float] = {}
+        self._patience: dict[int, float] = {}
 
     @property
     def workers(self) -> list[int]:
@@ -100,18 +121,31 @@ class Dispatch:
         if task is not None:
             self._leave(Run(task.next, task.last), first=True)
 
-    def lost(self, worker: int) -> int | None:
-        """The worker is dead. Returns the chunk that it was at if that one has killed too many.
+    def lost(self, worker: int, death: Death = Death.FAULT) -> int | None:
+        """The worker is dead. Returns the chunk that it was at if that one is to blame.
 
         That chunk is tried again last: if it is to blame, the others are done by then.
         """
         task = self._tasks.pop(worker, None)
         if task is None or task.next >= task.last:
             return None
-        self._leave(Run(task.next + 1, task.last), first=True)
-        self._leave(Run(task.next, task.next + 1), first=False)
-        self._deaths[task.next] += 1
-        return task.next if self._deaths[task.next] >= POISONOUS and self._missing[task.next] else None
+        chunk = task.next
+        self._leave(Run(chunk + 1, task.last), first=True)
+        if all(run != (chunk, chunk + 1) for _, run in self._pending):
+            self._leave(Run(chunk, chunk + 1), first=False)
+        self.deaths[chunk] += 1
+        self._blame[chunk] = self._blame.get(chunk, 0.0) + WEIGHTS[death]
+        if death is Death.HANG:
+            self._patience[chunk] = max(self.patience(chunk), 2.0 * task.patience)
+        return chunk if task.alone and self._blame[chunk] >= POISONOUS and self._missing[chunk] else None
+
+    def patience(self, chunk: int) -> float:
+        """How many times as long as usual a worker may take for the chunk: doubled by each trial in which one hung."""
+        return self._patience.get(chunk, 1.0)
+
+    def _is_suspect(self, chunk: int) -> bool:
+        """Whether one death more may show that it is to blame. Such a chunk is in a run by itself."""
+        return self._blame.get(chunk, 0.0) >= POISONOUS - 1
 
     def _leave(self, run: Run, first: bool) -> None:
         """Let the run wait for somebody, before all others or after them."""
@@ -168,8 +202,10 @@ class Dispatch:
 
     def _take(self, planned_for: int | None) -> Run | None:
         """A pending run: of that worker, or of anyone if None."""
+        at_hand = {task.next for task in self._tasks.values()}
         for i, (worker, run) in enumerate(self._pending):
-            if planned_for is None or worker == planned_for:
+            waits = run.first in at_hand and self._is_suspect(run.first)
+            if (planned_for is None or worker == planned_for) and not waits:
                 del self._pending[i]
                 trimmed = self._trimmed(run)
                 return trimmed if trimmed is not None else self._take(planned_for)
@@ -178,7 +214,8 @@ class Dispatch:
     def _give(self, worker: int, run: Run | None, now: float) -> list[Assign | Limit]:
         if run is None:
             return []
-        self._tasks[worker] = _Task(run.first, run.last, run.last, now)
+        patience, alone = self.patience(run.first), self._is_suspect(run.first)
+        self._tasks[worker] = _Task(run.first, run.last, run.last, now, patience, alone)
         return [Assign(worker, *run)]
 
     def _steal(self, worker: int, estimate: Estimate, now: float) -> list[Assign | Limit]:
@@ -220,10 +257,10 @@ class Dispatch:
         return None
 
     def _dues(self, estimate: Estimate) -> dict[int, float]:
-        """When each missing chunk at hand becomes late with the last of its workers."""
+        """When each missing chunk at hand becomes late with the last of its workers; never if it is a suspect."""
         dues: dict[int, float] = {}
         for worker, task in self._tasks.items():
-            if task.next < task.last and self._missing[task.next]:
+            if task.next < task.last and self._missing[task.next] and not self._is_suspect(task.next):
                 due = self._due(worker, estimate)
                 dues[task.next] = max(due, dues.get(task.next, due))
         return dues

@@ -110,9 +110,9 @@ def _write_temporary(folder: int, name: str, mode: int, content: dict[str, Any])
 
 
 def _mode(folder: int, name: str) -> int:
-    """The permissions of the file that will be replaced, else those of a new one."""
+    """The permissions of the file that will be replaced, else those of a new one; it never runs as somebody else."""
     try:
-        return stat.S_IMODE(os.stat(name, dir_fd=folder).st_mode)
+        return stat.S_IMODE(os.stat(name, dir_fd=folder).st_mode) & ~(stat.S_ISUID | stat.S_ISGID)
     except FileNotFoundError:
         return 0o600  # what the umask would leave cannot be asked for without setting it
 

@@ -4,7 +4,7 @@
     ├── WorkerError                the user's code raised in a worker
     ├── WorkerLostError            a worker process ended where nobody can take its place
     │   ├── WorkerStartError       workers do not start
-    │   ├── PoisonChunkError       a chunk ended three workers
+    │   ├── PoisonChunkError       a chunk ended workers again and again
     │   └── AllWorkersLostError    no worker is left, and `max_restarts` is spent
     ├── NonFiniteError             the loss or its gradient is infinite or NaN
     └── CheckpointError            a checkpoint cannot be written, or is not one of this optimizer
@@ -82,21 +82,24 @@ class WorkerStartError(WorkerLostError):
 
 
 class PoisonChunkError(WorkerLostError):
-    """The same chunk was at hand each time when three workers died or hung; it is not tried again.
+    """The same chunk was at hand each time when three workers died or hung (six, by signals that may have come from somebody
+    else), the last time with one worker that had nothing else to do; it is not tried again.
 
     `chunk` and `samples` (positions in the batch; with `terms`, as in `WorkerError`) name it. Evaluate those samples alone in one process to see
     why; if they need more memory than there is, use a smaller `chunk_size`.
     """
 
-    def __init__(self, chunk: int, samples: range, ending: str, terms: Mapping[str, range] = _NO_TERMS) -> None:
-        self._arguments = (chunk, samples, ending, dict(terms))
+    def __init__(
+        self, chunk: int, samples: range, ending: str, terms: Mapping[str, range] = _NO_TERMS, deaths: int = 3
+    ) -> None:
+        self._arguments = (chunk, samples, ending, dict(terms), deaths)
         self.chunk = chunk
         self.samples, self.terms = samples, dict(terms)
         super().__init__(
-            f"chunk {chunk} ({_where(samples, terms)}) ended three workers and is not tried again; the last one: {ending}"
+            f"chunk {chunk} ({_where(samples, terms)}) ended {deaths} workers and is not tried again; the last one: {ending}"
         )
 
-    def __reduce__(self) -> tuple[type[PoisonChunkError], tuple[int, range, str, dict[str, range]]]:
+    def __reduce__(self) -> tuple[type[PoisonChunkError], tuple[int, range, str, dict[str, range], int]]:
         return type(self), self._arguments
 
 

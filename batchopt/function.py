@@ -18,7 +18,7 @@ from batchopt.calibrate import measure
 from batchopt.cut_check import compare, refuse_frequencies
 from batchopt.history import History
 from batchopt.nonfinite import explain
-from batchopt.ownership import exclusive
+from batchopt.ownership import exclusive, undisturbed
 from batchopt.plan import choose_chunk_size, follow, make_plan
 from batchopt.reduce import reduce_answers, weighed
 from batchopt.speeds import Speeds
@@ -52,6 +52,7 @@ class BatchFunction(Workforce):
         self._check_open()
         self._begin(self._prepare(inputs, targets, options))
 
+    @undisturbed
     def _prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
         """Read the batch, and bring it to where the workers can read it; it has to be the next one that is begun.
         `ahead`: while the present one is still needed; else that one is gone."""
@@ -62,6 +63,7 @@ class BatchFunction(Workforce):
                 self._batch = None
             return self._backend.prepare(batch, ahead)
 
+    @undisturbed
     def _begin(self, prepared: Prepared) -> None:
         """Begin a step on what was prepared."""
         self._flat.check(self._module, self._params)
@@ -77,7 +79,7 @@ class BatchFunction(Workforce):
             self._history = replace(self._history, steps=self._history.steps + 1)
             self._speeds = self._speeds.without(worker.rank for worker in self.workers if worker.lost)
             if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
-                self.calibrate()
+                self._calibrate()
             self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
             self._plan = make_plan(batch.size, self._chunks, self._speeds)
             refuse_frequencies(self._module, len(self.workers), batch, self._plan.cut.chunks)
@@ -142,6 +144,10 @@ class BatchFunction(Workforce):
         measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
         they are.
         """
+        return self._calibrate()
+
+    @undisturbed
+    def _calibrate(self) -> list[float]:
         samples = self._ready().size
         if not self._speeds.fixed:
             with self._without_hooks():
@@ -153,6 +159,7 @@ class BatchFunction(Workforce):
         return self._speeds.relative()
 
     @exclusive
+    @undisturbed
     def evaluate(self) -> torch.Tensor:
         """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
 
@@ -187,6 +194,7 @@ class BatchFunction(Workforce):
             self._timeline.add_answers(answers, self._plan.cut.bounds)
         return loss
 
+    @undisturbed
     def map(self) -> list[Answer]:
         """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
 
@@ -224,6 +232,7 @@ class BatchFunction(Workforce):
         if self._meanwhile is not None:
             self._meanwhile()
 
+    @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
         whole = reduce_answers(answers, self._plan.cut.chunks, self._grad)

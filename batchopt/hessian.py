@@ -9,7 +9,7 @@ import torch
 
 from batchopt.function import BatchFunction
 from batchopt.nonfinite import explain
-from batchopt.ownership import exclusive
+from batchopt.ownership import exclusive, undisturbed
 from batchopt.reduce import reduce_answers
 from batchopt_workers.messages import Kind
 
@@ -18,6 +18,7 @@ class Curved(BatchFunction):
     """f, its gradient, and its Hessian times any vector."""
 
     @exclusive
+    @undisturbed
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
         """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.
 

@@ -1,4 +1,10 @@
-"""One process and one thread at a time use an optimizer: anything else is an error, not a race."""
+"""One process and one thread at a time use an optimizer, and nothing that interrupts it: anything else is an error, not a
+race.
+
+Calls may be nested (a step evaluates, and so does what its optimizer calls back), but not while the inner one is at work:
+what comes then comes from a signal handler, a finalizer or a hook, and would find things half done, or wait for what cannot
+happen before it returns.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +21,36 @@ R = TypeVar("R")
 
 
 class Owner:
-    """Entered by the thread that uses the object, any number of times."""
+    """Entered by the thread that uses the object, any number of times, but not while an `undisturbed` method runs."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._user = ""
+        self._running: tuple[str, ...] = ()  # the methods that may not be disturbed now, the outermost first
+        self._last: Callable[[], None] | None = None  # to be called when that one is over
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the one that made the object, and no fork of it."""
+        return os.getpid() == self._pid
 
     def __enter__(self) -> None:
-        """Raises `BatchoptError` in a forked child, and while another thread is at it."""
-        if os.getpid() != self._pid:
+        """Raises `BatchoptError` in a forked child, while another thread is at it, and while this one is at work."""
+        self._take()
+        if self._running:
+            self._lock.release()
+            raise self._disturbed()
+
+    def _disturbed(self) -> BatchoptError:
+        return BatchoptError(
+            f"this BatchOptimizer is in the middle of {self._running[0]}(), and cannot be used by what runs meanwhile (a signal "
+            "handler, a finalizer, a hook, a loader): set a flag there, and act on it once the call has returned; only "
+            "close() is possible, which ends it"
+        )
+
+    def _take(self) -> None:
+        if not self.is_here:
             raise BatchoptError(
                 f"this BatchOptimizer belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, and has "
                 "no workers: build a new one here"
@@ -37,6 +63,36 @@ class Owner:
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
+
+    def begin(self, name: str) -> tuple[str, ...]:
+        """The method of that name runs, until `end` is given what this returns. Raises as `__enter__` does, but if only
+        others run."""
+        self._take()
+        before = self._running
+        if name in before:
+            self._lock.release()
+            raise self._disturbed()
+        self._running = (*before, name)
+        return before
+
+    def end(self, before: tuple[str, ...]) -> None:
+        """The method that ran is over."""
+        self._running = before
+        self._lock.release()
+        if not before and self._last is not None:
+            last, self._last = self._last, None
+            last()
+
+    def at_last(self, function: Callable[[], None]) -> bool:
+        """Have `function` called once what may not be disturbed is over; False if there is no such thing now. Raises as
+        `__enter__` does in a fork and in another thread."""
+        self._take()
+        try:
+            if self._running:
+                self._last = function
+            return bool(self._running)
+        finally:
+            self._lock.release()
 
 
 class Owned(Protocol):
@@ -55,5 +111,22 @@ def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T,
     def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._owner:
             return method(self, *args, **kwargs)
+
+    return alone  # type: ignore[return-value]  # "self" may not be passed by name
+
+
+def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """A method during which no `exclusive` one can be called; it may call others that are `undisturbed`."""
+
+    name = method.__name__.lstrip("_")
+
+    @functools.wraps(method)
+    def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
+        owner = self._owner
+        before = owner.begin(name)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            owner.end(before)
 
     return alone  # type: ignore[return-value]  # "self" may not be passed by name

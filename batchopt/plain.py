@@ -10,11 +10,13 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
+import numpy
 import torch
 
 from batchopt.errors import CheckpointError
 
 _DEEPEST = 100  # levels of nesting
+_REPEATED = 10**5  # lists and dicts that are copied again because they are in several places
 _WIDEST = 2040  # bits: of longer integers torch.load(weights_only=True) knows nothing
 
 _SCALARS: dict[type, Callable[[Any], bytes]] = {
@@ -24,13 +26,15 @@ _SCALARS: dict[type, Callable[[Any], bytes]] = {
     float: struct.Struct("<d").pack,
     str: lambda value: value.encode("utf-8", "surrogatepass"),
 }
+_CONTAINERS = (list, tuple, dict, OrderedDict)
 
 
 def copied(state: Any) -> Any:
     """`state`, its tensors on the cpu and without other memory of their storages.
 
-    Raises `CheckpointError`, with the path to it, for what is not made of dicts, lists, tuples, dense tensors, numbers,
-    bools, strings and None.
+    Numbers of NumPy become those of Python. What is in several places is copied for each, but for tensors. Raises
+    `CheckpointError`, with the path to it, for what is not made of dicts, lists, tuples, dense tensors, numbers, bools,
+    strings and None, or would be copied too often.
     """
     return _Copies().of(state, ("state",))
 
@@ -41,16 +45,25 @@ class _Copies:
     def __init__(self) -> None:
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         self._storages: set[tuple[Any, ...]] = set()
+        self._seen: set[int] = set()
+        self._repeated = 0
 
     def of(self, value: Any, where: tuple[str, ...]) -> Any:
         """The copy of `value`; raises `CheckpointError`, with the place `where` it is, if it is not plain data."""
         if len(where) > _DEEPEST:
             raise CheckpointError(f"{''.join(where[:4])}... contains itself, or is nested {_DEEPEST} deep")
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in _SCALARS or isinstance(value, numpy.generic):
             return _checked_scalar(value, where)
         if kind is torch.Tensor:
             return self._of_tensor(value, where)
+        if kind in _CONTAINERS and value:
+            self._repeated += id(value) in self._seen
+            self._seen.add(id(value))
+            if self._repeated > _REPEATED:
+                raise CheckpointError(
+                    f"{''.join(where[:4])}... is, or holds, lists or dicts in too many places at once"
+                )
         if kind in (list, tuple):
             return kind(self.of(item, (*where, f"[{index}]")) for index, item in enumerate(value))
         if kind in (dict, OrderedDict):
@@ -80,6 +93,8 @@ class _Copies:
 
 
 def _checked_scalar(value: Any, where: tuple[str, ...]) -> Any:
+    if isinstance(value, numpy.generic):
+        value = value.item()
     kind = type(value)
     if kind not in _SCALARS:
         raise CheckpointError(f"{''.join(where)} is a {kind.__qualname__}, not plain data")
@@ -104,15 +119,19 @@ def _has_marks(tensor: torch.Tensor) -> bool:
 
 def digest(value: Any) -> str:
     """The sha256 of every type, key, dtype, shape and bit in plain data as `_Copies` makes it; raises
-    `CheckpointError` for anything else."""
+    `CheckpointError` for anything else, such as a list that is in two places: with some that hold others it has no end."""
     sha = hashlib.sha256()
-    _feed(sha, value)
+    _feed(sha, value, set())
     return sha.hexdigest()
 
 
-def _feed(sha: hashlib._Hash, value: Any) -> None:
+def _feed(sha: hashlib._Hash, value: Any, seen: set[int]) -> None:
     # each item starts with a line that says where it ends, so that no two values make the same bytes
     kind = type(value)
+    if kind in _CONTAINERS and value:
+        if id(value) in seen:
+            raise CheckpointError(f"it holds the same {kind.__qualname__} twice, which `write` would not have written")
+        seen.add(id(value))
     if kind in _SCALARS:
         text = _SCALARS[kind](value)
         sha.update(f"{kind.__name__} {len(text)}\n".encode() + text)
@@ -123,12 +142,12 @@ def _feed(sha: hashlib._Hash, value: Any) -> None:
     elif kind in (list, tuple):
         sha.update(f"{kind.__name__} {len(value)}\n".encode())
         for item in value:
-            _feed(sha, item)
+            _feed(sha, item, seen)
     elif kind in (dict, OrderedDict):
         sha.update(f"{kind.__name__} {len(value)}\n".encode())
         for item in itertools.chain.from_iterable(value.items()):
-            _feed(sha, item)
+            _feed(sha, item, seen)
         if kind is OrderedDict:
-            _feed(sha, vars(value))
+            _feed(sha, vars(value), seen)
     else:
         raise CheckpointError(f"it holds a {kind.__qualname__} that `write` would not have written")

@@ -15,7 +15,7 @@ from batchopt.backends import Backend, Setup, start_backend
 from batchopt.cut_check import refuse_frequencies
 from batchopt.errors import WorkerError, WorkerStartError
 from batchopt.history import History
-from batchopt.ownership import exclusive
+from batchopt.ownership import exclusive, undisturbed
 from batchopt.program import check_trained
 from batchopt.settings import Settings
 from batchopt.state import State
@@ -88,6 +88,7 @@ class Workforce(State):
         self._set_hooks(self._prehook, hook)
 
     @exclusive
+    @undisturbed
     def _set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._check_open()
         arguments.check_hooks(prehook=prehook, posthook=posthook)
@@ -114,6 +115,7 @@ class Workforce(State):
                 self._backend.include_state(found.names)
 
     @exclusive
+    @undisturbed
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on each worker; the values in rank order.
 
@@ -124,6 +126,7 @@ class Workforce(State):
         return self._backend.run(function, args)
 
     @exclusive
+    @undisturbed
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None = None) -> None:
         """Have `parallelize` workers from now on (as in `BatchOptimizer`); for between steps, a batch has to be loaded
         anew.
@@ -181,10 +184,26 @@ class Workforce(State):
         for worker, speed in zip(self.workers, self._speeds.values, strict=True):
             worker.speed = speed
 
-    @exclusive
     def close(self) -> None:
         """End the workers. The module keeps its parameters, in memory of this process alone unless another optimizer
-        shares them; any number of times."""
+        shares them; any number of times.
+
+        In a signal handler (or a hook, or a finalizer) that comes while another call is at work, it has that one end: with
+        `BatchoptError`, as soon as it can, and the workers after it. In a fork it does nothing: there are no workers.
+        """
+        if not self._owner.is_here or self._closed:
+            return
+        if self._owner.at_last(self._close):
+            self._backend.stop()
+        else:
+            self._close_now()
+
+    @exclusive
+    def _close_now(self) -> None:
+        self._close()
+
+    @undisturbed
+    def _close(self) -> None:
         if not self._closed:
             self._closed = True
             self._end_step()

@@ -1,7 +1,8 @@
 """Does a run whose workers are killed all the time have the bits of one that nobody disturbs?
 
 For a minute a random worker is killed every 50 ms (one that works, if there is one; now and then one is stopped
-instead, or killed while it starts). Afterwards the same steps are made undisturbed, in one process, and parameters,
+instead, or killed while it starts). Meanwhile a signal handler uses the optimizer whenever it comes, the process that
+workers are forked from is stopped, and so is this one, for longer than a worker may make no progress. Afterwards the same steps are made undisturbed, in one process, and parameters,
 losses and counters are compared bit for bit. Exits with 1 for a difference, an error, a step that took too long, or a
 process or a name in /dev/shm that is left.
 
@@ -14,6 +15,7 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -22,12 +24,17 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
+from batchopt import BatchoptError, BatchOptimizer, Worker
+from batchopt.backends import template
 
 SAMPLES, CHUNK = 4096, 256
 # Seconds that one step may take: the workers of a step may all be killed several times, and start anew in about two.
 PATIENCE = 60.0
 HANG = "hang"
+# Seconds that a worker may make no progress.
+TIMEOUT = 5.0
+# What is done how often, of all that is done; for the rest a worker is killed.
+WORKER_STOPPED, REENTERED, TEMPLATE_STOPPED, PARENT_STOPPED, KILLED_AT_START = 0.1, 0.1, 0.005, 0.001, 0.002
 
 
 class Killer(threading.Thread):
@@ -45,17 +52,42 @@ class Killer(threading.Thread):
             ready = [worker for worker in self._opt.workers if worker.alive]
             starting = [worker for worker in self._opt.workers if not worker.alive]
             number = self._random.random()
-            if ready and number < 0.9:
-                self._strike(self._random.choice(ready).pid, signal.SIGKILL, "killed")
-            elif ready:
+            if (number := number - PARENT_STOPPED) < 0:
+                self._stop_parent()
+            elif (number := number - TEMPLATE_STOPPED) < 0 and template._latest is not None:
+                self._strike(template._latest._process.pid or 0, signal.SIGSTOP, "template stopped")
+            elif (number := number - REENTERED) < 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            elif ready and (number := number - WORKER_STOPPED) < 0:
                 self._strike(self._random.choice(ready).pid, signal.SIGSTOP, "stopped")
-            elif number < 0.002:
+            elif ready:
+                self._strike(self._random.choice(ready).pid, signal.SIGKILL, "killed")
+            elif number - KILLED_AT_START < 0:
                 self._strike(self._random.choice(starting).pid, signal.SIGKILL, "killed at start")
+
+    def reenter(self, *_: object) -> None:
+        """A handler that uses the optimizer: it is refused while a call is at work, and does no harm between two."""
+        try:
+            self._opt.run_on_workers(abs_rank)
+            self.done["reentered between calls"] += 1
+        except BatchoptError:
+            self.done["reentered in vain"] += 1
+
+    def _stop_parent(self) -> None:
+        """This process, which goes on when a worker could count as hung."""
+        script = f"kill -STOP {os.getpid()}; sleep {1.2 * TIMEOUT}; kill -CONT {os.getpid()}"
+        subprocess.run(["sh", "-c", script], check=True)
+        self.done["parent stopped"] += 1
 
     def _strike(self, pid: int, number: signal.Signals, what: str) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
             self.done[what] += 1
+
+
+def abs_rank(worker: Worker) -> int:
+    """Something to run."""
+    return abs(worker.rank)
 
 
 def build(optimizer: str, parallelize: int, **options: object) -> tuple[BatchOptimizer, torch.Tensor, torch.Tensor]:
@@ -79,10 +111,11 @@ def build(optimizer: str, parallelize: int, **options: object) -> tuple[BatchOpt
 
 def disturbed(given: argparse.Namespace) -> tuple[str, int, Counter[str]]:
     """The fingerprint after as many steps as fit into the time, that number, and what was done to the workers."""
-    opt, inputs, targets = build(given.optimizer, given.parallelize, max_restarts=10**6, timeout=5.0)
+    opt, inputs, targets = build(given.optimizer, given.parallelize, max_restarts=10**6, timeout=TIMEOUT)
     killer = Killer(opt, given.every, given.seed)
     steps, end = 0, time.monotonic() + given.seconds
     with opt:
+        before = signal.signal(signal.SIGUSR1, killer.reenter)
         killer.start()
         try:
             while time.monotonic() < end:
@@ -94,6 +127,7 @@ def disturbed(given: argparse.Namespace) -> tuple[str, int, Counter[str]]:
         finally:
             killer.ended.set()
             killer.join()
+            signal.signal(signal.SIGUSR1, before)
         return opt.fingerprint(), steps, killer.done
 
 
@@ -107,14 +141,15 @@ def undisturbed(given: argparse.Namespace, steps: int) -> str:
 
 
 def children() -> set[int]:
-    """Processes that this one is the parent of."""
+    """Processes that this one is the parent of, but for that which is kept to fork workers from."""
     found = set()
     for entry in os.listdir("/proc"):
         with suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{int(entry)}/stat") as file:
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                     found.add(int(entry))
-    return found
+    kept = template._latest
+    return found if kept is None else found - {kept._process.pid}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt import checkpoint
+from batchopt import BatchOptimizer, checkpoint
 from batchopt.errors import CheckpointError
 from batchopt_workers import faults
 from batchopt_workers.layout import Layout
@@ -261,8 +261,8 @@ NOT_PLAIN: list[tuple[Any, str]] = [
     (Foo, "is a type,"),
     (len, "is a builtin_function_or_method,"),
     (lambda: 0, "is a function,"),
-    (np.float64(1.0), "is a float64,"),
-    (np.int64(1), "is a int64,"),
+    (np.complex64(1.0), "is a complex,"),
+    (np.datetime64(1, "s"), "is a datetime,"),
     (np.zeros(2), "is a ndarray,"),
     (nn.Parameter(torch.zeros(2)), "is a Parameter,"),
     (torch.zeros(2).as_subclass(Tagged), "is a Tagged,"),
@@ -504,7 +504,7 @@ def test_what_torch_cannot_save_leaves_the_old_file(saved: Path) -> None:
 # Forks, so that torch is imported once for all that die.
 DOOMED = """
 import os, resource, signal, sys, torch
-from batchopt import checkpoint
+from batchopt import BatchOptimizer, checkpoint
 from batchopt_workers import faults
 from batchopt_workers.layout import Layout
 
@@ -742,3 +742,56 @@ def test_a_new_file_is_private_and_an_old_one_keeps_its_mode(saved: Path, monkey
     checkpoint.write(saved, NEW, LAYOUT)
     assert modes == [0o600]
     assert stat.S_IMODE(saved.stat().st_mode) == 0o664
+
+
+def test_a_replaced_file_does_not_run_as_its_owner(saved: Path) -> None:
+    saved.chmod(0o6755)
+    checkpoint.write(saved, NEW, LAYOUT)
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o755
+
+
+NUMBERS = [np.float64(0.1), np.float32(0.1), np.int64(-3), np.uint8(3), np.bool_(True), np.str_("é")]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=[type(number).__name__ for number in NUMBERS])
+def test_a_number_of_numpy_is_one_of_python(number: np.generic, tmp_path: Path) -> None:
+    state = written(tmp_path / "run.pt", {"x": [number], "keys": {number: None}})
+    assert same(state, {"x": [number.item()], "keys": {number.item(): None}})
+
+
+def test_an_optimizer_whose_options_are_numbers_of_numpy_is_saved(tmp_path: Path) -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=np.float64(0.5))
+
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer=sgd) as opt:
+        opt.save(tmp_path / "run.pt")
+        opt.load_checkpoint(tmp_path / "run.pt")
+        assert opt.optimizer is not None and opt.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def shared_lists(levels: int) -> list[Any]:
+    """A list that holds the same list twice, which holds the same list twice, …"""
+    found: list[Any] = [1.0]
+    for _ in range(levels):
+        found = [found, found]
+    return found
+
+
+def test_lists_in_lists_in_many_places_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\['x'\].* in too many places"):
+        checkpoint.write(tmp_path / "run.pt", {"x": shared_lists(60)}, LAYOUT)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_list_in_some_places_is_copied_for_each(tmp_path: Path) -> None:
+    assert same(
+        written(tmp_path / "run.pt", {"x": shared_lists(5), "y": [()] * 3}), {"x": shared_lists(5), "y": [()] * 3}
+    )
+
+
+def test_a_small_file_of_lists_in_lists_is_refused_at_once(saved: Path) -> None:
+    content = torch.load(saved, weights_only=True)
+    content["state"] = {"x": shared_lists(90)}
+    torch.save(content, saved)
+    with pytest.raises(CheckpointError, match="holds the same list twice"):
+        checkpoint.read(saved, LAYOUT)

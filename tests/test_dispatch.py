@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchopt.backends import Answer, Partial
-from batchopt.dispatch import LATE, PATIENCE, POISONOUS, WORTHWHILE, Assign, Dispatch, Estimate, Limit, Run
+from batchopt.dispatch import LATE, PATIENCE, POISONOUS, WORTHWHILE, Assign, Death, Dispatch, Estimate, Limit, Run
 from batchopt.reduce import reduce_answers
 from batchopt_workers.tree import Fold, Node
 
@@ -335,6 +335,41 @@ def test_the_chunk_that_three_workers_died_at_is_named() -> None:
     assert lose(dispatch, 0, 2.0) == 1
 
 
+def test_a_signal_from_outside_counts_half() -> None:
+    dispatch = begun((0, 1))
+    found = [dispatch.lost(0, Death.OUTSIDE)]
+    while found[-1] is None:
+        dispatch.decide([0], unknown, 0.0)
+        found.append(dispatch.lost(0, Death.OUTSIDE))
+    assert found == [None] * 5 + [0]
+    assert dispatch.deaths[0] == 6
+
+
+def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
+    dispatch = begun((0, 1), None, None)
+    known = pace(1.0, 1.0, 1.0)
+    assert dispatch.patience(0) == 1.0
+    assert dispatch.decide([1], known, 10.0) == [Assign(1, 0, 1)]  # it is late
+    for worker in (0, 1):
+        dispatch.lost(worker, Death.HANG)
+        assert dispatch.patience(0) == 2.0
+    dispatch.decide([2], known, 20.0)
+    dispatch.lost(2, Death.HANG)
+    assert dispatch.patience(0) == 4.0
+
+
+def test_a_chunk_is_given_up_only_after_a_trial_alone() -> None:
+    """Three hang in it at once, since it was late; it is given once more, by itself, and nobody has a copy."""
+    dispatch = begun((0, 1), None, None)
+    known = pace(1.0, 1.0, 1.0)
+    for worker in (1, 2):
+        assert dispatch.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
+    assert [dispatch.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
+    assert dispatch.decide([0, 1, 2], known, 40.0) == [Assign(0, 0, 1)]
+    assert dispatch.decide([1, 2], known, 1e6) == [] and dispatch.next_late(known) == math.inf
+    assert dispatch.lost(0, Death.HANG) == 0
+
+
 def test_deaths_at_other_chunks_poison_nothing() -> None:
     dispatch = begun((0, 9))
     for chunk in range(9):
@@ -572,6 +607,7 @@ class Evaluations(RuleBasedStateMachine):
         self.told: dict[int, Run] = {}  # what is left of each worker's order, as far as the parent knows
         self.heard: dict[Hand, Said] = {}
         self.deaths: Counter[int] = Counter()
+        self.alone: set[int] = set()  # the workers that make the last trial of a chunk
         self.poisoned = False
         self.turns = 0
 
@@ -602,7 +638,8 @@ class Evaluations(RuleBasedStateMachine):
             behind = self.missing & set(range(first + 1, last))
             seconds = self.paces[rank]
             assert len(behind) * (WORTHWHILE if seconds is None else seconds) < WORTHWHILE, "work that could be stolen"
-        if self.missing and None not in self.paces:
+        suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
+        if self.missing - suspects and None not in self.paces:
             assert self.dispatch.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
 
     def _limit(self, command: Limit) -> None:
@@ -616,6 +653,10 @@ class Evaluations(RuleBasedStateMachine):
         assert worker not in self.told, "a second task"
         assert first < last
         assert set(range(first, last)) <= self.missing, "what is done is given again"
+        self.alone.discard(worker)
+        if self.deaths[first] >= POISONOUS - 1:
+            assert last == first + 1 and all(run.first != first for run in self.told.values()), "it is tried alone"
+            self.alone.add(worker)
         self.told[worker] = Run(first, last)
         self.numbers += 1
         self.hands[worker].start(self.numbers, self.evaluation, Run(first, last), self.chunks)
@@ -648,7 +689,7 @@ class Evaluations(RuleBasedStateMachine):
         expected = None
         if run is not None and run.first < run.last:
             self.deaths[run.first] += 1
-            if self.deaths[run.first] >= 3 and run.first in self.missing:
+            if self.deaths[run.first] >= POISONOUS and rank in self.alone and run.first in self.missing:
                 expected = run.first
         assert self.dispatch.lost(rank) == expected
         self.poisoned = self.poisoned or expected is not None
@@ -764,6 +805,11 @@ class Evaluations(RuleBasedStateMachine):
         self._plan(self.cuts)
 
     def _round(self, hanging: set[int]) -> None:
+        for rank in (
+            hanging & self.told.keys()
+        ):  # of a suspect nobody has a copy: one waits until the pool has killed it
+            if self.deaths[self.told[rank].first] >= POISONOUS - 1:
+                self._lose(rank)
         self._direct(self._idle())
         self.now += LATE if hanging else 0.001
         for rank, hand in self.hands.items():

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+import psutil
 import pytest
+import torch
+from torch import nn
 
+from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.errors import BatchoptError
-from batchopt.ownership import Owner, exclusive
+from batchopt.ownership import Owner, exclusive, undisturbed
 
 
 class Counter:
@@ -194,3 +200,156 @@ def test_a_child_that_is_forked_while_another_thread_is_inside_does_not_wait() -
 @forks_with_threads
 def test_a_child_may_have_one_of_its_own() -> None:
     assert in_a_fork(lambda: Counter().add(5)) == "returned 5"
+
+
+# ---- while a call is at work
+
+
+class Machine(Counter):
+    """Something that cannot be used while it works."""
+
+    @exclusive
+    @undisturbed
+    def work(self, function: Callable[[], object]) -> object:
+        """What `function` returns, called in the middle of it."""
+        return function()
+
+    @undisturbed
+    def inner(self) -> int:
+        """For those that are at work themselves."""
+        return self.value
+
+
+def test_what_is_at_work_is_not_disturbed_by_its_own_thread() -> None:
+    machine = Machine()
+    for call in (lambda: machine.add(1), lambda: machine.work(lambda: None)):
+        with pytest.raises(BatchoptError, match=r"is in the middle of work\(\)"):
+            machine.work(call)
+    assert machine.work(machine.inner) == 0
+    assert machine.call(lambda: machine.work(lambda: None)) is None
+    assert elsewhere(lambda: machine.add(1)) == 1
+
+
+def test_what_is_to_be_done_last_is_done_once_the_outermost_is_over() -> None:
+    machine, done = Machine(), []
+    assert not machine._owner.at_last(lambda: done.append("never"))
+
+    def leave_something() -> bool:
+        machine.inner()
+        assert machine._owner.at_last(lambda: done.append("last"))
+        machine.inner()
+        return not done
+
+    assert machine.work(leave_something)
+    assert done == ["last"]
+    machine.work(lambda: None)
+    assert done == ["last"]
+
+
+def handling(handler: Callable[[], object]) -> AbstractContextManager[None]:
+    """Inside, SIGUSR1 is handled so."""
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: handler())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    return inside()
+
+
+def signalling(worker: Worker, sample: Sample) -> None:
+    """A hook that signals the parent from its first chunk, and waits."""
+    if worker.state.pop("parent", 0):
+        os.kill(int(os.environ["BATCHOPT_TEST_PARENT"]), signal.SIGUSR1)
+        time.sleep(0.5)  # so that the parent waits for this worker when the signal comes
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda opt: opt.evaluate(),
+        lambda opt: opt.map(),
+        lambda opt: opt.step(torch.zeros(8, 2), torch.zeros(8, 1)),
+        lambda opt: opt.load(torch.zeros(8, 2), torch.zeros(8, 1)),
+        lambda opt: opt.run_on_workers(lambda worker: None),
+        lambda opt: opt.resize(1),
+        lambda opt: setattr(opt, "prehook", None),
+    ],
+    ids=["evaluate", "map", "step", "load", "run_on_workers", "resize", "prehook"],
+)
+def test_a_signal_handler_cannot_use_what_waits_for_workers(
+    use: Callable[[BatchOptimizer], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHOPT_TEST_PARENT", str(os.getpid()))
+    said: list[str] = []
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+    module = nn.Linear(2, 1)
+    expected = nn.MSELoss()(module(x), y).item()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, prehook=signalling) as opt:
+
+        def handler() -> None:
+            try:
+                use(opt)
+            except BatchoptError as error:
+                said.append(str(error))
+
+        opt.run_on_workers(lambda worker: worker.state.update(parent=worker.rank == 1))
+        opt.load(x, y)
+        with handling(handler):
+            assert opt.evaluate().item() == pytest.approx(expected)
+        assert len(said) == 1 and "is in the middle of evaluate()" in said[0]
+        assert opt.evaluate().item() == pytest.approx(expected)
+        assert opt.eval_counter == 2
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_a_signal_handler_that_closes_ends_the_call(step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHOPT_TEST_PARENT", str(os.getpid()))
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+    opt = BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer="sgd", parallelize=2, prehook=signalling)
+    opt.run_on_workers(lambda worker: worker.state.update(parent=worker.rank == 1))
+    opt.load(x, y)
+    before, everyone = opt.parameters.clone(), [psutil.Process(worker.pid) for worker in opt.workers]
+    with handling(opt.close), pytest.raises(BatchoptError, match="was closed"):
+        opt.step(x, y) if step else opt.evaluate()
+    _, left = psutil.wait_procs(everyone, timeout=10)
+    assert not left
+    assert torch.equal(torch.cat([p.detach().flatten() for p in opt.module.parameters()]), before)
+    with pytest.raises(BatchoptError, match="was closed"):
+        opt.evaluate()
+
+
+def test_a_module_that_evaluates_itself_is_told() -> None:
+    class Selfish(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if opt is not None:
+                opt.evaluate()
+            return super().forward(x)
+
+    opt: BatchOptimizer | None = None
+    module = Selfish(2, 1)
+    made = BatchOptimizer(module, nn.MSELoss(), optimizer=None)
+    with made:
+        made.load(torch.randn(4, 2), torch.randn(4, 1))
+        opt = made
+        with pytest.raises(BatchoptError, match=r"is in the middle of evaluate\(\)"):
+            made.evaluate()
+        opt = None
+        made.load(torch.randn(4, 2), torch.randn(4, 1))
+        made.evaluate()
+
+
+@needs_fork
+@forks_with_threads
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_fork_that_leaves_the_with_block_says_nothing(parallelize: int) -> None:
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+        opt.load(x, y)
+        before = opt.evaluate().item()
+        said = in_a_fork(lambda: opt.__exit__(None, None, None))
+        assert said == "returned None"
+        assert opt.evaluate().item() == before

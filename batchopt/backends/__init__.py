@@ -170,6 +170,10 @@ class Backend(ABC):
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         """`function(worker, *arguments)` on each worker; the values in rank order."""
 
+    def stop(self) -> None:  # noqa: B027  # of use only where a call waits
+        """Have the call that waits for workers raise `BatchoptError` soon: somebody wants to close this, and was told to
+        wait for its end. Does nothing where no call waits."""
+
     @abstractmethod
     def close(self) -> None:
         """End the workers; does nothing the second time."""

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from batchopt.backends.channel import Channel
 from batchopt.backends.stderr import Stderr
 from batchopt.backends.template import fork_worker
+from batchopt.dispatch import Death
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
@@ -23,6 +24,9 @@ from batchopt_workers.watch import StateWritten
 
 # Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
 REAPING = 2.0
+# Signals that others send; SIGKILL is the kernel's too, where memory is short.
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PATIENCE = " (if it was at work, give it more time: timeout=...)"
 STARTING = "starting"
 EVALUATING = "evaluating"
 FUNCTION = "running a function"
@@ -43,13 +47,14 @@ def call(what: str, method: str, *arguments: Any, block: SharedBlock | None = No
 
 class Asked(NamedTuple):
     """A message that was not answered yet. `topic`, and all `calls` of it: what has to be told again if the worker fails
-    to take it in."""
+    to take it in. `patience`: how many times as long as usual it may take."""
 
     number: int
     what: str
     topic: str | None = None
     calls: tuple[Call, ...] = ()
     order: Order | None = None
+    patience: float = 1.0
 
 
 class Child:
@@ -70,6 +75,7 @@ class Child:
         self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
         self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
+        self._hung = False
         self._asked: deque[Asked] = deque([Asked(0, STARTING)])
         self._engaged = -1  # the number of the last order or function
         self.writing = False  # whether the pipe is watched for room
@@ -125,9 +131,9 @@ class Child:
         asked = Asked(self.channel.number(), message.what, topic, calls)
         self._ask(asked, Kind.CALL, message.body, message.block)
 
-    def order(self, order: Order) -> None:
+    def order(self, order: Order, patience: float = 1.0) -> None:
         """Queue an order, which leaves at the next `flush`."""
-        asked = Asked(self.channel.number(), EVALUATING, order=order)
+        asked = Asked(self.channel.number(), EVALUATING, order=order, patience=patience)
         self._note(asked)
         self.channel.queue(asked.number, order.kind, order.encode())
 
@@ -156,10 +162,10 @@ class Child:
         if number is not None and number > self.channel.answered:
             self.channel.send_about(number, Kind.LIMIT, CHUNK.pack(last))
 
-    def kill(self, verdict: str) -> None:
+    def kill(self, verdict: str, hung: bool = False) -> None:
         """End it, with all that it started; for the reason given."""
         if not self.verdict:
-            self.verdict, self.killed_at = verdict, time.monotonic()
+            self.verdict, self.killed_at, self._hung = verdict, time.monotonic(), hung
         self.process.kill_group()
 
     def bury(self) -> None:
@@ -168,6 +174,14 @@ class Child:
         self.process.kill_group()
         self.process.join(REAPING)
         self.stderr.pass_on()
+
+    @property
+    def death(self) -> Death:
+        """What it died of."""
+        if self.verdict:
+            return Death.HANG if self._hung else Death.FAULT
+        code = self.process.exitcode
+        return Death.OUTSIDE if code is None or -code in _SENT else Death.FAULT
 
     def ending(self) -> str:
         """How the process ended, in words, and the tail of its standard error."""
@@ -184,7 +198,7 @@ class Child:
             ended = f"exited with code {code}"
         doing = next((asked.what for asked in self._asked if asked.number > self.channel.answered), "")
         while_doing = f" while {doing}" if doing and not self.verdict else ""
-        hint = _hint(code) if not self.verdict else ""
+        hint = _hint(code) if not self.verdict else _PATIENCE if self._hung else ""
         tail = f"\n--- its standard error ends with\n{self.stderr.tail}" if self.stderr.tail else ""
         return f"{self.process.name} (pid {self.pid}) {ended}{while_doing}{hint}{tail}"
 

@@ -20,9 +20,10 @@ from batchopt.backends.cluster import Needs, Room, rooms, spread
 from batchopt.backends.host import Condition, Reply, Request
 from batchopt.backends.machine import Call, Machine
 from batchopt.backends.pool import ATTEMPTS
+from batchopt.backends.presence import Presence, later
 from batchopt.backends.process import STARTUP, UNKNOWN
 from batchopt.dispatch import Run
-from batchopt.errors import AllWorkersLostError, WorkerStartError
+from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.versions import versions
 
 # Seconds in which a machine has to answer at all: when it is placed, and when it is asked whether it still works.
@@ -75,6 +76,8 @@ class Fleet:
         self._ray, self._needs, self._start, self._restarts, self._timeout = ray, needs, start, restarts, timeout
         self._numbers = 0  # of machines so far
         self._look_at = 0.0
+        self._stopped = False
+        self._presence = Presence()
         self._alone_since = math.inf
         self._error: BaseException | None = None  # of a machine that did not start
         self._failures = 0  # of machines to start, in a row
@@ -193,7 +196,10 @@ class Fleet:
             )
 
     def pump(self, listener: Listener, until: float) -> None:
-        """Mend, wait until a machine answers (or until that time), and tell `listener`."""
+        """Mend, wait until a machine answers (or until that time), and tell `listener`. Raises `BatchoptError` once this was
+        stopped."""
+        if self._stopped:
+            raise BatchoptError("this BatchOptimizer was closed while it waited for its workers")
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + INTERVAL
@@ -203,8 +209,14 @@ class Fleet:
         timeout = max(0.0, min(until, self._look_at) - now)
         if not calls:
             time.sleep(timeout)
+            self._presence.away(timeout)
             return
         ready, _ = self._ray.wait(list(calls), num_returns=1, timeout=timeout)
+        away = self._presence.away(timeout)
+        if away:
+            for _, call in calls.values():
+                call.silent = later(call.silent, away)
+            self._look_at = time.monotonic() + INTERVAL  # hear first what was said meanwhile
         for reference in ready:
             machine, call = calls[reference]
             if machine.calls.pop(reference, None) is not None:
@@ -271,13 +283,13 @@ class Fleet:
         for machine in list(self.machines.values()):
             working, asked = machine.at("evaluate"), machine.at("ping")
             starting, greeting = machine.at("start"), machine.at("greet")
-            if asked is not None and now - asked.since > patience:
+            if asked is not None and now - asked.silent > patience:
                 self._lose(machine, f"gave no sign for {patience:.3g} s", listener)
-            elif working is not None and asked is None and now - working.since > patience:
+            elif working is not None and asked is None and now - working.silent > patience:
                 machine.ask("ping", working, patience)
-            elif starting is not None and now - starting.since > max(self._timeout or UNKNOWN, STARTUP):
+            elif starting is not None and now - starting.silent > max(self._timeout or UNKNOWN, STARTUP):
                 self._lose(machine, "did not start in time", listener)
-            elif greeting is not None and now - greeting.since > 2 * ANSWERING:
+            elif greeting is not None and now - greeting.silent > 2 * ANSWERING:
                 self._lose(machine, "was not placed in time", listener)
             elif not machine.ready and starting is None and greeting is None:
                 self._lose(machine, "was forgotten when an interrupt came", listener)
@@ -294,6 +306,10 @@ class Fleet:
         machine.kill()
         self._look_at = 0.0
         listener.lost(machine, self.ending)
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._stopped = True
 
     def close(self) -> None:
         """End the workers, then the machines' actors."""

@@ -19,14 +19,15 @@ from batchopt_workers.watch import StateWritten
 ASIDE = "aside"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """Something that was asked of a machine: `what`, of which evaluation and share, when."""
+    """Something that was asked of a machine: `what`, of which evaluation and share, when, and since when we wait for it."""
 
     what: str
     evaluation: int = -1
     attempt: int = -1
     since: float = field(default_factory=time.monotonic)
+    silent: float = field(default_factory=time.monotonic)
 
 
 @dataclass

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from batchopt.backends import WorkerInfo
 from batchopt.backends.channel import ProtocolError, Reply
 from batchopt.backends.child import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of
-from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
+from batchopt.backends.presence import Presence, later
+from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
 
@@ -64,6 +65,8 @@ class Pool:
         self._selector = selectors.DefaultSelector()
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost
+        self._stopped = False
+        self._presence = Presence()
         self._amiss = True  # whether something may not be as it has to be
         self._shut_down = util.Finalize(self, _shut_down, (self.children, self._selector), exitpriority=100)
 
@@ -163,7 +166,10 @@ class Pool:
     # ---- what is
 
     def pump(self, listener: Listener, until: float) -> None:
-        """Mend, wait until something happens (or until that time), and tell `listener`."""
+        """Mend, wait until something happens (or until that time), and tell `listener`. Raises `BatchoptError` once this was
+        stopped."""
+        if self._stopped:
+            raise BatchoptError("this BatchOptimizer was closed while it waited for its workers")
         if self._amiss:
             self._replenish()
             self._brief()
@@ -171,9 +177,7 @@ class Pool:
         for child in self.children.values():
             if child.writing != child.channel.pending:
                 self._listen(child)
-        now = time.monotonic()
-        timeout = min(until, self._check_at) - now
-        for key, _ in self._selector.select(max(0.0, timeout)):
+        for key in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             if key.data is None:
                 os.read(key.fd, 4096)
                 continue
@@ -196,6 +200,16 @@ class Pool:
                 self._bury(child, listener)
         if time.monotonic() >= self._check_at:
             self._look_for_hung(listener)
+
+    def _wait(self, timeout: float) -> list[selectors.SelectorKey]:
+        """Who has something for us, after so many seconds at the most."""
+        events = self._selector.select(timeout)
+        away = self._presence.away(timeout)
+        if away:
+            for child in self.children.values():
+                child.since = later(child.since, away)
+            events = self._selector.select(0.0)  # a wait that was interrupted does not say what has come meanwhile
+        return [key for key, _ in events]
 
     def hear(self, child: Child, listener: Listener) -> None:
         """Deal with what came from the worker."""
@@ -259,7 +273,7 @@ class Pool:
                 if now >= child.killed_at + REAPING:
                     self._bury(child, listener)
             elif now >= child.since + seconds:  # its end will be an event as any other
-                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}")
+                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}", hung=True)
             else:
                 self._check_at = min(self._check_at, child.since + seconds)
 
@@ -354,11 +368,21 @@ class Pool:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(watched)
 
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._stopped = True
+
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""
         self._shut_down()
+        self._topics = {}  # and with them the memory that workers were told of
+        self._make = self._allowance = _closed  # whose methods they are knows this pool
         for info in self.infos:
             info.alive = False
+
+
+def _closed(*_: object) -> NoReturn:
+    raise BatchoptError("these workers were ended")
 
 
 class _Nobody:

@@ -217,7 +217,7 @@ class ProcessBackend(Backend):
         largest = max(bounds[i + 1] - bounds[i] for i in range(asked.order.first, asked.order.last))
         paces = self._paces[asked.order.kind]
         pace = paces.get(child.rank, max(paces.values(), default=None))
-        return UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest)
+        return asked.patience * (UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest))
 
     def resize(self, workers: int) -> None:
         host = socket.gethostname()
@@ -299,7 +299,8 @@ class ProcessBackend(Backend):
                 self._turn(round)
                 if round.poison is not None:
                     chunk, samples = round.poison
-                    raise PoisonChunkError(chunk, samples, self._pool.ending, self._numbering.within(samples))
+                    terms, deaths = self._numbering.within(samples), round.dispatch.deaths[chunk]
+                    raise PoisonChunkError(chunk, samples, self._pool.ending, terms, deaths)
         finally:
             self._pool.call_off()
             self._turn(None)
@@ -348,7 +349,7 @@ class ProcessBackend(Backend):
             child.ask(call("being told the cut", "set_cut", round.cut))
             child.cut = round.cut
         self._make_room(child, most_held(run.first, run.last, round.cut.chunks, round.held(child)))
-        child.order(round.order(run))
+        child.order(round.order(run), round.dispatch.patience(run.first))
 
     def _make_room(self, child: Child, needed: int) -> None:
         rows = 0 if child.rows is None else len(child.rows)
@@ -425,6 +426,12 @@ class ProcessBackend(Backend):
             raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
         return [pickle.loads(body) for _, body in sorted(calls.results.items())]
 
+    def stop(self) -> None:
+        self._pool.stop()
+
     def close(self) -> None:
         self._pool.close()
         self._shared.close()
+        # now, not when Python's collector finds that this object and its pool know each other
+        self._slots, self._direction = [None, None], None
+        self._attached.clear()

@@ -320,5 +320,8 @@ class RayBackend(Backend):
     def room(self) -> int:
         return self._fleet.room()
 
+    def stop(self) -> None:
+        self._fleet.stop()
+
     def close(self) -> None:
         self._fleet.close()

@@ -99,7 +99,7 @@ class Round:
 
     def lost(self, child: Child) -> None:
         """What it reported stands: the memory is ours too, and nobody else writes there."""
-        chunk = self.dispatch.lost(child.rank)
+        chunk = self.dispatch.lost(child.rank, child.death)
         if chunk is not None:
             self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
 

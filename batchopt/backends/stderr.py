@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 import os
 import sys
 import weakref
 from contextlib import suppress
 
+from batchopt_workers.mapping import give_back
 from batchopt_workers.memory import anonymous_file
 
 TAIL = 2**12  # bytes shown in an error
 _PIECE = 2**20  # bytes after which the memory of what was passed on is given back
-_PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
 
 
 class Stderr:
@@ -45,16 +44,11 @@ class Stderr:
         self._tail = (self._tail + new)[-TAIL:]
         before, self._passed_on = self._passed_on, self._passed_on + len(new)
         if self._passed_on // _PIECE > before // _PIECE:
-            self._give_back(self._passed_on)
+            give_back(self.fd, 0, self._passed_on)  # not what a worker may be writing at its end
         if sys.stderr is None:
             return
         with suppress(Exception):  # of whatever the user has put in place of it
             print(self._decoder.decode(new), end="", file=sys.stderr, flush=True)
-
-    def _give_back(self, size: int) -> None:
-        """Take the memory of what was passed on from the file; not what a worker may be writing at its end."""
-        with suppress(AttributeError):  # not on Linux
-            ctypes.CDLL(None).fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size))
 
     @property
     def tail(self) -> str:

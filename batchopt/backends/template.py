@@ -19,14 +19,15 @@ from multiprocessing.connection import Connection
 
 import torch.multiprocessing as mp
 
-from batchopt.backends.launch import LaunchedProcess, close_all
+from batchopt.backends.launch import LaunchedProcess, apart_from_streams, close_all, standard_output
 from batchopt.backends.stderr import Stderr
 from batchopt.cores import share_cores
 from batchopt_workers import template
 from batchopt_workers.template import REPLY, Descriptors, Request, Task
 
-# Seconds that the template has to start, and to answer.
-PATIENCE = 60.0
+# Seconds that the template has to start and answer for the first time; to answer later, which takes milliseconds; and to end
+# the workers, and what they have left, once nobody needs it.
+STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -124,7 +125,8 @@ class Forked:
 def _is_readable(fd: int, timeout: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))
+    # a wait in which this process was stopped does not say what has come meanwhile
+    return bool(poll.poll(timeout * 1000) or poll.poll(0))
 
 
 class Template:
@@ -137,15 +139,24 @@ class Template:
         self._lock = threading.RLock()
         self._numbers = count(1)
         self._answers: dict[int, int] = {}
+        self._serves = threading.Event()
+        with apart_from_streams():
+            self._start(environment)
+        # Before multiprocessing waits at exit for its children.
+        util.Finalize(self, _end, (self._process, self._socket, self._leash, self._serves), exitpriority=5)
+
+    def _start(self, environment: Mapping[str, str]) -> None:
         self._stderr = Stderr()
         ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
         self._socket = socket.socket(fileno=ours.fileno())
         ours._handle = None  # type: ignore[attr-defined]  # the socket's now
+        leash, self._leash = os.pipe()
         self._process = LaunchedProcess(
             environment,
             self._stderr.writer,
+            leash,
             target=template.main,
-            args=(theirs, self._owner),
+            args=(theirs, self._owner, leash if sys.platform == "linux" else -1),
             name="batchopt-template",
             daemon=True,
         )
@@ -154,11 +165,11 @@ class Template:
                 self._process.start()
         except BaseException:
             self._socket.close()
+            os.close(self._leash)
             raise
         finally:
+            os.close(leash)
             self._stderr.close_writer()
-        # Before multiprocessing waits at exit for its children.
-        util.Finalize(self, _end, (self._process, self._socket), exitpriority=5)
 
     @property
     def lives(self) -> bool:
@@ -175,12 +186,15 @@ class Template:
         """
         with self._lock:
             number = self.tell(task, subject, world, threads, descriptors)
-            deadline = time.monotonic() + PATIENCE
+            patience = ANSWERING if self._serves.is_set() else STARTING
+            deadline = time.monotonic() + patience
             while number not in self._answers:
                 if not _is_readable(self._socket.fileno(), max(0.0, deadline - time.monotonic())):
                     self._process.kill()
-                    raise TemplateError(f"the process that workers are forked from does not answer for {PATIENCE:g} s")
+                    self._process.join(ENDING)
+                    raise TemplateError(f"the process that workers are forked from did not answer for {patience:g} s")
                 self._hear()
+            self._serves.set()
             self._stderr.pass_on()
             return self._answers.pop(number)
 
@@ -214,10 +228,14 @@ class Template:
         return TemplateError(f"the process that workers are forked from ended with code {self._process.exitcode}{tail}")
 
 
-def _end(process: LaunchedProcess, end: socket.socket) -> None:
+def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threading.Event) -> None:
+    """It ends by itself, with all that workers have left; unless it has not begun, or cannot."""
     end.close()
+    if serves.is_set():
+        process.join(ENDING)
     process.kill()
     process.join(1.0)
+    os.close(leash)
 
 
 _latest: Template | None = None
@@ -264,7 +282,7 @@ def _fork(origin: Template, connection: Connection, stderr: int, rank: int, worl
         our_life, parent_alive = os.pipe()
         ours.callback(os.close, parent_alive)
         theirs.callback(os.close, our_life)
-        stdout = _standard_output()
+        stdout = standard_output()
         theirs.callback(os.close, stdout)
         descriptors = Descriptors(connection.fileno(), our_life, its_life, stdout, stderr)
         pid = origin.call(Task.FORK, rank, world_size, threads, descriptors)
@@ -272,11 +290,3 @@ def _fork(origin: Template, connection: Connection, stderr: int, rank: int, worl
             raise OSError(-pid, os.strerror(-pid))
         ours.pop_all()
         return Forked(origin, pid, f"batchopt-worker-{rank}", alive, parent_alive)
-
-
-def _standard_output() -> int:
-    """A descriptor of what is this process's standard output now."""
-    try:
-        return os.dup(1)
-    except OSError:  # closed
-        return os.open(os.devnull, os.O_WRONLY)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from tests.conftest import is_template, listening
+from batchopt.backends import process
+from tests.conftest import is_template, listening, shared_memory
 from tests.workloads import Mlp, mlp
 
 SCRIPT = """
@@ -336,3 +338,94 @@ def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(para
             assert now[0] < memory + 4e6, f"memory grew by {(now[0] - memory) / 1e6:.1f} MB"
             assert now[1] <= descriptors + 4  # an evaluation that was done twice takes another block
             assert now[2] == threads
+
+
+def test_what_was_closed_holds_no_memory_and_no_descriptor() -> None:
+    """Whether or not Python's collector runs: it runs when many objects were made, and these are few and large."""
+    script = """
+import gc, os, torch, batchopt
+gc.disable()
+
+def use():
+    x, y = torch.zeros(1000, 100), torch.zeros(1000, 1)
+    with batchopt.BatchOptimizer(torch.nn.Linear(100, 1), torch.nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        opt.step(x, y)
+        list(opt.steps([(x, y)] * 3))
+        opt.load(x, y)
+        opt.hvp(torch.ones(101))
+    return opt
+
+def held():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:batchopt" in line for line in maps), len(os.listdir("/proc/self/fd"))
+
+kept = [use(), use()]
+mappings, _ = held()
+assert mappings == 0, mappings
+del kept
+use()
+before = held()
+for _ in range(3):
+    use()
+assert held() == before, (held(), before)
+"""
+    ended = python("-c", script)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as much each time that it seems to hang: three workers that die of that are no reason to give it up."""
+    monkeypatch.setattr(process, "FLOOR", 0.5)
+
+    def slowly(worker: Worker, sample: batchopt.Sample) -> None:
+        if sample.indices.start == 0:
+            time.sleep(1.5)
+
+    case = mlp(samples=16)
+    options: dict[str, Any] = {"parallelize": 3, "chunk_size": 4, "max_restarts": 100, "optimizer": None}
+    with BatchOptimizer(case.module, case.criterion, **options) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        opt.prehook = slowly
+        assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
+        assert sum(worker.restarts for worker in opt.workers) >= 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="names of shared memory are no files here")
+def test_names_that_other_programs_make_are_not_ours() -> None:
+    """Of what `tests/conftest.py` looks for after each test."""
+    make = (
+        "import mmap, sys; file = open(sys.argv[1], 'w+b'); file.write(b'x'); file.flush(); print(flush=True); input()"
+    )
+    name = f"batchopt-test-{os.getpid()}"
+    path = Path("/dev/shm") / name
+    before = shared_memory()
+    try:
+        path.write_bytes(b"ours")
+        assert shared_memory() - before == {name}
+    finally:
+        path.unlink()
+    reader, writer = os.pipe()
+    held, leave = os.pipe()
+    starter = subprocess.run(  # which ends at once, so that what it starts is no descendant
+        [
+            sys.executable,
+            "-c",
+            "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)",
+            "-c",
+            make,
+            str(path),
+        ],
+        stdin=held,
+        stdout=writer,
+    )
+    assert starter.returncode == 0
+    os.close(writer)
+    os.close(held)
+    try:
+        assert os.read(reader, 1)
+        assert path.exists() and name not in shared_memory()
+    finally:
+        os.close(leave)
+        os.close(reader)
+        path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -70,6 +71,12 @@ def act(action: str, caller: FrameType) -> None:
     elif action == "stop and continue":
         subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "stop the parent":
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        time.sleep(0.3)  # until it waits
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {parent.pid}"], start_new_session=True)
+        os.kill(parent.pid or 0, signal.SIGSTOP)
     elif action == "segfault":
         ctypes.string_at(0)
     elif action == "C exit":

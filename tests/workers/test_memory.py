@@ -158,3 +158,14 @@ def test_no_descriptor_left_is_an_os_error_with_the_limit(spare: int) -> None:
             os.close(descriptor)
     assert caught.value.errno == errno.EMFILE
     assert SharedBlock.create(1).nbytes > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files cannot be sealed here")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_nobody_can_take_memory_away(sparse: bool) -> None:
+    block = SharedBlock.create(10_000, sparse)
+    for length in (0, block.nbytes - 1, block.nbytes + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(block.fd, length)
+    block.reserve(0, block.nbytes)
+    block.tensor(torch.uint8, (block.nbytes,)).fill_(1)

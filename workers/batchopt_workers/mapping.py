@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 import weakref
+from contextlib import suppress
 from functools import cache
 
 from batchopt_workers.capacity import free_memory
@@ -21,6 +22,7 @@ _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
 # Bytes that are copied at a time where what was copied is given back before the next.
 _PIECE = 2**26
 
@@ -66,6 +68,13 @@ def _move(source: int, nbytes: int, target: int) -> None:
     _libc().munmap(source, nbytes)
 
 
+def give_back(fd: int, offset: int, nbytes: int) -> None:
+    """Have the file hold no memory for these bytes, which become zero; it stays as long as it is. Does nothing where the
+    system cannot."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).fallocate(fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
+
+
 def make_private(mapping: mmap.mmap, fd: int) -> None:
     """Replace a shared mapping of the file `fd`, which nobody else may be using, by memory of this process; it takes a piece
     more than there was, since the file is emptied on the way."""
@@ -79,7 +88,7 @@ def make_private(mapping: mmap.mmap, fd: int) -> None:
             except OSError:  # no memory: the rest stays the file's, until a page of it is written
                 _checked(_libc().mmap(start, offset + length, _WRITABLE, mmap.MAP_PRIVATE | _FIXED, fd, 0))
                 break
-            os.ftruncate(fd, offset)
+            give_back(fd, offset, length)
         _shared.pop(start, None)
 
 

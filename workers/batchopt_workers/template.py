@@ -2,18 +2,21 @@
 
 To import torch takes a second or two, and a hundred megabytes; a fork of a process that has done so takes milliseconds,
 and shares them. This one has one thread, has computed nothing, and only does what the parent asks: fork a worker, and
-say how one ended.
+say how one ended. What a worker that has ended leaves running is ended here.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import struct
 import sys
+import time
 import warnings
 from contextlib import suppress
 from enum import IntEnum
@@ -24,11 +27,16 @@ from typing import NamedTuple
 import numpy
 
 from batchopt_workers import faults, loop
+from batchopt_workers.orphans import Orphans, adopt, has_ended
+from batchopt_workers.tracker import track_apart
 
 # Seconds without a worker and without a request after which the template ends.
 LINGER = 60.0
-# Seconds between two looks at whether the workers that nobody asks for have ended.
+# Seconds between two looks at whether the processes that nobody asks for have ended.
 _INTERVAL = 0.1
+# Seconds that workers, and what they have left, may take to be gone once the parent is.
+_ENDING = 2.0
+_F_SETSIG = 10  # Linux; Python does not name it
 
 
 class Task(IntEnum):
@@ -75,41 +83,51 @@ class Descriptors(NamedTuple):
     stderr: int
 
 
-def main(connection: Connection, parent: int) -> None:
-    """Serve process `parent` until it hangs up or ends, or has not needed this process for a while."""
+def main(connection: Connection, parent: int, leash: int = -1) -> None:
+    """Serve process `parent` until it hangs up or ends, or has not needed this process for a while. `leash`: a descriptor
+    whose signal ends this process, in whatever state, when the parent is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as inherited it may be ignored: then nobody can be waited for
     gc.collect()
     gc.freeze()  # a collection in a worker would write to all that it shares with the others
+    adopt()
+    if leash >= 0:  # from now on this process can clean up; if it is stopped it has to go on for that
+        fcntl.fcntl(leash, _F_SETSIG, signal.SIGCONT)
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         connection.close()
-        _serve(end, parent)
+        orphans = Orphans()
+        workers = _serve(end, parent, orphans)
+    _end(workers, orphans)
     os._exit(0)  # what was registered to run at exit is the workers' affair
 
 
-def _serve(end: socket.socket, parent: int) -> None:
+def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
+    """Returns the workers that were not reaped."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
     if hasattr(os, "pidfd_open"):  # for somebody else may hold the parent's end of the socket
         try:
             poll.register(os.pidfd_open(parent), select.POLLIN)
         except ProcessLookupError:
-            return
+            return set()
         except OSError:  # not allowed in this container
             pass
     workers: set[int] = set()
     forgotten: set[int] = set()
+    orphaned = False
     while True:
-        ready = poll.poll(1000 * (_INTERVAL if forgotten else LINGER))
-        for pid in list(forgotten):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                forgotten.remove(pid)
-        if not ready and not workers and not forgotten:
-            return
+        ready = poll.poll(1000 * (_INTERVAL if forgotten or orphaned else LINGER))
+        for pid in [pid for pid in forgotten if has_ended(pid)]:
+            forgotten.remove(pid)
+            orphaned = True
+        orphaned = orphaned and orphans.end(workers | forgotten)
+        if not ready and not workers and not forgotten and not orphaned:
+            return set()
         if any(fd != end.fileno() for fd, _ in ready):
-            return
+            return workers | forgotten
         if ready:
             message, fds, _, _ = socket.recv_fds(end, REQUEST.size, len(Descriptors._fields))
             if len(message) < REQUEST.size:
-                return
+                return workers | forgotten
             request = Request.decode(message)
             if request.task == Task.FORK:
                 answer = _fork(end, request, Descriptors(*fds), parent)
@@ -120,12 +138,26 @@ def _serve(end: socket.socket, parent: int) -> None:
                     forgotten.add(request.subject)
                     continue
                 answer = _reap(request.subject)
+                orphaned = orphans.end(workers | forgotten)
             with suppress(OSError):  # gone; the next poll says so
                 end.sendall(REPLY.pack(request.number, answer))
 
 
 def _reap(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _end(workers: set[int], orphans: Orphans) -> None:
+    """End the workers, and what they leave."""
+    for pid in workers:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    until = time.monotonic() + _ENDING
+    while time.monotonic() < until:
+        workers = {pid for pid in workers if not has_ended(pid)}
+        if not orphans.end(workers) and not workers:
+            return
+        time.sleep(0.01)
 
 
 def _fork(end: socket.socket, request: Request, descriptors: Descriptors, parent: int) -> int:
@@ -151,6 +183,8 @@ def _fork(end: socket.socket, request: Request, descriptors: Descriptors, parent
 
 def _become_worker(request: Request, descriptors: Descriptors, parent: int) -> None:
     os.setsid()  # ended with all that it starts; Ctrl-C in a terminal reaches the parent only
+    track_apart()
+    adopt()  # so that nobody else has what its children leave, for as long as it lives
     os.dup2(descriptors.stdout, 1)
     os.dup2(descriptors.stderr, 2)
     os.close(descriptors.stdout)
