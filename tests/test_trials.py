@@ -191,7 +191,7 @@ def test_a_hook_cannot_save_or_load_in_the_middle_of_a_step(name: str, tmp_path:
     errors: list[str] = []
 
     def hook(worker: Worker, sample: Sample) -> None:
-        with pytest.raises(BatchoptError, match=rf"{name}\(\) was called in the middle of .*between steps") as caught:
+        with pytest.raises(BatchoptError, match="in the middle of ") as caught:
             CALLS[name](opt, tmp_path / "state")
         errors.append(str(caught.value))
 
