@@ -83,6 +83,11 @@ class Dispatch:
         """Whether no chunk waits for a worker to begin it: then only one that is late can be given to another."""
         return not self._pending and all(task.next + 1 >= task.last for task in self._tasks.values())
 
+    def at_hand(self, worker: int) -> tuple[int, float] | None:
+        """The chunk that the worker is at, as far as one knows, and since when; None if it is at none."""
+        task = self._tasks.get(worker)
+        return None if task is None or task.next >= task.last else (task.next, task.since)
+
     def reported(self, worker: int, done: int, now: float) -> None:
         """The worker has evaluated its chunks before `done`. Raises `ValueError` if it was not given those."""
         task = self._tasks.get(worker)

@@ -203,6 +203,12 @@ class BatchFunction(Workforce):
         for worker, its_samples, its_seconds in zip(self.workers, samples, seconds, strict=True):
             worker.samples += its_samples
             worker.busy_seconds += its_seconds
+        for rank, (late_samples, late_seconds) in self._backend.late.items():
+            samples[rank] += late_samples
+            seconds[rank] += late_seconds
+        self._speeds = self._speeds.rested(
+            i for i, count in enumerate(self._plan.samples()) if not (count or samples[i])
+        )
         self._observe(samples, seconds)
         self.hook_results = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
         return answers

@@ -23,8 +23,8 @@ from batchopt_workers.tree import Fold, Node
 
 def at_hand(dispatch: Dispatch, worker: int) -> int | None:
     """The chunk that the worker is at, as far as one knows."""
-    task = dispatch._tasks.get(worker)
-    return None if task is None or task.next >= task.last else task.next
+    found = dispatch.at_hand(worker)
+    return None if found is None else found[0]
 
 
 def unknown(worker: int, chunk: int) -> float | None:

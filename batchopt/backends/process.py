@@ -32,6 +32,7 @@ from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, Worke
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
 from batchopt.backends.constants import SharedProgram
 from batchopt.backends.launch import preparation
+from batchopt.backends.overdue import Overdue, Pace
 from batchopt.backends.pool import OTHERS, Pool
 from batchopt.backends.round import Calls, Probe, Round
 from batchopt.backends.template import worker_environment
@@ -105,6 +106,8 @@ class ProcessBackend(Backend):
         self._setup = setup
         self._timeout = setup.timeout
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
+        self._overdue = Overdue(self._paces)
+        self._late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
         # memory of two batches, of which the workers read the one at `_slot`; and what they were told to map
         self._slots: list[SharedBlock | None] = [None, None]
         self._slot = 0
@@ -268,7 +271,7 @@ class ProcessBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Placed)
-        self._pool.enter()
+        self._enter()
         self._follow()
         if weights != self._weights:
             self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
@@ -281,9 +284,9 @@ class ProcessBackend(Backend):
         self._pool.tell("batch", prepared.load)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        self._pool.enter()
+        self._enter()
         self._follow_torch()
-        round = Round(cut, len(self._weights), orders, self._paces)
+        round = Round(cut, len(self._weights), orders, self._paces, self._overdue)
         try:
             directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
@@ -306,9 +309,22 @@ class ProcessBackend(Backend):
         if round.failures:
             raise self._first_failure(round)
         self._hear_the_late(round)
+        self._late = round.leave(self._pool.children.values())
         for child in self._pool.children.values():
             child.stderr.pass_on()
         return round.answers()
+
+    @property
+    def late(self) -> Mapping[int, tuple[int, float]]:
+        return self._late
+
+    def _enter(self) -> None:
+        """Take in what was said since the last call."""
+        for child in self._overdue.workers:  # before the pool does, to whom it is of no interest
+            if self._pool.children.get(child.rank) is child:
+                child.channel.drain()
+                self._pool.hear(child, self._overdue)
+        self._pool.enter()
 
     def _turn(self, round: Round | None) -> None:
         """Something has happened in this evaluation; or in none, or it is over."""
@@ -348,7 +364,7 @@ class ProcessBackend(Backend):
             child.ask(call("being told the cut", "set_cut", round.cut))
             child.cut = round.cut
         self._make_room(child, most_held(run.first, run.last, round.cut.chunks, round.held(child)))
-        child.order(round.order(run))
+        child.order(round.order(child, run))
 
     def _make_room(self, child: Child, needed: int) -> None:
         rows = 0 if child.rows is None else len(child.rows)
@@ -382,7 +398,7 @@ class ProcessBackend(Backend):
         return error_of(rank, failure, "", self._numbering)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        self._pool.enter()
+        self._enter()
         self._follow_torch()
         probe = Probe(order.evaluation)
         try:
@@ -408,7 +424,7 @@ class ProcessBackend(Backend):
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
             message = call(FUNCTION, "run", function, *arguments)
-        self._pool.enter()
+        self._enter()
         self._pool.wait()
         calls = Calls()
         for rank, child in sorted(self._pool.children.items()):
