@@ -632,7 +632,7 @@ class Evaluations(RuleBasedStateMachine):
             work = len(behind) * (WORTHWHILE if seconds is None else seconds)
             for other in idle:
                 ours = self.paces[other]
-                too_slow = seconds is not None and ours is not None and ours >= work  # for even one of them
+                too_slow = ours is not None and ours >= work  # for even one of them
                 assert work < WORTHWHILE or too_slow, "work that could be stolen"
         if self.missing and None not in self.paces:
             assert self.dispatch.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
