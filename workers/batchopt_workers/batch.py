@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchopt_workers.collation import Collation
 from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.weighting import Weighting
@@ -181,18 +182,21 @@ class Part:
             if piece is not None:
                 whole[start : start + len(piece)] = piece
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int, collation: Collation | None = None, term: int = 0) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order.
 
         Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a
         `collate` function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no
-        targets, and returns what the module and the criterion get.
+        targets, and returns what the module and the criterion get. That may come from `collation`, where it is kept for the
+        part with the index `term`.
         """
         if isinstance(self.inputs, Columns):
             targets = self.targets.slice(start, stop) if self.targets is not None else None
             yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
         elif self.collate is not None:
-            yield self._piece(*self._collated(start, stop), start, stop)
+            found = collation or Collation()
+            inputs, targets = found.of((term, start, stop), lambda: self._collated(start, stop))
+            yield self._piece(inputs, targets, start, stop)
         else:
             for index in range(start, stop):
                 target = self.targets.sample(index) if self.targets is not None else None
@@ -235,12 +239,19 @@ class Batch:
         """Where the samples of each term are."""
         return Numbering(tuple(part.name for part in self.parts), tuple(part.size for part in self.parts))
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
         for term, samples in self.numbering.split(range(start, stop)):
-            for piece in self.parts[term].pieces(samples.start, samples.stop):
+            for piece in self.parts[term].pieces(samples.start, samples.stop, collation, term):
                 piece.term = term
                 yield piece
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those of the inputs and the targets."""
+        for part in self.parts:
+            for form in (part.inputs, part.targets):
+                if form is not None:
+                    yield from tensors_in(form.data)
 
     def realigned(self) -> Batch:
         """The same with inputs and targets laid out as in shared memory."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.collation import Collation
 from batchopt_workers.draws import seed_draws
 from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
@@ -168,6 +169,7 @@ class Evaluator:
         self.at_hand = range(0)
         self.watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
         self._watched: tuple[Batch | None, dict[int, BatchWatch]] = None, {}
+        self._collation: tuple[Batch | None, Cut | None, Collation] = None, None, Collation()
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
@@ -206,10 +208,12 @@ class Evaluator:
         self.at_hand = range(start, stop)  # while samples are cut out and collated
         batch_watch = self._watch_batch(start, stop)
         batch_watch.begin()
+        collation = self._collated()
+        collation.begin()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         try:
-            for piece in map(self.place, self.batch.pieces(start, stop)):
+            for piece in map(self.place, self.batch.pieces(start, stop, collation)):
                 self.at_hand = numbering.position(piece.term, piece.indices)
                 sample = Sample(
                     piece.inputs, piece.targets, piece.options, piece.indices, term=numbering.names[piece.term]
@@ -224,11 +228,13 @@ class Evaluator:
                 self.at_hand = range(self.at_hand.stop, stop)
             self.at_hand = range(start, stop)
             batch_watch.check()
+            collation.check()
             self.watch.check()
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
         except BaseException:
+            collation.forget()
             self.watch.put_back()
             raise
         finally:
@@ -237,6 +243,14 @@ class Evaluator:
             if not was_used:
                 view.zero_()
         return tuple(losses), bytes(used)
+
+    def _collated(self) -> Collation:
+        batch, cut, found = self._collation
+        if batch is not self.batch or cut is not self.cut:
+            assert self.batch is not None
+            found = Collation(self.batch.tensors())
+            self._collation = self.batch, self.cut, found
+        return found
 
     def _watch_batch(self, start: int, stop: int) -> BatchWatch:
         assert self.batch is not None
