@@ -40,8 +40,8 @@ class BatchFunction(Workforce):
         """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
         workers.
 
-        `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample;
-        or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
+        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose first
+        dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
         dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the
         module's buffers, modes and frozen parameters are taken as they are now, and so are `weights`. Do not change the
         data before the next `load`: when it is read, at once or when it is needed, depends on the backend. Raises

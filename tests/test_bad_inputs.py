@@ -264,13 +264,40 @@ def graph() -> torch.Tensor:
     return X.clone().requires_grad_() * 2
 
 
+LOADED = torch.utils.data.TensorDataset(X, Y)
+
+
+def full(*batches: Any) -> object:
+    with build(parallelize=1) as opt:
+        return opt.full_gradient(batches)
+
+
 BATCHES = {
     "16 targets too few": Case(lambda: step(X, Y[:3]), ValueError, r"`inputs` has 4 samples but `targets` has 3"),
     "16 columns of two lengths": Case(
         lambda: step((X, Y[:3])), ValueError, r"`inputs\[0\]` has 4 samples but `inputs\[1\]` has 3"
     ),
     "17 no samples": Case(lambda: step(X[:0], Y[:0]), ValueError, r"the batch has 0 samples"),
-    "19 no tensor": Case(lambda: step(X.numpy(), Y), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"),
+    "19 no tensor": Case(
+        lambda: step(X.numpy().astype(object), Y), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"
+    ),
+    "19 a data loader": Case(
+        lambda: step(torch.utils.data.DataLoader(LOADED)),
+        TypeError,
+        r"got DataLoader: `for loss in opt\.steps\(loader\)` steps on each .* opt\.full_gradient\(loader\) sums",
+    ),
+    "19 a data set of tensors": Case(lambda: step(LOADED), TypeError, r"got TensorDataset: pass its tensors"),
+    "19 a data set": Case(
+        lambda: step(torch.utils.data.Subset(LOADED, [0, 1])), TypeError, r"got Subset.*: pass its samples as lists"
+    ),
+    "19 graphs that were put together": Case(
+        lambda: step(SimpleNamespace(to_data_list=None)), TypeError, r"pass the list of graphs, .*from_data_list"
+    ),
+    "19 lists of samples from a loader": Case(
+        lambda: full([LOADED[i] for i in range(4)]),
+        ValueError,
+        r"got 4 items\. Lists of samples are inputs .* collate_fn=lambda pairs: tuple\(map\(list, zip\(\*pairs\)\)\)",
+    ),
     "19 no dimension": Case(
         lambda: step((X, torch.tensor(1.0)), Y), TypeError, r"`inputs\[1\]` is a 0-dim tensor: there is no dimension"
     ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,32 +25,63 @@ def _is_tensor(item: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = _is_tensor) -> Any:
-    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists and dicts, which keep their types;
-    what is no leaf stays."""
+    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which keep
+    their types; what is no leaf stays."""
     if is_leaf(data):
         return function(data)
     if isinstance(data, tuple) and hasattr(data, "_make"):
         return data._make(map_tensors(function, item, is_leaf) for item in data)
     if isinstance(data, (tuple, list)):
         return type(data)(map_tensors(function, item, is_leaf) for item in data)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
-        return mapped if type(data) is dict else _filled(copy.copy(data), mapped)
+        return _filled(copy.copy(data), mapped) if _keeps_its_type(data) else mapped
+    if is_record(data):
+        return _replaced(data, {name: map_tensors(function, item, is_leaf) for name, item in items_of(data)})
     return data
 
 
-def _filled(data: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def is_record(data: Any) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def items_of(data: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in such a structure, each with its index, key or name; nothing for what is none."""
+    if isinstance(data, (tuple, list)):
+        yield from enumerate(data)
+    elif isinstance(data, Mapping):
+        yield from data.items()
+    elif is_record(data):
+        for entry in dataclasses.fields(data):
+            if hasattr(data, entry.name):
+                yield entry.name, getattr(data, entry.name)
+
+
+def _keeps_its_type(data: Mapping[Any, Any]) -> bool:
+    return type(data) is not dict and isinstance(data, MutableMapping)
+
+
+def _filled(data: Any, items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         data[key] = item
     return data
+
+
+def _replaced(data: Any, items: dict[str, Any]) -> Any:
+    """A copy of a dataclass with other values; frozen ones, and those whose `__init__` does more, too."""
+    found = copy.copy(data)
+    for name, item in items.items():
+        object.__setattr__(found, name, item)
+    return found
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
     """Every tensor of such a structure, in order."""
     if isinstance(data, torch.Tensor):
         yield data
-    elif isinstance(data, (tuple, list, dict)):
-        for item in data.values() if isinstance(data, dict) else data:
+    else:
+        for _, item in items_of(data):
             yield from tensors_in(item)
 
 
@@ -76,7 +108,7 @@ def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensors whose first dimension is the sample: a tensor, or tuples, lists and dicts of them. Lists, tuples and arrays
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Lists, tuples and arrays
     in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever else is there belongs
     to every sample."""
 
