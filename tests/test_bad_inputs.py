@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
@@ -58,6 +59,12 @@ def module_of(*tensors: torch.Tensor) -> nn.Module:
     return nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
 
 
+def scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        return torch.jit.script(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
+
+
 def hooked() -> nn.Module:
     module = Mlp()
     module.first.weight.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
@@ -99,6 +106,16 @@ MODULES = {
         lambda: build(module_of(torch.zeros(1), torch.zeros(1), torch.zeros(1).double())),
         ValueError,
         r"have dtypes \{'float32': 2, 'float64': 1\} \('2' is float64\): cast the module with",
+    ),
+    "10 complex beside real": Case(
+        lambda: build(module_of(torch.zeros(1), torch.zeros(1, dtype=torch.complex64))),
+        ValueError,
+        r"have dtypes .* X has one: store the complex ones \('1'\) as real ones, torch\.view_as_real\(p\), and use",
+    ),
+    "10 scripted": Case(
+        lambda: build(nn.Sequential(Mlp(), scripted())),
+        TypeError,
+        r"'1' was made by torch\.jit \(RecursiveScriptModule\).*: pass the module that it was made of",
     ),
     "11 one storage": Case(
         lambda: build(module_of(STORAGE, STORAGE[2:])),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -83,6 +84,13 @@ def check_parameters_are_only_read(module: torch.nn.Module) -> None:
             )
 
 
+def _place(standard_error: str) -> str:
+    """Where a process ended, by what Python's faulthandler wrote of its own thread: the last of the user's calls."""
+    _, found, stack = standard_error.rpartition("(most recent call first):\n")
+    calls = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
+    return f"at {'; called from '.join(calls[:3])}" if found and calls else "nobody knows where"
+
+
 @dataclass(frozen=True)
 class Placed(Prepared):
     """A batch in shared memory."""
@@ -118,6 +126,7 @@ class ProcessBackend(Backend):
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._attached_program: SharedBlock | None = None
         self._hooked = True
+        self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts, self._allowance)
         self._tell_start(setup, setup.flat.block)
         self._tell_program()
@@ -300,6 +309,7 @@ class ProcessBackend(Backend):
                     late = round.dispatch.next_late(round.estimate)
                 self._pool.pump(round, late)
                 self._turn(round)
+                self._explain(round.gone)
                 if round.poison is not None:
                     chunk, samples = round.poison
                     raise PoisonChunkError(chunk, samples, self._pool.ending, self._numbering.within(samples))
@@ -308,6 +318,7 @@ class ProcessBackend(Backend):
             self._turn(None)
         if round.failures:
             raise self._first_failure(round)
+        self._proven = True
         self._hear_the_late(round)
         self._late = round.leave(self._pool.children.values())
         for child in self._pool.children.values():
@@ -325,6 +336,18 @@ class ProcessBackend(Backend):
                 child.channel.drain()
                 self._pool.hear(child, self._overdue)
         self._pool.enter()
+
+    def _explain(self, gone: Sequence[Child]) -> None:
+        """Raise `WorkerLostError` where the first forwards of a program end workers by a fault of memory access: the next
+        ones would, too."""
+        for child in gone:
+            if not (self._proven or child.verdict) and child.process.exitcode == -signal.SIGSEGV:
+                raise WorkerLostError(
+                    f"{child.process.name} was ended by SIGSEGV (a fault of memory access) in the first forward of this module, "
+                    f"{_place(child.stderr.tail)}. Workers only read the parameters, and code that writes them there ends so: if "
+                    "the first forward makes or writes parameters (lazy initialisation, variational strategies), call the module "
+                    "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
+                )
 
     def _turn(self, round: Round | None) -> None:
         """Something has happened in this evaluation; or in none, or it is over."""
@@ -415,10 +438,12 @@ class ProcessBackend(Backend):
             while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
                 self._pool.pump(probe, probe.patience)
                 self._turn(None)
+                self._explain(probe.gone)
         finally:
             self._pool.call_off()
         if probe.failures:
             raise error_of(*min(probe.failures, key=lambda found: found[0]), "", self._numbering)
+        self._proven = self._proven or bool(probe.seconds)
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

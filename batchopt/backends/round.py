@@ -39,6 +39,7 @@ class Round:
         self.dispatch = Dispatch([None if o is None else Run(o.first, o.last) for o in orders], cut.chunks)
         self.failures: list[tuple[int, Failure]] = []
         self.poison: tuple[int, range] | None = None
+        self.gone: list[Child] = []
         self._order, self._evaluation = some, some.evaluation
         self._terms, self._pace = terms, paces[some.kind]
         self._overdue = Overdue(paces) if overdue is None else overdue
@@ -119,6 +120,7 @@ class Round:
     def lost(self, child: Child) -> None:
         """What it reported stands: the memory is ours too, and nobody else writes there."""
         self._overdue.lost(child)
+        self.gone.append(child)
         chunk = self.dispatch.lost(child.rank)
         if chunk is not None:
             self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
@@ -154,6 +156,7 @@ class Probe:
     def __init__(self, evaluation: int) -> None:
         self.seconds: dict[int, float] = {}
         self.failures: list[tuple[int, Failure]] = []
+        self.gone: list[Child] = []
         self.waiting: set[Child] = set()
         self.patience = float("inf")
         self._evaluation = evaluation
@@ -179,6 +182,7 @@ class Probe:
     def lost(self, child: Child) -> None:
         """It will not answer."""
         self.waiting.discard(child)
+        self.gone.append(child)
 
 
 class Calls:

@@ -398,7 +398,7 @@ def _killed_with_parent(sentinel: int) -> None:
 def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
     """The life of a worker process, from its first message to the parent's last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides about Ctrl-C
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # the others are ours, and say nothing
     os.set_inheritable(connection.fileno(), False)
     parent = multiprocessing.parent_process()
     assert parent is not None
