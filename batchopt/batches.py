@@ -14,8 +14,8 @@ from batchopt.denominators import (
     divides_once,
     given_denominators,
     own_denominators,
+    rows_of_samples,
     running_denominators,
-    weights_of_samples,
 )
 from batchopt.terms import check_names
 from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples, is_record, items_of, map_tensors, tensors_in
@@ -113,8 +113,8 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
     weighting = reading.weighting(inputs, targets, len(chosen_inputs), chosen_targets)
-    weights = weights_of_samples(reading.criterion, chosen_targets)
-    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, weights)
+    rows = rows_of_samples(reading.criterion, chosen_targets)
+    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, rows)
 
 
 def _read_options(options: Any) -> list[Any] | None:

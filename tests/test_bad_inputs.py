@@ -62,7 +62,7 @@ def module_of(*tensors: torch.Tensor) -> nn.Module:
 def scripted() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is on its way out
-        return torch.jit.script(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
+        return torch.jit.script(nn.Linear(2, 2))
 
 
 def hooked() -> nn.Module:

@@ -192,11 +192,10 @@ def test_denominators_that_are_none_make_no_batch(function: Denominators, messag
 def test_the_batch_has_the_rows_of_a_criterion_that_weighs_each_sample() -> None:
     rows = torch.rand(3, 2)
     reading = Reading(None, "mean", torch.nn.BCELoss(weight=rows), None)
-    weight = read_part(X, torch.rand(3, 2), None, reading).criterion_weight
-    assert weight is not None
-    assert torch.equal(weight, rows)
-    assert read_part(X[:2], torch.rand(2, 2), None, reading).criterion_weight is None
-    assert read(X, torch.rand(3, 2)).criterion_weight is None
+    found = read_part(X, torch.rand(3, 2), None, reading).criterion_rows
+    assert list(found) == ["weight"] and torch.equal(found["weight"], rows)
+    assert read_part(X[:2], torch.rand(2, 2), None, reading).criterion_rows == {}
+    assert read(X, torch.rand(3, 2)).criterion_rows == {}
 
 
 X = torch.rand(3)

@@ -82,11 +82,11 @@ class Descent(torch.optim.Optimizer):
         self._change, self._direction = self._vector.empty(), self._vector.empty()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "callback": self.callback, "result": self.result}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "callback": self.callback, "result": self.result}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or of what was pickled."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._make_room()
 
     def _new_point(self) -> Point:

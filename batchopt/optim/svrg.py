@@ -43,7 +43,7 @@ class SVRG(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or of what was pickled."""
-        super().__setstate__({**state, "param_groups": state["base"].param_groups, "state": state["base"].state})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "param_groups": state["base"].param_groups, "state": state["base"].state})
 
     def _share(self) -> None:
         """One state and one list of groups, for both."""

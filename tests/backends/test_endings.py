@@ -202,10 +202,10 @@ class Lazy(nn.Module):
         self.register_buffer("started", torch.zeros(1, dtype=torch.bool))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.started:
+        if not bool(self.get_buffer("started")):
             with torch.no_grad():
                 self.linear.weight.fill_(0.5) if self.writes else setattr(self, "extra", nn.Parameter(torch.ones(1)))
-                self.started.fill_(True)
+                self.get_buffer("started").fill_(True)
         y: torch.Tensor = self.linear(x)
         return y
 

@@ -199,7 +199,7 @@ class Part:
     options: Sequence[Any] | None
     weighting: Weighting
     collate: Collate | None = None
-    criterion_weight: torch.Tensor | None = None  # of a criterion that weighs each sample: shape (size, ...)
+    criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # attributes with a row for each sample
     name: str | None = None
 
     @property
@@ -233,8 +233,7 @@ class Part:
             for index in range(start, stop):
                 target = self.targets.sample(index) if self.targets is not None else None
                 piece = self._piece(self.inputs.sample(index), target, index, index + 1)
-                if self.criterion_weight is not None:
-                    piece.attributes["weight"] = self.criterion_weight[index]
+                piece.attributes.update({name: rows[index] for name, rows in self.criterion_rows.items()})
                 yield piece
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
@@ -247,9 +246,7 @@ class Part:
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
         options = None if self.options is None else self.options[start:stop]
-        attributes: dict[str, Any] = {}
-        if self.criterion_weight is not None:
-            attributes["weight"] = self.criterion_weight[start:stop]
+        attributes: dict[str, Any] = {name: rows[start:stop] for name, rows in self.criterion_rows.items()}
         if self.weighting.divided_once:
             attributes["reduction"] = "sum"
         return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), attributes)
