@@ -167,9 +167,11 @@ def test_a_weight_with_a_row_for_each_sample_is_found(
     kind: type[torch.nn.BCELoss | torch.nn.BCEWithLogitsLoss], weight: tuple[int, ...], target: tuple[int, ...]
 ) -> None:
     rows = torch.rand(weight)
-    names = ("weight", "pos_weight") if kind is torch.nn.BCEWithLogitsLoss else ("weight",)
-    for name in names:
-        found = rows_of_samples(kind(**{name: rows}), Columns(torch.rand(target)))
+    made: dict[str, torch.nn.Module] = {"weight": kind(weight=rows)}
+    if kind is torch.nn.BCEWithLogitsLoss:
+        made["pos_weight"] = torch.nn.BCEWithLogitsLoss(pos_weight=rows)
+    for name, criterion in made.items():
+        found = rows_of_samples(criterion, Columns(torch.rand(target)))
         assert list(found) == [name] and torch.equal(found[name], rows)
 
 
