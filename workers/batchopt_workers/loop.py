@@ -30,7 +30,7 @@ from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report
+from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report, message_of
 from batchopt_workers.mirror import HOST, Mirror, pin
 from batchopt_workers.module_hooks import set_module_hooks
 from batchopt_workers.packing import Placement, assemble, unpack, views
@@ -352,15 +352,11 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
 def describe(error: BaseException, samples: range) -> Failure:
     """The exception as text, whatever its own methods do."""
     try:
-        message = str(error)
-    except BaseException as inner:
-        message = f"<its __str__ raised {type(inner).__name__}>"
-    try:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
     written = error.names if isinstance(error, StateWritten) else ()
-    return Failure(type(error).__name__, message, trace, samples, written)
+    return Failure(type(error).__name__, message_of(error), trace, samples, written)
 
 
 def _end(code: int) -> None:
