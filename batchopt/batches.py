@@ -97,9 +97,14 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     or that can be read both ways.
     """
     options = _read_options(options)
-    inputs, targets = as_tensors(inputs), as_tensors(targets)
-    all_inputs = _readings("inputs", inputs, reading)
-    all_targets = _readings("targets", targets, reading) if targets is not None else [None]
+    try:
+        inputs, targets = as_tensors(inputs), as_tensors(targets)
+        all_inputs = _readings("inputs", inputs, reading)
+        all_targets = _readings("targets", targets, reading) if targets is not None else [None]
+    except RecursionError:
+        raise ValueError(
+            "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or list of them"
+        ) from None
     fitting = [
         (read_inputs, read_targets)
         for read_inputs in all_inputs
@@ -187,6 +192,10 @@ def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tu
     if isinstance(data, torch.Tensor):
         if data.requires_grad and not data.is_leaf:
             raise ValueError(f"`{path}` requires grad and is not a leaf: call .detach() on it")
+        if data.is_nested:
+            raise ValueError(
+                f"`{path}` is a nested tensor: pass the list of its samples, list({path}.unbind()), or pad it"
+            )
         if data.layout is not torch.strided:
             raise ValueError(f"`{path}` is sparse ({data.layout}): call .to_dense() on it")
         if device is not None and data.device != device:

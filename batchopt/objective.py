@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchopt.errors import BatchoptError
 from batchopt.hessian import Curved
 from batchopt.ownership import Owner, exclusive
 from batchopt_workers.batch import Batch
@@ -75,6 +76,12 @@ class FlatObjective:
     def assign(self, x: Any) -> None:
         """Make `x` the module's parameters."""
         self._function.parameters.copy_(self._read("x", x))
+
+    def __reduce__(self) -> NoReturn:
+        raise BatchoptError(  # a `TypeError` would be taken for one of the function
+            "this evaluates on the workers of a BatchOptimizer and cannot be copied, or sent to processes of a solver: have the "
+            "solver call it in this process (differential_evolution(..., workers=1)); each call is parallel already"
+        )
 
     def _at(self, x: Any) -> _Point:
         batch, vector = self._loaded(), self._read("x", x)

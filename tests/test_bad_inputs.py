@@ -7,16 +7,20 @@ machines, those that a test needs running workers for (beside the backends' cont
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import pickle
 import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import scipy.optimize
 import torch
 from torch import nn
 
@@ -284,6 +288,25 @@ def graph() -> torch.Tensor:
 LOADED = torch.utils.data.TensorDataset(X, Y)
 
 
+def ragged() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch recommends another layout
+        return torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
+
+
+def itself() -> dict[str, Any]:
+    batch: dict[str, Any] = {"x": X}
+    batch["itself"] = batch
+    return batch
+
+
+def deep() -> tuple[Any, ...]:
+    batch: tuple[Any, ...] = (X,)
+    for _ in range(5000):
+        batch = (batch,)
+    return batch
+
+
 def full(*batches: Any) -> object:
     with build(parallelize=1) as opt:
         return opt.full_gradient(batches)
@@ -322,6 +345,13 @@ BATCHES = {
         lambda: step(graph()), ValueError, r"`inputs` requires grad and is not a leaf: call \.detach\(\) on it"
     ),
     "20 sparse": Case(lambda: step(X.to_sparse()), ValueError, r"`inputs` is sparse .*: call \.to_dense\(\) on it"),
+    "20 nested": Case(
+        lambda: step(ragged()),
+        ValueError,
+        r"`inputs` is a nested tensor: pass the list of its samples, list\(inputs\.unbind\(\)\)",
+    ),
+    "20 contains itself": Case(lambda: step(itself()), ValueError, r"nested too deeply to be read, or contains itself"),
+    "20 too deep": Case(lambda: step(deep()), ValueError, r"nested too deeply to be read, or contains itself"),
     "14 a loss of many numbers": Case(
         lambda: step(criterion=lambda output, targets: output),
         WorkerError,
@@ -380,3 +410,74 @@ def test_26_use_after_close_is_refused() -> None:
     opt.close()
     with pytest.raises(BatchoptError, match=r"this BatchOptimizer was closed: build a new one"):
         opt.step(X, Y)
+
+
+def test_a_daemonic_process_is_told_to_use_one_worker() -> None:
+    """As a worker of a `multiprocessing.Pool` is, and of a `DataLoader`."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    with ours, theirs:
+        process = context.Process(target=as_a_daemon, args=(theirs,), daemon=True)
+        process.start()
+        found, loss = ours.recv()
+        process.join()
+        process.close()
+    assert "this is a daemonic process" in found and "use parallelize=1 here" in found
+    assert math.isfinite(loss)
+
+
+def as_a_daemon(parent: Any) -> None:
+    try:
+        build()
+    except BatchoptError as error:
+        parent.send((str(error), step()))
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        BatchoptError, match=r"working directory cannot be used .*No such file.*: it was deleted, perhaps"
+    ):
+        build()
+    assert math.isfinite(step())
+
+
+def explode() -> None:
+    raise ValueError("boom")
+
+
+class Explosive:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return explode, ()
+
+
+def test_what_cannot_be_unpickled_here_is_told() -> None:
+    message = r"^ValueError in worker \d.*: boom \(raised here, where what .* returned is unpickled: return tensors"
+    with build(optimizer=None, posthook=lambda worker, sample: Explosive()) as opt:
+        opt.load(X, Y)
+        with pytest.raises(WorkerError, match=message):
+            opt.evaluate()
+        with pytest.raises(WorkerError, match=message):
+            opt.run_on_workers(lambda worker: Explosive())
+        opt.posthook = None
+        opt.load(X, Y)
+        assert math.isfinite(opt.evaluate().item())
+
+
+def test_a_solver_with_processes_of_its_own_is_told_to_use_none() -> None:
+    with build(parallelize=1, optimizer=None) as opt:
+        opt.load(X, Y)
+        objective = opt.objective()
+        bounds = [(-1.0, 1.0)] * len(objective.x0)
+
+        def elsewhere(function: Callable[[Any], float], points: Any) -> list[float]:
+            """As `multiprocessing.Pool.map`, without the processes, some of which SciPy leaves behind."""
+            return [pickle.loads(pickle.dumps(function))(point) for point in points]
+
+        with pytest.raises(BatchoptError, match=r"have the solver call it in this process .*workers=1\)"):
+            scipy.optimize.differential_evolution(
+                objective, bounds, workers=elsewhere, maxiter=1, popsize=1, updating="deferred"
+            )

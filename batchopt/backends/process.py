@@ -18,7 +18,6 @@ Who evaluates what is decided in `dispatch`; processes are kept alive by `pool`.
 from __future__ import annotations
 
 import math
-import pickle
 import signal
 import socket
 import time
@@ -35,7 +34,7 @@ from batchopt.backends.constants import SharedProgram
 from batchopt.backends.launch import preparation
 from batchopt.backends.overdue import Overdue, Pace
 from batchopt.backends.pool import OTHERS, Pool
-from batchopt.backends.round import Calls, Probe, Round
+from batchopt.backends.round import Calls, Probe, Round, unpickled
 from batchopt.backends.template import worker_environment
 from batchopt.captures import blame
 from batchopt.cores import share_cores, usable_cores
@@ -464,7 +463,7 @@ class ProcessBackend(Backend):
                 raise WorkerLostError(f"a function was not run to its end: {calls.gone.ending()}")
         if calls.failures:
             raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
-        return [pickle.loads(body) for _, body in sorted(calls.results.items())]
+        return [unpickled(rank, "the function", body) for rank, body in sorted(calls.results.items())]
 
     def close(self) -> None:
         self._pool.close()

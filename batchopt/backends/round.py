@@ -14,12 +14,22 @@ from batchopt.backends.channel import ProtocolError, Reply
 from batchopt.backends.child import FUNCTION, Asked, Child
 from batchopt.backends.overdue import Overdue, Pace
 from batchopt.dispatch import Assign, Dispatch, Run
+from batchopt.errors import WorkerError
 from batchopt_workers import faults
-from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report
+from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report, message_of
 from batchopt_workers.tree import Node
 
 # A worker that needs this many times as long in a probe as the slowest so far, and a second more, is not waited for.
 SLOWEST = 10.0
+
+
+def unpickled(rank: int, what: str, body: bytes) -> Any:
+    """What the user's function returned in a worker. Raises `WorkerError` if it cannot be made again here."""
+    try:
+        return pickle.loads(body)
+    except Exception as error:
+        message = f"{message_of(error)} (raised here, where what {what} returned is unpickled: return tensors, numbers and text)"
+        raise WorkerError(rank, type(error).__name__, message, range(0)) from error
 
 
 class Round:
@@ -135,7 +145,7 @@ class Round:
         somebody = next(iter(results))
         for chunk, (child, body) in self._hooked.items():
             # one that died between the two had said what the hook returned, and another evaluated the chunk again
-            results[child if child in results else somebody][chunk] = pickle.loads(body)
+            results[child if child in results else somebody][chunk] = unpickled(child.rank, "posthook", body)
         spans: dict[Child, list[Span]] = {child: [] for child in self._reports}
         for (child, _), span in self._spans.items():
             spans[child].append(span)

@@ -41,6 +41,8 @@ from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Worker
 
 _F_SETSIG = 10  # Linux; Python does not name it
+# Bytes of a message: its length is sent as 4 bytes, with a sign.
+LARGEST = 2**31 - 1
 # What the names of blocks begin with that belong to a part of a batch.
 PIECE = "piece "
 # Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
@@ -292,6 +294,11 @@ class _Mailbox:
 
     def send(self, number: int, kind: Kind, body: bytes, chunk: int = -1) -> None:
         """Say something about message `number`."""
+        if len(body) + HEAD.size > LARGEST:
+            raise ValueError(
+                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less at a time, or "
+                "write it to a file and return its path"
+            )
         frame = HEAD.pack(number, kind) + body
         faults.point("worker.send", chunk)
         self._connection.send_bytes(frame)
