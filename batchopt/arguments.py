@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import multiprocessing
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from batchopt.backends import BACKENDS
 from batchopt.backends.cluster import Needs, capacity
 from batchopt.cores import usable_cores
+from batchopt.errors import BatchoptError
 from batchopt.speeds import Speeds
 
 # What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
@@ -53,10 +55,27 @@ def read_workers(parallelize: Any, backend: Any, options: Mapping[str, Any] = Ma
     if backend == "serial" and workers > 1:
         raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
     if backend == "process" and workers > 1:
+        check_surroundings()
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
     return workers
+
+
+def check_surroundings() -> None:
+    """Raise `BatchoptError` where this process cannot start others."""
+    if multiprocessing.current_process().daemon:
+        raise BatchoptError(
+            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no others: "
+            "use parallelize=1 here, or parallelize in the process that started it"
+        )
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise BatchoptError(
+            f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, perhaps; "
+            "os.chdir to one that is there"
+        ) from error
 
 
 def is_elastic(parallelize: Any, backend: Any) -> bool:

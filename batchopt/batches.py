@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from batchopt.denominators import (
@@ -13,11 +14,11 @@ from batchopt.denominators import (
     divides_once,
     given_denominators,
     own_denominators,
+    rows_of_samples,
     running_denominators,
-    weights_of_samples,
 )
 from batchopt.terms import check_names
-from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples
+from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples, is_record, items_of, map_tensors, tensors_in
 from batchopt_workers.weighting import Weighting
 
 Form = Columns | Samples
@@ -90,14 +91,20 @@ def _read_term(name: str, entry: Any, reading: Reading) -> Part:
 def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part:
     """The data that `inputs`, `targets` (or None) and `options` (or None) make up.
 
-    A tensor, or a tuple or dict of tensors, holds samples along the first dimension. A list is either one entry a
+    A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list is either one entry a
     sample or, when its entries are tensors of one length, such columns: the number of targets and options decides.
     Raises `TypeError` or `ValueError` for data without samples, of different lengths, that the workers cannot take,
     or that can be read both ways.
     """
     options = _read_options(options)
-    all_inputs = _readings("inputs", inputs, reading)
-    all_targets = _readings("targets", targets, reading) if targets is not None else [None]
+    try:
+        inputs, targets = as_tensors(inputs), as_tensors(targets)
+        all_inputs = _readings("inputs", inputs, reading)
+        all_targets = _readings("targets", targets, reading) if targets is not None else [None]
+    except RecursionError:
+        raise ValueError(
+            "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or list of them"
+        ) from None
     fitting = [
         (read_inputs, read_targets)
         for read_inputs in all_inputs
@@ -111,8 +118,8 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
     weighting = reading.weighting(inputs, targets, len(chosen_inputs), chosen_targets)
-    weights = weights_of_samples(reading.criterion, chosen_targets)
-    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, weights)
+    rows = rows_of_samples(reading.criterion, chosen_targets)
+    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, rows)
 
 
 def _read_options(options: Any) -> list[Any] | None:
@@ -139,7 +146,7 @@ def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
     if not tensors:
         raise TypeError(
             f"`{name}` must be a tensor (torch.as_tensor makes one), a tuple or dict of tensors, or a list of samples; "
-            f"got {type(data).__name__}"
+            f"got {type(data).__name__}{_instead(data)}"
         )
     first_path, first = tensors[0]
     for path, tensor in tensors:
@@ -150,12 +157,45 @@ def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
     return [Columns(data)]
 
 
+def as_tensors(data: Any) -> Any:
+    """The same with tensors over the memory of its NumPy arrays of numbers. Where there are tensors too, arrays beside them
+    stay what they are; and so do the samples of a list."""
+    if isinstance(data, list) or next(tensors_in(data), None) is not None:
+        return data
+    return map_tensors(_as_tensor, data, lambda item: isinstance(item, np.ndarray) and item.dtype.kind in "biufc")
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides) and array.dtype.isnative
+    return torch.from_numpy(array if usable else array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+def _instead(data: Any) -> str:
+    """What to do with something that has samples in it in some way."""
+    if isinstance(data, torch.utils.data.DataLoader):
+        return ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all of them"
+    if isinstance(data, torch.utils.data.TensorDataset):
+        return ": pass its tensors, (*dataset.tensors,)"
+    if isinstance(data, torch.utils.data.Dataset):
+        return ": pass its samples as lists, inputs = [x for x, _ in dataset] and targets = [y for _, y in dataset]"
+    if hasattr(data, "to_data_list"):  # torch_geometric's Batch
+        return (
+            ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be cut "
+            "(and with targets: collate_fn=lambda pairs: (Batch.from_data_list([g for g, _ in pairs]), ...))"
+        )
+    return ""
+
+
 def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tuple[str, torch.Tensor]]:
     """The tensors in `data` with the path to each; raises `ValueError` for one that cannot be shared with workers, or
     that does not lie on `device`."""
     if isinstance(data, torch.Tensor):
         if data.requires_grad and not data.is_leaf:
             raise ValueError(f"`{path}` requires grad and is not a leaf: call .detach() on it")
+        if data.is_nested:
+            raise ValueError(
+                f"`{path}` is a nested tensor: pass the list of its samples, list({path}.unbind()), or pad it"
+            )
         if data.layout is not torch.strided:
             raise ValueError(f"`{path}` is sparse ({data.layout}): call .to_dense() on it")
         if device is not None and data.device != device:
@@ -164,12 +204,8 @@ def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tu
                 "parallelize=1"
             )
         return [(path, data)]
-    items: Any = ()
-    if isinstance(data, (tuple, list)):
-        items = enumerate(data)
-    elif isinstance(data, dict):
-        items = data.items()
-    return [found for key, item in items for found in _check_tensors(f"{path}[{key!r}]", item, device)]
+    form = "{}.{}" if is_record(data) else "{}[{!r}]"
+    return [found for key, item in items_of(data) for found in _check_tensors(form.format(path, key), item, device)]
 
 
 def _mismatch(inputs: Sequence[Form], targets: Sequence[Form | None], options: list[Any] | None) -> str:
@@ -186,10 +222,13 @@ def _counts(readings: Sequence[Form | None]) -> str:
 
 
 def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]:
-    """The only reading that fits, or the one where inputs and targets both are lists of samples and cannot be
-    anything else."""
+    """The only reading that fits; or the one where inputs and targets both are lists of samples, and cannot be
+    anything else or have entries of one form each."""
     if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
         fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]
+    if len(fitting) > 1:
+        alike = [pair for pair in fitting if all(isinstance(form, Samples) and _are_alike(form) for form in pair)]
+        fitting = alike or fitting
     if len(fitting) == 1:
         return fitting[0]
     columns = next(inputs for inputs, _ in fitting if isinstance(inputs, Columns))
@@ -197,3 +236,9 @@ def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]
         f"`inputs` is a list of {len(columns.data)} tensors, each of length {len(columns)}: pass a tuple if they are columns; if each "
         "is a sample, pass `targets` as a list with one entry a sample, or `options` with one (None) a sample, or a `collate_fn`"
     )
+
+
+def _are_alike(samples: Samples) -> bool:
+    """Whether all are tensors of one shape and dtype, as samples are more often than columns."""
+    forms = {(item.shape, item.dtype) if isinstance(item, torch.Tensor) else None for item in samples.data}
+    return len(forms) == 1 and None not in forms

@@ -10,9 +10,9 @@ from pathlib import Path
 def usable_cores() -> int:
     """Cores that this process may keep busy: its affinity mask, and its container's CPU quota rounded up; at least
     1."""
-    if hasattr(os, "sched_getaffinity"):
+    try:
         cores = len(os.sched_getaffinity(0))
-    else:
+    except (AttributeError, OSError):  # not on this system, or forbidden in this sandbox
         cores = os.cpu_count() or 1
     quota = _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))

@@ -17,7 +17,7 @@ _OF_CLASSES: Any = (
     torch.nn.NLLLoss,
     *([torch.nn.LinearCrossEntropyLoss] if hasattr(torch.nn, "LinearCrossEntropyLoss") else []),
 )
-# Those whose weight may have a row for each sample.
+# Those whose weights may have a row for each sample.
 _OF_ENTRIES = (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
 _REDUCTIONS = ("mean", "sum")
 
@@ -107,15 +107,20 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
         return each.reshape(len(each), -1).sum(1)
 
 
-def weights_of_samples(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
-    """The criterion's `weight`, where it has one row for each sample of the batch; None where it has none, or one of
-    features."""
+def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[str, torch.Tensor]:
+    """The criterion's `weight` and `pos_weight`, those that have one row for each sample of the batch; one of features has
+    none."""
     if not isinstance(criterion, _OF_ENTRIES) or not is_torchs_own(criterion) or not targets:
-        return None
-    one, weight = targets.sample(0), criterion.weight
-    if weight is None or not isinstance(one, torch.Tensor) or weight.dim() < one.dim() + 1:
-        return None
-    return weight.detach() if weight.shape[0] == len(targets) > 1 else None
+        return {}
+    one = targets.sample(0)
+    if not isinstance(one, torch.Tensor) or len(targets) < 2:
+        return {}
+    found = {name: getattr(criterion, name, None) for name in ("weight", "pos_weight")}
+    return {
+        name: rows.detach()
+        for name, rows in found.items()
+        if rows is not None and rows.dim() > one.dim() and rows.shape[0] == len(targets)
+    }
 
 
 def _stacked(samples: Sequence[Any]) -> torch.Tensor | None:

@@ -2,7 +2,8 @@
 
 Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
 order: a run that nobody evaluates (its worker died, or is still busy with something else); half of what the slowest
-worker has not begun (all, behind a chunk that is late); a copy of a chunk that is late. A chunk counts once, whoever reports it first.
+worker has not begun (all, behind a chunk that is late; less or nothing, if it is slower itself); a copy of a chunk that
+is late. A chunk counts once, whoever reports it first.
 
 A chunk that workers ended in may be to blame, or may have been there by chance. So it is tried again by itself; one in which
 a worker hung is given twice the time; a signal from outside counts half; and the last trial is made by one worker alone.
@@ -103,6 +104,11 @@ class Dispatch:
     def all_begun(self) -> bool:
         """Whether no chunk waits for a worker to begin it: then only one that is late can be given to another."""
         return not self._pending and all(task.next + 1 >= task.last for task in self._tasks.values())
+
+    def at_hand(self, worker: int) -> tuple[int, float] | None:
+        """The chunk that the worker is at, as far as one knows, and since when; None if it is at none."""
+        task = self._tasks.get(worker)
+        return None if task is None or task.next >= task.last else (task.next, task.since)
 
     def reported(self, worker: int, done: int, now: float) -> None:
         """The worker has evaluated its chunks before `done`. Raises `ValueError` if it was not given those."""
@@ -219,7 +225,8 @@ class Dispatch:
         return [Assign(worker, *run)]
 
     def _steal(self, worker: int, estimate: Estimate, now: float) -> list[Assign | Limit]:
-        """Half of the most that any worker has before it and has not begun; all, if it is late with what it is at."""
+        """Half of the most that any worker has before it and has not begun, or less if the thief is slower; all, if it is
+        late with what it is at."""
 
         def ahead(victim: int) -> float:
             run = self._behind(victim)
@@ -234,9 +241,27 @@ class Dispatch:
             return []
         run = self._behind(victim)
         assert run is not None
-        middle = run.first if ahead(victim) == math.inf else run.first + (run.last - run.first) // 2
+        late = ahead(victim) == math.inf
+        middle = run.first if late else run.last - self._portion(worker, victim, run, estimate, now)
+        if middle == run.last:
+            return []
         self._tasks[victim].last = middle
         return [Limit(victim, middle), *self._give(worker, Run(middle, run.last), now)]
+
+    def _portion(self, thief: int, victim: int, run: Run, estimate: Estimate, now: float) -> int:
+        """How many of the run's chunks the thief should take so that both are done soonest; half at most."""
+        task, chunks = self._tasks[victim], run.last - run.first
+        half = chunks - chunks // 2
+        ours, theirs, at_hand = estimate(thief, run.first), estimate(victim, run.first), estimate(victim, task.next)
+        if ours is None or theirs is None or at_hand is None or ours <= theirs:
+            return half
+        rest = max(0.0, at_hand - (now - task.since))  # of the chunk that the victim is at
+
+        def ends(taken: int) -> float:
+            return max(taken * ours, rest + (chunks - taken) * theirs)
+
+        portion = min(half, int((rest + chunks * theirs) / (ours + theirs)))
+        return portion + 1 if portion < half and ends(portion + 1) < ends(portion) else portion
 
     def _behind(self, worker: int) -> Run | None:
         """What the worker has not begun and nobody has done; None if there is nothing."""

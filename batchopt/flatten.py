@@ -204,6 +204,7 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     for name, buffer in module.named_buffers():
         if isinstance(buffer, UninitializedBuffer):
             raise ValueError(f"buffer '{name}' is uninitialised (a lazy module): run one forward pass first")
+    _check_scripts(module)
     named = [(name, p) for name, p in everything if p.requires_grad]
     if not named:
         raise ValueError(f"`module` has no parameter with requires_grad=True ({len(everything)} frozen)")
@@ -211,6 +212,16 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     _check_hooks(named)
     _check_memory(named, module)
     return named
+
+
+def _check_scripts(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
+            what = f"'{name}'" if name else "`module`"
+            raise TypeError(
+                f"{what} was made by torch.jit ({type(part).__name__}), whose parameters cannot be made views of X, nor sent "
+                "to workers: pass the module that it was made of"
+            )
 
 
 def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
@@ -228,6 +239,12 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
     if len(dtypes) > 1:
         rarest = dtypes.most_common()[-1][0]
         example = next(name for name, p in named if str(p.dtype) == f"torch.{rarest}")
+        if any(p.is_complex() for _, p in named):
+            example = next(name for name, p in named if p.is_complex())
+            raise ValueError(
+                f"trainable parameters have dtypes {dict(dtypes)}, and X has one: store the complex ones ('{example}') as real "
+                "ones, torch.view_as_real(p), and use torch.view_as_complex(p) in forward"
+            )
         raise ValueError(
             f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is {rarest}): cast the module with module.to(dtype)"
         )

@@ -41,13 +41,13 @@ class BatchFunction(Workforce):
         """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
         workers.
 
-        `inputs` and `targets` are tensors, or tuples, lists or dicts of tensors, whose first dimension is the sample;
-        or lists with one entry a sample. `options` has one object a sample, for the hooks. With `terms`, `inputs` is a
-        dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step begins: the module,
-        the criterion, loss functions and hooks, with all that they refer to, are taken as they are now, and so are
-        `weights`. Do not change the data before the next `load`: when it is read, at once or when it is needed, depends on
-        the backend. Raises `ValueError` or `TypeError` for data that is no batch, for a program that cannot be sent any
-        more, and if X is no longer the module's.
+        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose first
+        dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the hooks. With
+        `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step
+        begins: the module, the criterion, loss functions and hooks, with all that they refer to, are taken as they are now,
+        and so are `weights`. Do not change the data before the next `load`: when it is read, at once or when it is needed,
+        depends on the backend. Raises `ValueError` or `TypeError` for data that is no batch, for a program that cannot be
+        sent any more, and if X is no longer the module's.
         """
         self._check_open()
         self._begin(self._prepare(inputs, targets, options))
@@ -213,6 +213,12 @@ class BatchFunction(Workforce):
         for worker, its_samples, its_seconds in zip(self.workers, samples, seconds, strict=True):
             worker.samples += its_samples
             worker.busy_seconds += its_seconds
+        for rank, (late_samples, late_seconds) in self._backend.late.items():
+            samples[rank] += late_samples
+            seconds[rank] += late_seconds
+        self._speeds = self._speeds.rested(
+            i for i, count in enumerate(self._plan.samples()) if not (count or samples[i])
+        )
         self._observe(samples, seconds)
         self.hook_results = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
         return answers

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchopt.errors import BatchoptError
 from batchopt.hessian import Curved
 from batchopt.ownership import Owner, exclusive
 from batchopt_workers.batch import Batch
@@ -66,14 +67,21 @@ class FlatObjective:
 
     @exclusive
     def hvp(self, x: Any, v: Any) -> Vector:
-        """The Hessian at `x` times `v`: a new array."""
+        """The Hessian at `x` times `v`: a new array; NaN where `v` is not finite, as some solvers try."""
         self._ready()
-        return _doubles(self._there(self._read("x", x), self._function.hvp, self._read("v", v)))
+        direction = self._read("v", v, finite=False)
+        return _doubles(self._there(self._read("x", x), self._function.hvp, direction))
 
     @exclusive
     def assign(self, x: Any) -> None:
         """Make `x` the module's parameters."""
         self._function.parameters.copy_(self._read("x", x))
+
+    def __reduce__(self) -> NoReturn:
+        raise BatchoptError(  # a `TypeError` would be taken for one of the function
+            "this evaluates on the workers of a BatchOptimizer and cannot be copied, or sent to processes of a solver: have the "
+            "solver call it in this process (differential_evolution(..., workers=1)); each call is parallel already"
+        )
 
     def _at(self, x: Any) -> _Point:
         batch, vector = self._ready(), self._read("x", x)
@@ -94,8 +102,8 @@ class FlatObjective:
         finally:
             x.copy_(before)
 
-    def _read(self, name: str, given: Any) -> torch.Tensor:
-        """The numbers, as X has them."""
+    def _read(self, name: str, given: Any, finite: bool = True) -> torch.Tensor:
+        """The numbers, as X has them; `finite`: they have to be."""
         x = self._function.parameters
         array = np.asarray(given)
         if array.dtype.kind not in "fiu":
@@ -103,9 +111,9 @@ class FlatObjective:
         if array.shape != tuple(x.shape):
             raise ValueError(f"`{name}` must have shape ({len(x)},), as `x0`; got {array.shape}")
         vector = torch.empty_like(x).copy_(torch.from_numpy(array.astype(np.float64)))
-        finite = vector.isfinite()
-        if not bool(finite.all()):
-            where = int(finite.logical_not().nonzero()[0])
+        usable = vector.isfinite()
+        if finite and not bool(usable.all()):
+            where = int(usable.logical_not().nonzero()[0])
             raise ValueError(f"`{name}[{where}]` is {array[where]}, not a finite number of {x.dtype}")
         return vector
 

@@ -13,6 +13,8 @@ from batchopt.split import split_batch
 LARGEST_RATIO = 1024.0
 # The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves nothing.
 RECENT = 5
+# By how much the estimate of a worker rises with each evaluation that has no work for it: what made it slow may be over.
+RECOVERY = 1.1
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,17 @@ class Speeds:
             if count > 0 and spent > 0:
                 recent[i] = (*recent[i][1 - RECENT :], count / spent)
                 values[i] = statistics.median(recent[i])
+        return replace(self, values=tuple(values), recent=tuple(recent))
+
+    def rested(self, workers: Iterable[int]) -> Speeds:
+        """The speeds after an evaluation in which these workers had nothing to do. One that is so slow that it gets nothing
+        is by and by thought as fast as the median again, until it gets a sample and is measured."""
+        values, middle = list(self.values), statistics.median(self.relative())
+        recent = list(self.recent) or [() if value is None else (value,) for value in values]
+        for i in workers:
+            value = values[i]
+            if value is not None and value < middle and not self.fixed and i not in self.absent:
+                values[i], recent[i] = min(RECOVERY * value, middle), ()
         return replace(self, values=tuple(values), recent=tuple(recent))
 
     def gain(self, shares: Sequence[int], worthwhile: float = 0.0) -> float:

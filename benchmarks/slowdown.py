@@ -4,7 +4,10 @@ Two workers, each bound to a core; before evaluation 30 somebody else begins to 
 evaluations later is the time of an evaluation within a tenth of what it settles at, and how far is that from the ideal; and is the path of the line searches the
 one that it takes when nothing happens: with `chunk_size` to the last bit, without to rounding (float64).
 
-    python -m benchmarks.slowdown [--workload pinn] [--iterations 80]
+And six workers that sleep instead of computing, of which one becomes five times slower (without `chunk_size`): so much more
+than that what it does always comes too late.
+
+    python -m benchmarks.slowdown [--workload pinn] [--iterations 80] [--only-sleeping]
 """
 
 from __future__ import annotations
@@ -83,14 +86,53 @@ def settled_after(opt: Timed) -> int:
     return next(i for i in range(len(after)) if statistics.median(after[i : i + 5]) <= 1.1 * level)
 
 
+SLEEPERS, SAMPLES, SECONDS, FACTOR = 6, 600, 0.0018, 5
+
+
+def sleeping_loss(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Sleeps for each sample."""
+    time.sleep(len(x) * SECONDS * getattr(time, "factor", 1))
+    return torch.nn.functional.mse_loss(module(x), y)
+
+
+def slow_down(worker: batchopt.Worker) -> None:
+    """The last worker, from now on."""
+    vars(time)["factor"] = FACTOR if worker.rank == SLEEPERS - 1 else 1
+
+
+def sleep(evaluations: int) -> tuple[list[Finding], dict[str, object]]:
+    """Seconds of each evaluation after one of the workers that sleep has become slower."""
+    x = torch.rand(SAMPLES, 1)
+    with batchopt.BatchOptimizer(
+        torch.nn.Linear(1, 1), loss_fn=sleeping_loss, optimizer=None, parallelize=SLEEPERS, check_cut=False
+    ) as opt:
+        opt.load(x, x)
+        for _ in range(3):
+            opt.evaluate()
+        opt.run_on_workers(slow_down)
+        seconds = []
+        for _ in range(evaluations):
+            started = time.perf_counter()
+            opt.evaluate()
+            seconds.append(time.perf_counter() - started)
+    best = SAMPLES * SECONDS / (SLEEPERS - 1 + 1 / FACTOR)
+    settled = statistics.median(seconds[-5:])
+    needed = next(i for i in range(len(seconds)) if statistics.median(seconds[i : i + 3]) <= 1.1 * settled)
+    name = f"one of {SLEEPERS} sleeping workers slows down {FACTOR} times: evaluations until rebalanced"
+    return [Finding(name, needed, most=10), Finding("  ideal / the time that it settles at", best / settled)], {
+        "sleeping": seconds
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="pinn")
     parser.add_argument("--iterations", type=int, default=80)
+    parser.add_argument("--only-sleeping", action="store_true")
     given = parser.parse_args()
-    findings, details = [], {}
-    for name, chunk_size in (("without chunk_size", None), ("with chunk_size", 250)):
+    findings, details = sleep(20)
+    for name, chunk_size in () if given.only_sleeping else (("without chunk_size", None), ("with chunk_size", 250)):
         calm, disturbed = (run(given.workload, given.iterations, chunk_size, flag) for flag in (False, True))
         both = list(zip(calm.found, disturbed.found, strict=False))
         far = max(abs(a - b) for a, b in both) / calm.found[0]

@@ -7,15 +7,20 @@ machines, those that a test needs running workers for (beside the backends' cont
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import scipy.optimize
 import torch
 from torch import nn
 
@@ -56,6 +61,12 @@ def step(inputs: Any = X, targets: Any = Y, sample_options: Any = None, **option
 
 def module_of(*tensors: torch.Tensor) -> nn.Module:
     return nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
+
+
+def scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        return torch.jit.script(nn.Linear(2, 2))
 
 
 def hooked() -> nn.Module:
@@ -99,6 +110,16 @@ MODULES = {
         lambda: build(module_of(torch.zeros(1), torch.zeros(1), torch.zeros(1).double())),
         ValueError,
         r"have dtypes \{'float32': 2, 'float64': 1\} \('2' is float64\): cast the module with",
+    ),
+    "10 complex beside real": Case(
+        lambda: build(module_of(torch.zeros(1), torch.zeros(1, dtype=torch.complex64))),
+        ValueError,
+        r"have dtypes .* X has one: store the complex ones \('1'\) as real ones, torch\.view_as_real\(p\), and use",
+    ),
+    "10 scripted": Case(
+        lambda: build(nn.Sequential(Mlp(), scripted())),
+        TypeError,
+        r"'1' was made by torch\.jit \(RecursiveScriptModule\).*: pass the module that it was made of",
     ),
     "11 one storage": Case(
         lambda: build(module_of(STORAGE, STORAGE[2:])),
@@ -264,13 +285,59 @@ def graph() -> torch.Tensor:
     return X.clone().requires_grad_() * 2
 
 
+LOADED = torch.utils.data.TensorDataset(X, Y)
+
+
+def ragged() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch recommends another layout
+        return torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
+
+
+def itself() -> dict[str, Any]:
+    batch: dict[str, Any] = {"x": X}
+    batch["itself"] = batch
+    return batch
+
+
+def deep() -> tuple[Any, ...]:
+    batch: tuple[Any, ...] = (X,)
+    for _ in range(5000):
+        batch = (batch,)
+    return batch
+
+
+def full(*batches: Any) -> object:
+    with build(parallelize=1) as opt:
+        return opt.full_gradient(batches)
+
+
 BATCHES = {
     "16 targets too few": Case(lambda: step(X, Y[:3]), ValueError, r"`inputs` has 4 samples but `targets` has 3"),
     "16 columns of two lengths": Case(
         lambda: step((X, Y[:3])), ValueError, r"`inputs\[0\]` has 4 samples but `inputs\[1\]` has 3"
     ),
     "17 no samples": Case(lambda: step(X[:0], Y[:0]), ValueError, r"the batch has 0 samples"),
-    "19 no tensor": Case(lambda: step(X.numpy(), Y), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"),
+    "19 no tensor": Case(
+        lambda: step(X.numpy().astype(object), Y), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"
+    ),
+    "19 a data loader": Case(
+        lambda: step(torch.utils.data.DataLoader(LOADED)),
+        TypeError,
+        r"got DataLoader: `for loss in opt\.steps\(loader\)` steps on each .* opt\.full_gradient\(loader\) sums",
+    ),
+    "19 a data set of tensors": Case(lambda: step(LOADED), TypeError, r"got TensorDataset: pass its tensors"),
+    "19 a data set": Case(
+        lambda: step(torch.utils.data.Subset(LOADED, [0, 1])), TypeError, r"got Subset.*: pass its samples as lists"
+    ),
+    "19 graphs that were put together": Case(
+        lambda: step(SimpleNamespace(to_data_list=None)), TypeError, r"pass the list of graphs, .*from_data_list"
+    ),
+    "19 lists of samples from a loader": Case(
+        lambda: full([LOADED[i] for i in range(4)]),
+        ValueError,
+        r"got 4 items\. Lists of samples are inputs .* collate_fn=lambda pairs: tuple\(map\(list, zip\(\*pairs\)\)\)",
+    ),
     "19 no dimension": Case(
         lambda: step((X, torch.tensor(1.0)), Y), TypeError, r"`inputs\[1\]` is a 0-dim tensor: there is no dimension"
     ),
@@ -278,6 +345,13 @@ BATCHES = {
         lambda: step(graph()), ValueError, r"`inputs` requires grad and is not a leaf: call \.detach\(\) on it"
     ),
     "20 sparse": Case(lambda: step(X.to_sparse()), ValueError, r"`inputs` is sparse .*: call \.to_dense\(\) on it"),
+    "20 nested": Case(
+        lambda: step(ragged()),
+        ValueError,
+        r"`inputs` is a nested tensor: pass the list of its samples, list\(inputs\.unbind\(\)\)",
+    ),
+    "20 contains itself": Case(lambda: step(itself()), ValueError, r"nested too deeply to be read, or contains itself"),
+    "20 too deep": Case(lambda: step(deep()), ValueError, r"nested too deeply to be read, or contains itself"),
     "14 a loss of many numbers": Case(
         lambda: step(criterion=lambda output, targets: output),
         WorkerError,
@@ -336,3 +410,74 @@ def test_26_use_after_close_is_refused() -> None:
     opt.close()
     with pytest.raises(BatchoptError, match=r"this BatchOptimizer was closed: build a new one"):
         opt.step(X, Y)
+
+
+def test_a_daemonic_process_is_told_to_use_one_worker() -> None:
+    """As a worker of a `multiprocessing.Pool` is, and of a `DataLoader`."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    with ours, theirs:
+        process = context.Process(target=as_a_daemon, args=(theirs,), daemon=True)
+        process.start()
+        found, loss = ours.recv()
+        process.join()
+        process.close()
+    assert "this is a daemonic process" in found and "use parallelize=1 here" in found
+    assert math.isfinite(loss)
+
+
+def as_a_daemon(parent: Any) -> None:
+    try:
+        build()
+    except BatchoptError as error:
+        parent.send((str(error), step()))
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        BatchoptError, match=r"working directory cannot be used .*No such file.*: it was deleted, perhaps"
+    ):
+        build()
+    assert math.isfinite(step())
+
+
+def explode() -> None:
+    raise ValueError("boom")
+
+
+class Explosive:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return explode, ()
+
+
+def test_what_cannot_be_unpickled_here_is_told() -> None:
+    message = r"^ValueError in worker \d.*: boom \(raised here, where what .* returned is unpickled: return tensors"
+    with build(optimizer=None, posthook=lambda worker, sample: Explosive()) as opt:
+        opt.load(X, Y)
+        with pytest.raises(WorkerError, match=message):
+            opt.evaluate()
+        with pytest.raises(WorkerError, match=message):
+            opt.run_on_workers(lambda worker: Explosive())
+        opt.posthook = None
+        opt.load(X, Y)
+        assert math.isfinite(opt.evaluate().item())
+
+
+def test_a_solver_with_processes_of_its_own_is_told_to_use_none() -> None:
+    with build(parallelize=1, optimizer=None) as opt:
+        opt.load(X, Y)
+        objective = opt.objective()
+        bounds = [(-1.0, 1.0)] * len(objective.x0)
+
+        def elsewhere(function: Callable[[Any], float], points: Any) -> list[float]:
+            """As `multiprocessing.Pool.map`, without the processes, some of which SciPy leaves behind."""
+            return [pickle.loads(pickle.dumps(function))(point) for point in points]
+
+        with pytest.raises(BatchoptError, match=r"have the solver call it in this process .*workers=1\)"):
+            scipy.optimize.differential_evolution(
+                objective, bounds, workers=elsewhere, maxiter=1, popsize=1, updating="deferred"
+            )

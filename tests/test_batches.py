@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt.batches import Reading, read_part
 from batchopt.denominators import Denominators
-from batchopt_workers.batch import Collate, Columns, Part, Samples
+from batchopt_workers.batch import Collate, Columns, Part, Samples, tensors_in
 
 
 class Pair(NamedTuple):
@@ -27,7 +31,29 @@ def concatenate(samples: list[Any]) -> Any:
     return samples
 
 
+class Encoding(UserDict[str, torch.Tensor]):
+    """As transformers' BatchEncoding: items are attributes, too."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["data"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True)
+class Record:
+    points: torch.Tensor
+    values: torch.Tensor
+    name: str = "no tensor"
+    total: int = field(init=False, default=0)
+
+
 COLUMNS: dict[str, Any] = {
+    "another mapping": Encoding(points=torch.rand(4, 3), values=torch.rand(4)),
+    "mapping that cannot be changed": MappingProxyType({"points": torch.rand(4, 3)}),
+    "dataclass": Record(torch.rand(4, 3), torch.rand(4)),
+    "in one another": {"points": (Record(torch.rand(4, 3), torch.rand(4)), Encoding(a=torch.rand(4)))},
     "tensor": torch.rand(4, 3),
     "vector": torch.rand(4),
     "tuple": (torch.rand(4, 3), torch.rand(4)),
@@ -85,6 +111,13 @@ def test_the_number_of_targets_and_options_tells_columns_from_samples(targets: A
     batch = read(TWO_OF_FOUR, targets, options)
     assert type(batch.inputs) is form
     assert batch.size == (4 if form is Columns else 2)
+
+
+def test_two_lists_of_tensors_that_are_alike_are_lists_of_samples() -> None:
+    batch = read([torch.zeros(5, 1)] * 3, [torch.zeros(5, 2)] * 3)
+    assert isinstance(batch.inputs, Samples) and isinstance(batch.targets, Samples) and batch.size == 3
+    columns = read([torch.zeros(5, 1)] * 3, [0, 1, 2, 3, 4])
+    assert isinstance(columns.inputs, Columns) and columns.size == 5
 
 
 def test_with_a_collate_function_a_list_is_always_samples() -> None:
@@ -159,11 +192,10 @@ def test_denominators_that_are_none_make_no_batch(function: Denominators, messag
 def test_the_batch_has_the_rows_of_a_criterion_that_weighs_each_sample() -> None:
     rows = torch.rand(3, 2)
     reading = Reading(None, "mean", torch.nn.BCELoss(weight=rows), None)
-    weight = read_part(X, torch.rand(3, 2), None, reading).criterion_weight
-    assert weight is not None
-    assert torch.equal(weight, rows)
-    assert read_part(X[:2], torch.rand(2, 2), None, reading).criterion_weight is None
-    assert read(X, torch.rand(3, 2)).criterion_weight is None
+    found = read_part(X, torch.rand(3, 2), None, reading).criterion_rows
+    assert list(found) == ["weight"] and torch.equal(found["weight"], rows)
+    assert read_part(X[:2], torch.rand(2, 2), None, reading).criterion_rows == {}
+    assert read(X, torch.rand(3, 2)).criterion_rows == {}
 
 
 X = torch.rand(3)
@@ -293,3 +325,47 @@ def test_targets_are_where_the_workers_are() -> None:
     reading = Reading(None, "mean", None, None, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"^`targets` is on cuda:1; workers run on cpu"):
         read_part(X, on_an_accelerator(), None, reading)
+
+
+def test_mappings_and_dataclasses_are_cut_and_keep_their_types() -> None:
+    encoding = Encoding(points=torch.arange(4.0), values=torch.arange(4))
+    part = read(encoding).inputs.slice(1, 3)
+    assert type(part) is Encoding and part.points.tolist() == [1, 2] and part["values"].tolist() == [1, 2]
+    assert encoding.points.tolist() == [0, 1, 2, 3]
+    record = Record(torch.arange(4.0), torch.arange(4))
+    part = read(record).inputs.slice(1, 3)
+    assert type(part) is Record and (part.values.tolist(), part.name) == ([1, 2], "no tensor")
+    assert record.values.tolist() == [0, 1, 2, 3]
+    assert read([record, record]).inputs.sample(1).values.tolist() == [0, 1, 2, 3]
+    frozen = read(MappingProxyType({"points": torch.arange(4)})).inputs.slice(1, 3)
+    assert frozen["points"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(3, 2),
+        np.arange(6.0).reshape(3, 2)[::-1],
+        np.broadcast_to(np.arange(2.0), (3, 2)),
+        np.arange(6, dtype=">i4").reshape(3, 2),
+        np.array([[True], [False], [True]]),
+    ],
+    ids=["of doubles", "backwards", "read-only", "of the other byte order", "of truth values"],
+)
+def test_arrays_of_numbers_are_tensors(array: np.ndarray[Any, Any]) -> None:
+    for given in (array, (array, array), {"a": array}):
+        batch = read(given, array[:, 0])
+        assert isinstance(batch.inputs, Columns) and batch.size == 3
+        assert all(tensor.tolist() == array.tolist() for tensor in tensors_in(batch.inputs.data))
+        assert isinstance(batch.targets, Columns) and batch.targets.data.tolist() == array[:, 0].tolist()
+
+
+def test_arrays_beside_tensors_and_in_lists_stay_arrays() -> None:
+    beside = read({"x": X, "names": np.array(["a", "b", "c"])}).inputs.slice(1, 3)
+    assert isinstance(beside["names"], np.ndarray) and beside["names"].tolist() == ["b", "c"]
+    assert isinstance(read([np.zeros(2), np.zeros(3)]).inputs.sample(1), np.ndarray)
+
+
+def test_the_path_to_what_is_wrong_in_a_dataclass_is_its_own() -> None:
+    with pytest.raises(ValueError, match=r"^`inputs\.points` has 3 samples but `inputs\.values` has 2$"):
+        read(Record(X, torch.rand(2)))

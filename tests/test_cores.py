@@ -94,3 +94,11 @@ def test_usable_cores_are_within_the_affinity_mask() -> None:
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, mask)
+
+
+def test_where_the_affinity_mask_is_forbidden_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(pid: int) -> set[int]:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_getaffinity", forbidden)
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -17,8 +17,8 @@ from batchopt.denominators import (
     given_denominators,
     own_denominators,
     resolve_reduction,
+    rows_of_samples,
     running_denominators,
-    weights_of_samples,
 )
 from batchopt_workers.batch import Columns, Samples
 from batchopt_workers.weighting import Weighting
@@ -167,9 +167,12 @@ def test_a_weight_with_a_row_for_each_sample_is_found(
     kind: type[torch.nn.BCELoss | torch.nn.BCEWithLogitsLoss], weight: tuple[int, ...], target: tuple[int, ...]
 ) -> None:
     rows = torch.rand(weight)
-    found = weights_of_samples(kind(weight=rows), Columns(torch.rand(target)))
-    assert found is not None
-    assert torch.equal(found, rows)
+    made: dict[str, torch.nn.Module] = {"weight": kind(weight=rows)}
+    if kind is torch.nn.BCEWithLogitsLoss:
+        made["pos_weight"] = torch.nn.BCEWithLogitsLoss(pos_weight=rows)
+    for name, criterion in made.items():
+        found = rows_of_samples(criterion, Columns(torch.rand(target)))
+        assert list(found) == [name] and torch.equal(found[name], rows)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_a_weight_with_a_row_for_each_sample_is_found(
     ],
 )
 def test_no_other_weight_is_one_of_samples(criterion: Any, targets: Columns | Samples | None) -> None:
-    assert weights_of_samples(criterion, targets) is None
+    assert rows_of_samples(criterion, targets) == {}
 
 
 @given(st.lists(st.sampled_from([0, 1, 2, -100]), min_size=1, max_size=30).filter(lambda t: max(t) >= 0), st.data())

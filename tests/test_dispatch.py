@@ -23,8 +23,8 @@ from batchopt_workers.tree import Fold, Node
 
 def at_hand(dispatch: Dispatch, worker: int) -> int | None:
     """The chunk that the worker is at, as far as one knows."""
-    task = dispatch._tasks.get(worker)
-    return None if task is None or task.next >= task.last else task.next
+    found = dispatch.at_hand(worker)
+    return None if found is None else found[0]
 
 
 def unknown(worker: int, chunk: int) -> float | None:
@@ -165,6 +165,34 @@ def test_several_idle_workers_halve_on() -> None:
     dispatch = begun((0, 8), None, None)
     commands = dispatch.decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
     assert commands == [Limit(0, 4), Assign(1, 4, 8), Limit(0, 2), Assign(2, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    "last, seconds, now, middle",
+    [
+        (4, 1.0, 0.0, 2),
+        (2, 10.0, 0.0, None),  # the owner has done both before it
+        (6, 10.0, 0.0, None),
+        (12, 10.0, 0.0, 11),  # 11 seconds, where it would be 12
+        (12, 10.0, 0.9, 11),
+        (11, 10.0, 0.0, 10),
+        (11, 10.0, 0.9, 10),
+        (11, 10.0, 1.0, None),  # the owner will have done ten in ten seconds
+        (24, 10.0, 0.0, 22),
+        (9, 2.0, 0.0, 6),
+        (9, 0.1, 0.0, 5),  # half at most: its next turn comes soon enough
+    ],
+)
+def test_a_slow_thief_takes_only_what_it_does_sooner(last: int, seconds: float, now: float, middle: int | None) -> None:
+    """The owner takes one second for each, of which it has begun the first."""
+    dispatch = begun((0, last), None)
+    expected = [] if middle is None else [Limit(0, middle), Assign(1, middle, last)]
+    assert dispatch.decide([1], pace(1.0, seconds), now) == expected
+
+
+def test_a_slow_thief_does_help_one_that_is_late() -> None:
+    dispatch = begun((0, 2), None)
+    assert dispatch.decide([1], pace(1.0, 10.0), LATE) == [Limit(0, 1), Assign(1, 1, 2)]
 
 
 def test_the_chunk_at_hand_is_not_stolen() -> None:
@@ -463,7 +491,7 @@ def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
 
 def test_no_worker_idles_for_a_turn_while_there_is_work_to_steal() -> None:
     dispatch = begun((0, 8), (8, 16), None)
-    estimate = pace(1.0, 0.1, 1.0)
+    estimate = pace(1.0, 0.5, 1.0)
     assert dispatch.decide([2], estimate, 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
     dispatch.reported(0, 8, 1.0)  # past its limit, and all of what worker 2 is at
     dispatch.reported(1, 9, 1.0)
@@ -628,16 +656,20 @@ class Evaluations(RuleBasedStateMachine):
             else:
                 assert command.worker in ranks
                 self._assign(command)
-        if any(rank not in self.told for rank in ranks):
-            self._nothing_is_left_to_give()
+        if idle := [rank for rank in ranks if rank not in self.told]:
+            self._nothing_is_left_to_give(idle)
 
-    def _nothing_is_left_to_give(self) -> None:
+    def _nothing_is_left_to_give(self, idle: Sequence[int]) -> None:
         at_work = {chunk for run in self.told.values() for chunk in range(*run)}
         assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
         for rank, (first, last) in self.told.items():
             behind = self.missing & set(range(first + 1, last))
             seconds = self.paces[rank]
-            assert len(behind) * (WORTHWHILE if seconds is None else seconds) < WORTHWHILE, "work that could be stolen"
+            work = len(behind) * (WORTHWHILE if seconds is None else seconds)
+            for other in idle:
+                ours = self.paces[other]
+                too_slow = ours is not None and ours >= work  # for even one of them
+                assert work < WORTHWHILE or too_slow, "work that could be stolen"
         suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
         if self.missing - suspects and None not in self.paces:
             assert self.dispatch.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"

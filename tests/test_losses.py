@@ -335,6 +335,19 @@ def test_weights_of_samples_follow_the_samples_of_a_list(rows: tuple[int, ...], 
         torch.testing.assert_close(found, (loss.double(), gradient), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_weights_of_positives_follow_the_samples(chunk_size: int | None) -> None:
+    """torch documents any shape that can be broadcast with the targets."""
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 4).double(), torch.rand(N, CLASSES).double()
+    criterion = nn.BCEWithLogitsLoss(torch.rand(N, 1).double(), pos_weight=torch.rand(N, CLASSES).double())
+    module = _scores(None)
+    loss, gradient = whole(module, Case(criterion, y), x)
+    for inputs, targets in ((x, y), (list(x), list(y))):
+        found = evaluate(module, Case(criterion, targets), inputs, None, chunk_size=chunk_size, parallelize=2)
+        torch.testing.assert_close(found, (loss.double(), gradient), rtol=1e-11, atol=1e-13)
+
+
 def _any_module(data: st.DataObject, activation: nn.Module | None) -> nn.Module:
     """Layers of any number, width and kind before the scores."""
     layers: list[nn.Module] = []

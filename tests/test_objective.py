@@ -170,8 +170,9 @@ def test_points_that_cannot_be(x: Any, error: type[Exception], message: str) -> 
         for call in (objective, objective.gradient, objective.assign, lambda x: objective.hvp(x, objective.x0)):
             with pytest.raises(error, match=message):
                 call(x)
-        with pytest.raises(error, match=message.replace("`x`", "`v`").replace(r"`x\[", r"`v\[")):
-            objective.hvp(objective.x0, x)
+        if "finite" not in message and "is " not in message:  # else the product is NaN
+            with pytest.raises(error, match=message.replace("`x`", "`v`")):
+                objective.hvp(objective.x0, x)
 
 
 def test_what_can_be_a_point() -> None:

@@ -119,3 +119,21 @@ def test_samples_at_a_worker_of_speed_zero_are_worth_moving() -> None:
     speeds = Speeds((0.0, 1.0), fixed=True)
     assert speeds.gain([1, 99]) == pytest.approx(1.0)
     assert not speeds.gain([0, 100])
+
+
+def test_a_worker_that_was_too_slow_to_get_anything_is_tried_again() -> None:
+    """Else one that was held up once would idle for good."""
+    speeds = Speeds((100.0, 100.0, 0.2), recent=((100.0,), (100.0,), (0.2,)))
+    assert split_batch(100, speeds.relative())[2] == 0
+    for _ in range(200):
+        assert speeds.relative()[2] <= 100.0
+        speeds = speeds.rested([2])
+    assert speeds.values == (100.0, 100.0, 100.0)
+    assert speeds.observed([0, 0, 1], [0.0, 0.0, 0.02]).values[2] == 50.0  # what was measured before says nothing now
+
+
+def test_only_what_is_slow_without_work_recovers() -> None:
+    speeds = Speeds((100.0, 300.0, 50.0, None))
+    assert speeds.rested([0, 1, 3]).values == (100.0, 300.0, 50.0, None)
+    assert speeds.without([2]).rested([2]).values == speeds.values
+    assert Speeds((1.0, 9.0, 9.0), fixed=True).rested([0]).values == (1.0, 9.0, 9.0)

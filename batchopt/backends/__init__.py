@@ -149,6 +149,12 @@ class Backend(ABC):
         that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
 
+    @property
+    def late(self) -> Mapping[int, tuple[int, float]]:
+        """What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples took so
+        many seconds, or will have taken more."""
+        return {}
+
     @abstractmethod
     def set_direction(self, direction: torch.Tensor) -> None:
         """Let orders for a product multiply the Hessian with `direction`: shape `(n,)`, X's dtype."""

@@ -123,7 +123,7 @@ def _identity(batch: Batch) -> list[Any]:
 
 def _column_tensors(part: Part) -> list[torch.Tensor]:
     """The tensors with a row for each sample."""
-    found: list[torch.Tensor] = [] if part.criterion_weight is None else [part.criterion_weight]
+    found: list[torch.Tensor] = [*part.criterion_rows.values()]
     for columns in (part.inputs, part.targets):
         if isinstance(columns, Columns):
             found += tensors_in(columns.data)

@@ -18,7 +18,7 @@ Who evaluates what is decided in `dispatch`; processes are kept alive by `pool`.
 from __future__ import annotations
 
 import math
-import pickle
+import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,8 +31,9 @@ import torch
 from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.child import FUNCTION, STARTING, Asked, Call, Child, call, error_of
 from batchopt.backends.launch import preparation
+from batchopt.backends.overdue import Overdue, Pace
 from batchopt.backends.pool import OTHERS, Pool
-from batchopt.backends.round import Calls, Probe, Round
+from batchopt.backends.round import Calls, Probe, Round, unpickled
 from batchopt.backends.shared_program import SharedProgram
 from batchopt.backends.template import worker_environment
 from batchopt.captures import blame
@@ -82,6 +83,13 @@ def check_parameters_are_only_read(module: torch.nn.Module) -> None:
             )
 
 
+def _place(standard_error: str) -> str:
+    """Where a process ended, by what Python's faulthandler wrote of its own thread: the last of the user's calls."""
+    _, found, stack = standard_error.rpartition("(most recent call first):\n")
+    calls = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
+    return f"at {'; called from '.join(calls[:3])}" if found and calls else "nobody knows where"
+
+
 @dataclass(frozen=True)
 class Placed(Prepared):
     """A batch in shared memory."""
@@ -105,6 +113,8 @@ class ProcessBackend(Backend):
         self._setup = setup
         self._timeout = setup.timeout
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
+        self._overdue = Overdue(self._paces)
+        self._late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
         # memory of two batches, of which the workers read the one at `_slot`; and what they were told to map
         self._slots: list[SharedBlock | None] = [None, None]
         self._slot = 0
@@ -115,6 +125,7 @@ class ProcessBackend(Backend):
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._attached_program: SharedBlock | None = None
         self._hooked = True
+        self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts, self._allowance)
         self._tell_start(setup, setup.flat.block)
         self._tell_program()
@@ -268,7 +279,7 @@ class ProcessBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Placed)
-        self._pool.enter()
+        self._enter()
         self._follow()
         if weights != self._weights:
             self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
@@ -281,9 +292,9 @@ class ProcessBackend(Backend):
         self._pool.tell("batch", prepared.load)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        self._pool.enter()
+        self._enter()
         self._follow_torch()
-        round = Round(cut, len(self._weights), orders, self._paces)
+        round = Round(cut, len(self._weights), orders, self._paces, self._overdue)
         try:
             directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
@@ -297,6 +308,7 @@ class ProcessBackend(Backend):
                     late = round.dispatch.next_late(round.estimate)
                 self._pool.pump(round, late)
                 self._turn(round)
+                self._explain(round.gone)
                 if round.poison is not None:
                     chunk, samples = round.poison
                     terms, deaths = self._numbering.within(samples), round.dispatch.deaths[chunk]
@@ -306,10 +318,36 @@ class ProcessBackend(Backend):
             self._turn(None)
         if round.failures:
             raise self._first_failure(round)
+        self._proven = True
         self._hear_the_late(round)
+        self._late = round.leave(self._pool.children.values())
         for child in self._pool.children.values():
             child.stderr.pass_on()
         return round.answers()
+
+    @property
+    def late(self) -> Mapping[int, tuple[int, float]]:
+        return self._late
+
+    def _enter(self) -> None:
+        """Take in what was said since the last call."""
+        for child in self._overdue.workers:  # before the pool does, to whom it is of no interest
+            if self._pool.children.get(child.rank) is child:
+                child.channel.drain()
+                self._pool.hear(child, self._overdue)
+        self._pool.enter()
+
+    def _explain(self, gone: Sequence[Child]) -> None:
+        """Raise `WorkerLostError` where the first forwards of a program end workers by a fault of memory access: the next
+        ones would, too."""
+        for child in gone:
+            if not (self._proven or child.verdict) and child.process.exitcode == -signal.SIGSEGV:
+                raise WorkerLostError(
+                    f"{child.process.name} was ended by SIGSEGV (a fault of memory access) in the first forward of this module, "
+                    f"{_place(child.stderr.tail)}. Workers only read the parameters, and code that writes them there ends so: if "
+                    "the first forward makes or writes parameters (lazy initialisation, variational strategies), call the module "
+                    "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
+                )
 
     def _turn(self, round: Round | None) -> None:
         """Something has happened in this evaluation; or in none, or it is over."""
@@ -349,7 +387,7 @@ class ProcessBackend(Backend):
             child.ask(call("being told the cut", "set_cut", round.cut))
             child.cut = round.cut
         self._make_room(child, most_held(run.first, run.last, round.cut.chunks, round.held(child)))
-        child.order(round.order(run), round.dispatch.patience(run.first))
+        child.order(round.order(child, run), round.dispatch.patience(run.first))
 
     def _make_room(self, child: Child, needed: int) -> None:
         rows = 0 if child.rows is None else len(child.rows)
@@ -383,7 +421,7 @@ class ProcessBackend(Backend):
         return error_of(rank, failure, "", self._numbering)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        self._pool.enter()
+        self._enter()
         self._follow_torch()
         probe = Probe(order.evaluation)
         try:
@@ -400,16 +438,18 @@ class ProcessBackend(Backend):
             while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
                 self._pool.pump(probe, probe.patience)
                 self._turn(None)
+                self._explain(probe.gone)
         finally:
             self._pool.call_off()
         if probe.failures:
             raise error_of(*min(probe.failures, key=lambda found: found[0]), "", self._numbering)
+        self._proven = self._proven or bool(probe.seconds)
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
             message = call(FUNCTION, "run", function, *arguments)
-        self._pool.enter()
+        self._enter()
         self._pool.wait()
         calls = Calls()
         for rank, child in sorted(self._pool.children.items()):
@@ -424,7 +464,7 @@ class ProcessBackend(Backend):
                 raise WorkerLostError(f"a function was not run to its end: {calls.gone.ending()}")
         if calls.failures:
             raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
-        return [pickle.loads(body) for _, body in sorted(calls.results.items())]
+        return [unpickled(rank, "the function", body) for rank, body in sorted(calls.results.items())]
 
     def stop(self) -> None:
         self._pool.stop()

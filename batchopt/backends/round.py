@@ -5,43 +5,72 @@ from __future__ import annotations
 import pickle
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from batchopt.backends import Answer, Partial, Span
 from batchopt.backends.channel import ProtocolError, Reply
 from batchopt.backends.child import FUNCTION, Asked, Child
+from batchopt.backends.overdue import Overdue, Pace
 from batchopt.dispatch import Assign, Dispatch, Run
+from batchopt.errors import WorkerError
 from batchopt_workers import faults
-from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report
+from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report, message_of
 from batchopt_workers.tree import Node
 
 # A worker that needs this many times as long in a probe as the slowest so far, and a second more, is not waited for.
 SLOWEST = 10.0
 
 
+def unpickled(rank: int, what: str, body: bytes) -> Any:
+    """What the user's function returned in a worker. Raises `WorkerError` if it cannot be made again here."""
+    try:
+        return pickle.loads(body)
+    except Exception as error:
+        message = f"{message_of(error)} (raised here, where what {what} returned is unpickled: return tensors, numbers and text)"
+        raise WorkerError(rank, type(error).__name__, message, range(0)) from error
+
+
 class Round:
     """Takes in what workers say of one evaluation of so many `terms`. Of `paces` (seconds a sample, by rank) that of
-    the kind of its orders is kept current."""
+    the kind of its orders is kept current. What they say of others is for `overdue`."""
 
     def __init__(
-        self, cut: Cut, terms: int, orders: Sequence[Order | None], paces: Mapping[Kind, dict[int, float]]
+        self,
+        cut: Cut,
+        terms: int,
+        orders: Sequence[Order | None],
+        paces: Mapping[Kind, dict[int, float]],
+        overdue: Overdue | None = None,
     ) -> None:
         some = next(order for order in orders if order is not None)
         self.cut = cut
         self.dispatch = Dispatch([None if o is None else Run(o.first, o.last) for o in orders], cut.chunks)
         self.failures: list[tuple[int, Failure]] = []
         self.poison: tuple[int, range] | None = None
+        self.gone: list[Child] = []
         self._order, self._evaluation = some, some.evaluation
         self._terms, self._pace = terms, paces[some.kind]
+        self._overdue = Overdue(paces) if overdue is None else overdue
+        self._orders: dict[Child, Order] = {}  # the last of each
         self._reports: dict[Child, Report] = {}
         self._spans: dict[tuple[Child, int], Span] = {}  # by order
         self._hooked: dict[int, tuple[Child, bytes]] = {}
 
-    def order(self, run: Assign) -> Order:
-        """The message for a worker."""
-        return replace(self._order, first=run.first, last=run.last)
+    def order(self, child: Child, run: Assign) -> Order:
+        """The message for the worker."""
+        self._orders[child] = replace(self._order, first=run.first, last=run.last)
+        return self._orders[child]
+
+    def leave(self, living: Collection[Child]) -> dict[int, Pace]:
+        """All is done, and nobody waits for those of the `living` who are still at something. Returns what that shows of
+        their pace, by rank."""
+        for child, order in self._orders.items():
+            at_hand = self.dispatch.at_hand(child.rank)
+            if at_hand is not None and child in living and not child.free:
+                self._overdue.leave(child, order, self.cut, *at_hand)
+        return self._overdue.take(self._order.kind, living)
 
     def held(self, child: Child) -> tuple[Node, ...]:
         """What the worker holds of this evaluation."""
@@ -56,7 +85,8 @@ class Round:
     def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
         """Raises `ProtocolError` for what cannot be true."""
         if asked.order is None or asked.order.evaluation != self._evaluation:
-            return  # of an evaluation that nobody waits for
+            self._overdue.heard(child, asked, reply)  # of an evaluation that nobody waits for
+            return
         if reply.kind is Kind.FAILED:
             self.failures.append((child.rank, Failure.decode(reply.body)))
             self.dispatch.ended(child.rank)
@@ -99,6 +129,8 @@ class Round:
 
     def lost(self, child: Child) -> None:
         """What it reported stands: the memory is ours too, and nobody else writes there."""
+        self._overdue.lost(child)
+        self.gone.append(child)
         chunk = self.dispatch.lost(child.rank, child.death)
         if chunk is not None:
             self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
@@ -113,7 +145,7 @@ class Round:
         somebody = next(iter(results))
         for chunk, (child, body) in self._hooked.items():
             # one that died between the two had said what the hook returned, and another evaluated the chunk again
-            results[child if child in results else somebody][chunk] = pickle.loads(body)
+            results[child if child in results else somebody][chunk] = unpickled(child.rank, "posthook", body)
         spans: dict[Child, list[Span]] = {child: [] for child in self._reports}
         for (child, _), span in self._spans.items():
             spans[child].append(span)
@@ -134,6 +166,7 @@ class Probe:
     def __init__(self, evaluation: int) -> None:
         self.seconds: dict[int, float] = {}
         self.failures: list[tuple[int, Failure]] = []
+        self.gone: list[Child] = []
         self.waiting: set[Child] = set()
         self.patience = float("inf")
         self._evaluation = evaluation
@@ -159,6 +192,7 @@ class Probe:
     def lost(self, child: Child) -> None:
         """It will not answer."""
         self.waiting.discard(child)
+        self.gone.append(child)
 
 
 class Calls:

@@ -16,7 +16,7 @@ from batchopt.threads import torch_threads
 from batchopt_workers.batch import Batch
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import Cut, Order, message_of
 from batchopt_workers.rows import Rows
 from batchopt_workers.tree import most_held
 from batchopt_workers.watch import StateWritten, Watch
@@ -35,7 +35,7 @@ class SerialBackend(Backend):
             try:
                 setup.precode(self._worker)
             except Exception as error:
-                raise WorkerError(0, type(error).__name__, str(error), range(0), "running precode") from error
+                raise WorkerError(0, type(error).__name__, message_of(error), range(0), "running precode") from error
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
@@ -98,7 +98,7 @@ class SerialBackend(Backend):
         except Exception as error:
             batch, at_hand = self._evaluator.batch, self._evaluator.at_hand
             terms = {} if batch is None else batch.numbering.within(at_hand)
-            raise WorkerError(0, type(error).__name__, str(error), at_hand, terms=terms) from error
+            raise WorkerError(0, type(error).__name__, message_of(error), at_hand, terms=terms) from error
         self._examined = True
         samples = cut.bounds[order.last] - cut.bounds[order.first]
         partials = []

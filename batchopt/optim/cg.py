@@ -91,6 +91,9 @@ class CG(Descent):
         }
         check_choice("beta", beta, tuple(BETAS))
         super().__init__(params, options, callback)
+
+    def _make_room(self) -> None:
+        super()._make_room()
         self._y: torch.Tensor | None = None
 
     _kept = (*Descent._kept, "direction", "beta", "decrease")

@@ -14,7 +14,7 @@ from batchopt.optim.algebra import add, copy, largest, norm
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
 from batchopt.optim.linesearch import FLAT, Sample, armijo, discrepancy, fixed, strong_wolfe
-from batchopt.optim.options import check_options
+from batchopt.optim.options import as_numbers, check_options
 from batchopt.optim.status import Iteration, Result, Status
 from batchopt.optim.vector import Vector
 
@@ -63,6 +63,7 @@ class Descent(torch.optim.Optimizer):
     flat = FLAT  # how much flatter phi has to be where a line search ends
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
+        defaults = as_numbers(defaults)
         check_options(defaults)
         super().__init__(params, defaults)
         if len(self.param_groups) != 1:
@@ -72,9 +73,21 @@ class Descent(torch.optim.Optimizer):
             )
         self.callback = callback
         self.result: Result | None = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Vectors to work in, and the parameters as one: of this object alone."""
         self._vector = Vector(self._group["params"])
         self._spare = [self._new_point(), self._new_point()]
         self._change, self._direction = self._vector.empty(), self._vector.empty()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "callback": self.callback, "result": self.result}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of what was pickled."""
+        super().__setstate__(state)
+        self._make_room()
 
     def _new_point(self) -> Point:
         return Point(self._vector.empty(), self._vector.empty())

@@ -70,6 +70,9 @@ class LBFGS(Descent):
             "l1": l1,
         }
         super().__init__(params, options, callback)
+
+    def _make_room(self) -> None:
+        super()._make_room()
         self._pseudo: torch.Tensor | None = None
 
     # other classes whose states can be loaded, as far as they go

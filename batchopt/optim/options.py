@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import torch
+
 LINE_SEARCHES = ("strong_wolfe", "armijo", None)
+
+
+def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with tensors of one element (a learning rate, as torch's optimizers take it) as numbers."""
+    return {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in options.items()
+    }
 
 
 def check_options(options: Mapping[str, Any]) -> None:

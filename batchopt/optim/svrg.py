@@ -38,6 +38,13 @@ class SVRG(torch.optim.Optimizer):
         self._share()
         self._memory["passes"] = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"base": self.base, "update_freq": self.update_freq, "defaults": self.defaults}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of what was pickled."""
+        super().__setstate__({**state, "param_groups": state["base"].param_groups, "state": state["base"].state})
+
     def _share(self) -> None:
         """One state and one list of groups, for both."""
         self.param_groups, self.state = self.base.param_groups, self.base.state

@@ -564,6 +564,19 @@ class Contract:
 
     # ---- errors
 
+    def test_an_exception_that_cannot_be_told_is_one_error_too(self, make: Make) -> None:
+        class Untold(Exception):
+            def __str__(self) -> str:
+                raise KeyError
+
+        def loss_fn(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            raise Untold
+
+        opt = make(Mlp(), loss_fn=loss_fn, optimizer=None)
+        with pytest.raises(WorkerError, match=r"^Untold in worker .*: <its __str__ raised KeyError>$"):
+            opt.load(torch.ones(8, 6), torch.ones(8, 4))
+            opt.evaluate()
+
     def test_an_exception_in_the_users_code_is_one_error_and_the_optimizer_lives_on(self, make: Make) -> None:
         case = mlp(samples=10)
 

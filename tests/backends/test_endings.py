@@ -186,10 +186,56 @@ def test_a_worker_that_writes_the_parameters_ends_and_they_are_untouched() -> No
     case = mlp()
     with BatchOptimizer(case.module, case.criterion, parallelize=2, prehook=spoil, max_restarts=0) as opt:
         before = opt.parameters.clone()
-        with pytest.raises(batchopt.AllWorkersLostError, match=r"SIGSEGV.*read-only") as lost:
+        with pytest.raises(batchopt.WorkerLostError, match=r"SIGSEGV .* in the first forward") as lost:
             opt.step(case.inputs, case.targets)
         assert torch.equal(opt.parameters, before)
-        assert "in spoil" in str(lost.value)  # the tail of standard error has the place
+        assert "in spoil" in str(lost.value)  # standard error has the place
+        assert len(str(lost.value).splitlines()) == 1
+
+
+class Lazy(nn.Module):
+    """Writes its parameters when it is called first."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(6, 4), writes
+        self.register_buffer("started", torch.zeros(1, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not bool(self.get_buffer("started")):
+            with torch.no_grad():
+                self.linear.weight.fill_(0.5) if self.writes else setattr(self, "extra", nn.Parameter(torch.ones(1)))
+                self.get_buffer("started").fill_(True)
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parameters_that_the_first_forward_writes_are_one_clear_error(hooked: bool) -> None:
+    data, module = (torch.rand(8, 6), torch.rand(8, 4)), Lazy(writes=True)
+    hook = (lambda worker, sample: None) if hooked else None  # then nothing is measured first
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, prehook=hook) as opt:
+        with pytest.raises(
+            batchopt.WorkerLostError, match=r"in forward; called .* call the module once before"
+        ) as lost:
+            opt.load(*data)
+            opt.evaluate()
+        assert "test_endings.py" in str(lost.value) and len(str(lost.value).splitlines()) == 1
+        module(data[0])
+        opt.load(*data)
+        expected = nn.functional.mse_loss(module(data[0]), data[1]).item()
+        assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_parameters_that_the_first_forward_makes_are_one_clear_error(parallelize: int) -> None:
+    data = torch.rand(8, 6), torch.rand(8, 4)
+    with BatchOptimizer(Lazy(writes=False), nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        with pytest.raises(
+            batchopt.WorkerError, match=r"the parameter 'extra' was made by the first forward, .* call the"
+        ):
+            opt.load(*data)
+            opt.evaluate()
 
 
 def test_a_worker_of_other_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_pieces_are_each_sample_once_and_in_order(kind: str, one: int, other: in
 def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -> None:
     rows = torch.arange(12).view(6, 2)
     inputs = Columns(DATA) if form == "columns" else Samples(list(DATA))
-    batch = Part(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, rows)
+    batch = Part(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, {"weight": rows})
     (piece,) = batch.pieces(2, 4)
     assert piece.attributes["weight"].tolist() == [[4, 5], [6, 7]]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from batchopt_workers import loop
 from batchopt_workers.batch import Batch, Columns, Part
 from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Program
@@ -163,6 +164,16 @@ def test_functions_run_with_the_worker_and_their_arguments() -> None:
     session = Session(1, 3)
     found = session.run(lambda worker, *arguments: (worker.rank, worker.world_size, worker.module, arguments), "a", 2)
     assert found == (1, 3, None, ("a", 2))
+
+
+def test_a_result_that_is_larger_than_a_message_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LARGEST", 10_000)
+    (reply,) = replies(Session(0, 1), call("run", lambda worker: bytes(20_000)))
+    assert HEAD.unpack_from(reply) == (5, Kind.FAILED)
+    failure = Failure.decode(reply[HEAD.size :])
+    assert failure.type_name == "ValueError" and "are the most: return less at a time, or" in failure.message
+    (reply,) = replies(Session(0, 1), call("run", lambda worker: bytes(2_000)))
+    assert HEAD.unpack_from(reply) == (5, Kind.RESULT)
 
 
 def test_what_precode_keeps_is_there_after_the_module_arrived() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchopt_workers.collation import Collation
 from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.weighting import Weighting
@@ -23,32 +25,63 @@ def _is_tensor(item: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = _is_tensor) -> Any:
-    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists and dicts, which keep their types;
-    what is no leaf stays."""
+    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which keep
+    their types; what is no leaf stays."""
     if is_leaf(data):
         return function(data)
     if isinstance(data, tuple) and hasattr(data, "_make"):
         return data._make(map_tensors(function, item, is_leaf) for item in data)
     if isinstance(data, (tuple, list)):
         return type(data)(map_tensors(function, item, is_leaf) for item in data)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
-        return mapped if type(data) is dict else _filled(copy.copy(data), mapped)
+        return _filled(copy.copy(data), mapped) if _keeps_its_type(data) else mapped
+    if is_record(data):
+        return _replaced(data, {name: map_tensors(function, item, is_leaf) for name, item in items_of(data)})
     return data
 
 
-def _filled(data: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def is_record(data: Any) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def items_of(data: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in such a structure, each with its index, key or name; nothing for what is none."""
+    if isinstance(data, (tuple, list)):
+        yield from enumerate(data)
+    elif isinstance(data, Mapping):
+        yield from data.items()
+    elif is_record(data):
+        for entry in dataclasses.fields(data):
+            if hasattr(data, entry.name):
+                yield entry.name, getattr(data, entry.name)
+
+
+def _keeps_its_type(data: Mapping[Any, Any]) -> bool:
+    return type(data) is not dict and isinstance(data, MutableMapping)
+
+
+def _filled(data: Any, items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         data[key] = item
     return data
+
+
+def _replaced(data: Any, items: dict[str, Any]) -> Any:
+    """A copy of a dataclass with other values; frozen ones, and those whose `__init__` does more, too."""
+    found = copy.copy(data)
+    for name, item in items.items():
+        object.__setattr__(found, name, item)
+    return found
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
     """Every tensor of such a structure, in order."""
     if isinstance(data, torch.Tensor):
         yield data
-    elif isinstance(data, (tuple, list, dict)):
-        for item in data.values() if isinstance(data, dict) else data:
+    else:
+        for _, item in items_of(data):
             yield from tensors_in(item)
 
 
@@ -75,7 +108,7 @@ def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensors whose first dimension is the sample: a tensor, or tuples, lists and dicts of them. Lists, tuples and arrays
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Lists, tuples and arrays
     in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever else is there belongs
     to every sample."""
 
@@ -166,7 +199,7 @@ class Part:
     options: Sequence[Any] | None
     weighting: Weighting
     collate: Collate | None = None
-    criterion_weight: torch.Tensor | None = None  # of a criterion that weighs each sample: shape (size, ...)
+    criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # attributes with a row for each sample
     name: str | None = None
 
     @property
@@ -181,24 +214,26 @@ class Part:
             if piece is not None:
                 whole[start : start + len(piece)] = piece
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int, collation: Collation | None = None, term: int = 0) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order.
 
         Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a
         `collate` function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no
-        targets, and returns what the module and the criterion get.
+        targets, and returns what the module and the criterion get. That may come from `collation`, where it is kept for the
+        part with the index `term`.
         """
         if isinstance(self.inputs, Columns):
             targets = self.targets.slice(start, stop) if self.targets is not None else None
             yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
         elif self.collate is not None:
-            yield self._piece(*self._collated(start, stop), start, stop)
+            found = collation or Collation()
+            inputs, targets = found.of((term, start, stop), lambda: self._collated(start, stop))
+            yield self._piece(inputs, targets, start, stop)
         else:
             for index in range(start, stop):
                 target = self.targets.sample(index) if self.targets is not None else None
                 piece = self._piece(self.inputs.sample(index), target, index, index + 1)
-                if self.criterion_weight is not None:
-                    piece.attributes["weight"] = self.criterion_weight[index]
+                piece.attributes.update({name: rows[index] for name, rows in self.criterion_rows.items()})
                 yield piece
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
@@ -211,9 +246,7 @@ class Part:
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
         options = None if self.options is None else self.options[start:stop]
-        attributes: dict[str, Any] = {}
-        if self.criterion_weight is not None:
-            attributes["weight"] = self.criterion_weight[start:stop]
+        attributes: dict[str, Any] = {name: rows[start:stop] for name, rows in self.criterion_rows.items()}
         if self.weighting.divided_once:
             attributes["reduction"] = "sum"
         return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), attributes)
@@ -235,12 +268,19 @@ class Batch:
         """Where the samples of each term are."""
         return Numbering(tuple(part.name for part in self.parts), tuple(part.size for part in self.parts))
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
         for term, samples in self.numbering.split(range(start, stop)):
-            for piece in self.parts[term].pieces(samples.start, samples.stop):
+            for piece in self.parts[term].pieces(samples.start, samples.stop, collation, term):
                 piece.term = term
                 yield piece
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those of the inputs and the targets."""
+        for part in self.parts:
+            for form in (part.inputs, part.targets):
+                if form is not None:
+                    yield from tensors_in(form.data)
 
     def realigned(self) -> Batch:
         """The same with inputs and targets laid out as in shared memory."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.collation import Collation
 from batchopt_workers.draws import seed_draws
 from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
@@ -168,6 +169,7 @@ class Evaluator:
         self.at_hand = range(0)
         self.watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
         self._watched: dict[int, BatchWatch] = {}  # by the first sample of the chunk
+        self._collation: tuple[Cut | None, Collation] = None, Collation()
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
@@ -183,7 +185,7 @@ class Evaluator:
 
     @batch.setter
     def batch(self, batch: Batch | None) -> None:
-        self._batch, self._watched = batch, {}
+        self._batch, self._watched, self._collation = batch, {}, (None, Collation())
 
     def evaluate(self, order: Order, rows: Rows) -> Iterator[tuple[Report, list[Any]]]:
         """Evaluate the chunks of `order` one after the other into `rows`; after each, what this worker now has of the
@@ -215,10 +217,12 @@ class Evaluator:
         self.at_hand = range(start, stop)  # while samples are cut out and collated
         batch_watch = self._watch_batch(start, stop)
         batch_watch.begin()
+        collation = self._collated()
+        collation.begin()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         try:
-            for piece in map(self.place, self.batch.pieces(start, stop)):
+            for piece in map(self.place, self.batch.pieces(start, stop, collation)):
                 self.at_hand = numbering.position(piece.term, piece.indices)
                 sample = Sample(
                     piece.inputs, piece.targets, piece.options, piece.indices, term=numbering.names[piece.term]
@@ -233,11 +237,13 @@ class Evaluator:
                 self.at_hand = range(self.at_hand.stop, stop)
             self.at_hand = range(start, stop)
             batch_watch.check()
+            collation.check()
             self.watch.check()
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
         except BaseException:
+            collation.forget()
             self.watch.put_back()
             raise
         finally:
@@ -246,6 +252,14 @@ class Evaluator:
             if not was_used:
                 view.zero_()
         return tuple(losses), bytes(used)
+
+    def _collated(self) -> Collation:
+        cut, found = self._collation
+        if cut is not self.cut:
+            assert self.batch is not None
+            found = Collation(self.batch.tensors())
+            self._collation = self.cut, found
+        return found
 
     def _watch_batch(self, start: int, stop: int) -> BatchWatch:
         assert self.batch is not None

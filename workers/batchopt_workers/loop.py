@@ -30,7 +30,7 @@ from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report
+from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report, message_of
 from batchopt_workers.mirror import HOST, Mirror, pin
 from batchopt_workers.module_hooks import set_module_hooks
 from batchopt_workers.packing import Placement, assemble, unpack, views
@@ -41,6 +41,8 @@ from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Worker
 
 _F_SETSIG = 10  # Linux; Python does not name it
+# Bytes of a message: its length is sent as 4 bytes, with a sign.
+LARGEST = 2**31 - 1
 # What the names of blocks begin with that belong to a part of a batch.
 PIECE = "piece "
 # Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
@@ -292,6 +294,11 @@ class _Mailbox:
 
     def send(self, number: int, kind: Kind, body: bytes, chunk: int = -1) -> None:
         """Say something about message `number`."""
+        if len(body) + HEAD.size > LARGEST:
+            raise ValueError(
+                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less at a time, or "
+                "write it to a file and return its path"
+            )
         frame = HEAD.pack(number, kind) + body
         faults.point("worker.send", chunk)
         self._connection.send_bytes(frame)
@@ -352,15 +359,11 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
 def describe(error: BaseException, samples: range) -> Failure:
     """The exception as text, whatever its own methods do."""
     try:
-        message = str(error)
-    except BaseException as inner:
-        message = f"<its __str__ raised {type(inner).__name__}>"
-    try:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
     written = error.names if isinstance(error, StateWritten) else ()
-    return Failure(type(error).__name__, message, trace, samples, written)
+    return Failure(type(error).__name__, message_of(error), trace, samples, written)
 
 
 def _end(code: int) -> None:
@@ -398,7 +401,7 @@ def _killed_with_parent(sentinel: int) -> None:
 def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
     """The life of a worker process, from its first message to the parent's last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides about Ctrl-C
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # the others are ours, and say nothing
     os.set_inheritable(connection.fileno(), False)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -135,6 +135,14 @@ class Report:
         return found
 
 
+def message_of(error: BaseException) -> str:
+    """What the exception says, whatever its own methods do."""
+    try:
+        return str(error)
+    except BaseException as inner:
+        return f"<its __str__ raised {type(inner).__name__}>"
+
+
 @dataclass(frozen=True)
 class Failure:
     """An exception of the user's code in a worker, as text: its type's name, its message, the traceback,

@@ -59,6 +59,8 @@ class Watch:
             for name, buffer in owner._buffers.items()
             if buffer is None
         ]
+        self._module, self._parameters = module, {name for name, _ in module.named_parameters()}
+        self._examines = False
         self._originals: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
 
@@ -67,7 +69,7 @@ class Watch:
         if originals is None:
             tensors = [constant.tensor for constant in self._constants]
             originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
-        self._originals = originals
+        self._originals, self._examines = originals, True
 
     def begin(self) -> None:
         """Chunks are evaluated from here on."""
@@ -84,7 +86,17 @@ class Watch:
         made = [name for name, buffers, name_there in self._none if buffers[name_there] is not None]
         if written or made:
             self.put_back()
-        self._originals = {}
+        new = (
+            [name for name, _ in self._module.named_parameters() if name not in self._parameters]
+            if self._examines
+            else []
+        )
+        self._originals, self._examines = {}, False
+        if new:
+            raise ValueError(
+                f"the parameter '{new[0]}' was made by the first forward, and is not in X: call the module once before it is "
+                "given to batchopt"
+            )
         if made:
             raise ValueError(
                 f"the buffer '{made[0]}' was None, and forward made it a tensor: call the module once before it is given to "

@@ -1,0 +1,78 @@
+"""Lists are collated once or twice a step, whoever evaluates them, and f stays what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer
+
+INPUTS = [torch.linspace(0, 1, 3 * n).view(n, 3) for n in (1, 2, 3, 4, 5, 6)]
+TARGETS = [torch.tensor([float(n)]) for n in range(6)]
+
+
+class Collate:
+    """Concatenates, and writes down that it did."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, pairs: list[Any]) -> Any:
+        with open(self.folder / "collated", "a") as file:
+            file.write(".")
+        lengths = torch.tensor([len(x) for x, _ in pairs])
+        return (torch.cat([x for x, _ in pairs]), lengths), torch.cat([y for _, y in pairs])
+
+    @property
+    def count(self) -> int:
+        return len((self.folder / "collated").read_text())
+
+
+class Pool(nn.Module):
+    """The mean over each sample's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        rows, lengths = inputs
+        index = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        sums: torch.Tensor = torch.zeros(len(lengths), 1).index_add(0, index, self.linear(rows))
+        return (sums / lengths[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 2), (2, None), (2, 1)])
+def test_each_chunk_of_a_list_is_collated_no_more_than_twice_a_step_and_worker(
+    parallelize: int, chunk_size: int | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    collate, module = Collate(tmp_path), Pool()
+    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": chunk_size, "speeds": [1.0] * parallelize}
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, collate_fn=collate, check_cut=False, **options) as opt:
+        for _ in range(2):
+            opt.load(INPUTS, TARGETS)
+            for _ in range(10):
+                expected = nn.functional.mse_loss(module((torch.cat(INPUTS), torch.arange(1, 7))), torch.cat(TARGETS))
+                assert opt.evaluate().item() == pytest.approx(expected.item(), rel=1e-5)
+                with torch.no_grad():
+                    opt.parameters.add_(0.01)
+            chunks = 6 // chunk_size if chunk_size else parallelize
+    assert collate.count <= 2 * 2 * chunks * parallelize < 2 * 10 * chunks
+
+
+def test_what_a_prehook_does_to_a_collated_piece_is_done_to_each_anew(tmp_path: Path) -> None:
+    def prehook(worker: Any, sample: Any) -> None:
+        rows, lengths = sample.inputs
+        sample.inputs = rows + 1, lengths
+
+    with BatchOptimizer(
+        Pool(), nn.MSELoss(), optimizer=None, collate_fn=Collate(tmp_path), prehook=prehook, parallelize=2
+    ) as opt:
+        opt.load(INPUTS, TARGETS)
+        first = opt.evaluate().item()
+        assert [opt.evaluate().item() for _ in range(4)] == pytest.approx([first] * 4, rel=1e-6)

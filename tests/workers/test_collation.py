@@ -1,0 +1,149 @@
+"""What collate functions make is kept from the second evaluation on, and is never another thing than they would make."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchopt_workers import collation
+from batchopt_workers.collation import Collation
+
+KEY = (0, 0, 4)
+
+
+class Graphs:
+    """As a library would have one: tensors in attributes, which users replace."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.same, self.names = x, x, ["a"]
+
+
+class Collating:
+    """Counts."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make, self.count = make, 0
+
+    def __call__(self) -> Any:
+        self.count += 1
+        return self.make()
+
+
+def graphs() -> Graphs:
+    return Graphs(torch.arange(4.0).requires_grad_())
+
+
+def run(kept: Collation, collate: Callable[[], Any], use: Callable[[Any], object] = id, times: int = 1) -> Any:
+    """As so many evaluations do."""
+    for _ in range(times):
+        kept.begin()
+        made = kept.of(KEY, collate)
+        use(made)
+        kept.check()
+    return made
+
+
+def test_a_piece_is_collated_twice_and_then_kept() -> None:
+    kept, collate = Collation(), Collating(graphs)
+    found = [run(kept, collate) for _ in range(5)]
+    assert collate.count == 2
+    assert all(isinstance(one, Graphs) and one.x is one.same and one.x.tolist() == [0, 1, 2, 3] for one in found)
+    assert len({id(one.x) for one in found}) == 5 and all(one.x.is_leaf and one.x.requires_grad for one in found)
+
+
+def _set_attribute(made: Graphs) -> None:
+    made.x = made.x * 2
+    made.names.append("b")
+
+
+def _require_grad(made: Graphs) -> None:
+    made.x.grad = torch.ones(4)
+
+
+@pytest.mark.parametrize("use", [_set_attribute, _require_grad])
+def test_what_is_done_to_the_structure_is_not_seen_by_the_next(use: Callable[[Any], object]) -> None:
+    kept, collate = Collation(), Collating(graphs)
+    for _ in range(5):
+        found = kept.of(KEY, collate)
+        assert (found.x.tolist(), found.x.grad, found.names) == ([0, 1, 2, 3], None, ["a"])
+        use(found)
+        kept.check()
+    assert collate.count == 2
+
+
+def _in_place(made: Graphs) -> None:
+    with torch.no_grad():
+        made.x.mul_(2)
+
+
+def _past_the_counter(made: Graphs) -> None:
+    made.x.data.mul_(2)
+
+
+@pytest.mark.parametrize("use", [_in_place, _past_the_counter])
+def test_what_is_written_is_collated_again(use: Callable[[Any], object]) -> None:
+    kept, collate = Collation(), Collating(graphs)
+    for _ in range(5):
+        found = kept.of(KEY, collate)
+        assert found.x.tolist() == [0, 1, 2, 3]
+        use(found)
+        kept.check()
+    assert collate.count == 5
+
+
+def test_what_is_written_later_is_collated_again_too() -> None:
+    kept, collate = Collation(), Collating(graphs)
+    run(kept, collate, times=4)
+    assert collate.count == 2
+    run(kept, collate, _in_place)
+    assert run(kept, collate).x.tolist() == [0, 1, 2, 3]
+    assert collate.count == 3
+
+
+def test_after_a_failure_it_is_collated_again() -> None:
+    kept, collate = Collation(), Collating(graphs)
+    run(kept, collate, times=3)
+    kept.of(KEY, collate)
+    kept.forget()
+    run(kept, collate)
+    assert collate.count == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.rand(3),
+        lambda: torch.tensor(np.random.random()),
+        lambda: torch.tensor(random.random()),
+        lambda: torch.ones(3).to_sparse(),
+        lambda: torch.nn.Parameter(torch.ones(3)),
+        lambda: torch.ones(3, requires_grad=True) * 2,
+        lambda: (line for line in "ab"),
+    ],
+    ids=["torch's draws", "NumPy's", "Python's", "sparse", "a parameter", "a result of autograd", "a generator"],
+)
+def test_what_draws_or_what_nobody_can_watch_is_collated_each_time(make: Callable[[], Any]) -> None:
+    kept, collate = Collation(), Collating(make)
+    run(kept, collate, times=4)
+    assert collate.count == 4
+
+
+def test_no_more_is_kept_than_the_batch_has_or_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collation, "LEAST", 0)
+    batch = torch.zeros(1000)
+    small, large = Collating(lambda: torch.zeros(700)), Collating(lambda: torch.zeros(900))
+    kept = Collation([batch])
+    for _ in range(4):
+        for i, collate in enumerate((small, large)):
+            kept.of((0, i, i + 1), collate)
+        kept.check()
+    assert (small.count, large.count) == (2, 4)
+    views = Collating(lambda: batch[3:])
+    kept = Collation([batch])
+    run(kept, views, times=4)
+    assert views.count == 2  # memory of the batch itself is no more memory

@@ -1,0 +1,178 @@
+"""What collate functions have made of lists of samples, kept while the batch and its cut stay."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+# Bytes that a worker may keep; as many as the batch itself has, where that is more.
+LEAST = 2**26
+
+# A term's index, and the samples of it that were collated together.
+Key = tuple[int, int, int]
+
+
+class CannotBeKept(Exception):
+    """It has a tensor of a kind that nobody can tell whether it is written."""
+
+
+@dataclass
+class _Kept:
+    """What was collated, apart: `data` has the structure, pickled, so that what user code does with one is not seen by
+    the next; `tensors` share the memory, with a flag for those that require grad."""
+
+    data: bytes
+    tensors: list[tuple[torch.Tensor, bool]]
+    nbytes: int
+    versions: list[int] = field(default_factory=list)
+    copies: list[torch.Tensor] = field(default_factory=list)  # until one forward has shown that it does not write
+
+    def begin(self) -> None:
+        self.versions = [tensor._version for tensor, _ in self.tensors]
+
+    def is_written(self) -> bool:
+        """Since `begin`; past the version counter too, where there are copies to compare with."""
+        now = [tensor._version for tensor, _ in self.tensors]
+        same = all(_same_bytes(tensor, copy) for (tensor, _), copy in zip(self.tensors, self.copies, strict=False))
+        return now != self.versions or not same
+
+    def fresh(self) -> Any:
+        """The same again, of new leaves."""
+        leaves = [tensor.detach().requires_grad_(requires_grad) for tensor, requires_grad in self.tensors]
+        return _Unpickler(self.data, leaves).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+        self._index: dict[int, int] = {}
+
+    def persistent_id(self, obj: object) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if type(obj) is not torch.Tensor or not _can_be_kept(obj):
+            raise CannotBeKept
+        if id(obj) not in self._index:
+            self._index[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._index[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _can_be_kept(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout is torch.strided and tensor.is_leaf and not tensor.is_inference() and not tensor.is_meta
+    return plain and not vars(tensor)
+
+
+def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def _random_states() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    kind, key, *rest = np.random.get_state()
+    torch_states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *cuda)]
+    return torch_states, kind, np.asarray(key).tobytes(), rest, random.getstate()
+
+
+class Collation:
+    """The collated pieces of one batch in one cut, as this worker evaluates them.
+
+    From the second time on that a piece is asked for it is kept, so that a batch that is evaluated once costs nothing. It is
+    not where its tensors are written, or its collate function draws random numbers (what is drawn after that would
+    change), or it cannot be pickled; and no more than `LEAST` bytes are, or as many as the `tensors` of the batch have.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._own: set[int] = set()  # where the memory of the batch begins
+        nbytes = 0
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self._own.add(tensor.untyped_storage().data_ptr())
+                nbytes += tensor.numel() * tensor.element_size()
+        self._room = max(LEAST, nbytes)
+        self._pieces: dict[Key, _Kept | None] = {}  # None: asked for once
+        self._never: set[Key] = set()
+        self._used: list[Key] = []
+
+    def begin(self) -> None:
+        """A chunk is evaluated from here on."""
+        self._used = []
+
+    def of(self, key: Key, collate: Callable[[], Any]) -> Any:
+        """What `collate` makes, or has made, of these samples."""
+        if key in self._never:
+            return collate()
+        if key not in self._pieces:
+            self._pieces[key] = None
+            return collate()
+        self._used.append(key)
+        kept = self._pieces[key]
+        if kept is not None:
+            kept.begin()
+            return kept.fresh()
+        before = _random_states()
+        made = collate()
+        kept = self._keep(made) if before == _random_states() else None
+        if kept is None:
+            self._drop(key)
+        else:
+            self._pieces[key] = kept
+            self._room -= kept.nbytes
+        return made
+
+    def _keep(self, made: Any) -> _Kept | None:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        try:
+            pickler.dump(made)
+        except Exception:  # whatever the user's classes raise: it is collated each time, then
+            return None
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in pickler.tensors}
+        nbytes = sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in self._own)
+        nbytes += file.tell()
+        if nbytes > self._room:
+            return None
+        kept = _Kept(file.getvalue(), [(tensor.detach(), tensor.requires_grad) for tensor in pickler.tensors], nbytes)
+        kept.copies = [tensor.clone() for tensor, _ in kept.tensors]
+        kept.begin()
+        return kept
+
+    def _drop(self, key: Key) -> None:
+        kept = self._pieces.pop(key, None)
+        self._never.add(key)
+        self._room += 0 if kept is None else kept.nbytes
+
+    def check(self) -> None:
+        """The chunk was evaluated: what was written is not kept."""
+        for key in self._used:
+            kept = self._pieces.get(key)
+            if kept is not None and kept.is_written():
+                self._drop(key)
+            elif kept is not None:
+                kept.copies = []
+        self._used = []
+
+    def forget(self) -> None:
+        """The chunk has failed: nobody knows what it has written."""
+        for key in self._used:
+            self._drop(key)
+        self._used = []
