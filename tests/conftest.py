@@ -23,10 +23,15 @@ pytest.register_assert_rewrite("tests.backends.contract")
 PATIENCE = 10.0
 
 
+def named_memory() -> set[str]:
+    """The names in /dev/shm."""
+    folder = Path("/dev/shm")
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
 def shared_memory() -> set[str]:
     """The names in /dev/shm, but for those that programs other than this one have open or map: we make none that lives on."""
-    folder = Path("/dev/shm")
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    names = named_memory()
     return names - of_others() if names else names
 
 
@@ -86,7 +91,7 @@ def imports_frozen() -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a child process, a name in /dev/shm, a listening socket or a thread."""
     me = psutil.Process()
-    names, sockets, threads = shared_memory(), listening([me.pid]), threading.active_count()
+    names, sockets, threads = named_memory(), listening([me.pid]), threading.active_count()
     children = {child.pid for child in me.children(recursive=True)}
     yield
     gc.collect()
