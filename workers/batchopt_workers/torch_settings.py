@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -12,6 +13,10 @@ from torch.utils._device import DeviceContext
 # Half of it is 0 where numbers as small are flushed to 0; else it is not.
 _TINY = 2.0**-1040
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+# Torch 2.6 does not tell which hooks for saved tensors are in force: it is not found out there.
+TOP_SAVED_TENSORS_HOOKS: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
 
 
 class TorchSettings(NamedTuple):
@@ -83,7 +88,7 @@ def _autocast() -> tuple[tuple[str, torch.dtype, bool], ...]:
 
 def _device() -> torch.device | None:
     """Where tensors are made that are not told where; None: on the cpu."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if TOP_SAVED_TENSORS_HOOKS is not None and TOP_SAVED_TENSORS_HOOKS(True) is not None:
         _refuse("torch.autograd.graph.saved_tensors_hooks")
     if torch._C._len_torch_dispatch_stack():
         _refuse(f"{type(torch._C._get_dispatch_stack_at(0)).__name__} (a TorchDispatchMode)")
