@@ -60,6 +60,9 @@ class Death(Enum):
     OUTSIDE = "outside"  # a signal that somebody sent: the chunk was there by chance, unless it needs too much memory
 
 
+# How many times as long as usual a chunk must have had before it is given up because workers hang in it: copies of it may
+# have hung at the same time.
+PATIENT = 4.0
 # How much a death counts against the chunk at hand.
 WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 
@@ -143,7 +146,9 @@ class Dispatch:
         self._blame[chunk] = self._blame.get(chunk, 0.0) + WEIGHTS[death]
         if death is Death.HANG:
             self._patience[chunk] = max(self.patience(chunk), 2.0 * task.patience)
-        return chunk if task.alone and self._blame[chunk] >= POISONOUS and self._missing[chunk] else None
+        has_had_time = death is not Death.HANG or task.patience >= PATIENT
+        is_to_blame = task.alone and has_had_time and self._blame[chunk] >= POISONOUS
+        return chunk if is_to_blame and self._missing[chunk] else None
 
     def patience(self, chunk: int) -> float:
         """How many times as long as usual a worker may take for the chunk: doubled by each trial in which one hung."""

@@ -386,8 +386,9 @@ def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
     assert dispatch.patience(0) == 4.0
 
 
-def test_a_chunk_is_given_up_only_after_a_trial_alone() -> None:
-    """Three hang in it at once, since it was late; it is given once more, by itself, and nobody has a copy."""
+def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
+    """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time, and
+    with four times as much: the three may all have had too little."""
     dispatch = begun((0, 1), None, None)
     known = pace(1.0, 1.0, 1.0)
     for worker in (1, 2):
@@ -395,7 +396,9 @@ def test_a_chunk_is_given_up_only_after_a_trial_alone() -> None:
     assert [dispatch.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
     assert dispatch.decide([0, 1, 2], known, 40.0) == [Assign(0, 0, 1)]
     assert dispatch.decide([1, 2], known, 1e6) == [] and dispatch.next_late(known) == math.inf
-    assert dispatch.lost(0, Death.HANG) == 0
+    assert dispatch.patience(0) == 2.0 and dispatch.lost(0, Death.HANG) is None
+    assert dispatch.decide([0, 1, 2], known, 80.0) == [Assign(0, 0, 1)]
+    assert dispatch.patience(0) == 4.0 and dispatch.lost(0, Death.HANG) == 0
 
 
 def test_deaths_at_other_chunks_poison_nothing() -> None:

@@ -52,6 +52,19 @@ def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
             f"shared memory needs 2 open files a block, and this process may have no more than {limit}: raise the "
             "limit (`ulimit -n`), use fewer workers, or close each BatchOptimizer that is done",
         )
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return OSError(
+            errno.EFBIG,
+            f"a block of shared memory needs {nbytes} bytes, and files of this process may have no more than {limit}: raise the "
+            "limit (`ulimit -f`); parameters lie there with parallelize=1, too",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        return OSError(
+            error.errno,
+            f"this system does not let the process make shared memory ({error}): parameters lie there, also with "
+            "parallelize=1; allow memfd_create, fallocate and ftruncate, which a container's seccomp profile may forbid",
+        )
     return MemoryError(f"{_shortage(nbytes, free)} ({error})")
 
 
@@ -114,7 +127,7 @@ class SharedBlock:
 
         Its pages are taken here, so a machine or a container without the memory raises `MemoryError` now instead of
         killing whoever touches a page later; those of a `sparse` one when they are reserved. Raises `OSError` where
-        this process may open no more files.
+        this process may open no more files, or may not make such memory.
         """
         fd = _new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE, sparse)
         try:
