@@ -38,7 +38,7 @@ def test_every_argument_and_member_is_in_the_tables() -> None:
     text = README.read_text()
     for name in inspect.signature(batchopt.BatchOptimizer).parameters:
         assert f"`{name}`" in text, name
-    for_the_doctor = {"load_in_chunks", "twin", "unobserved"}
+    for_the_doctor = {"load_in_chunks", "program", "twin", "unobserved"}
     for name in dir(batchopt.BatchOptimizer):
         if not name.startswith("_") and name not in for_the_doctor | {"module", "criterion"}:
             assert re.search(rf"`{name}[(`]|, {name}[(`]", text), name

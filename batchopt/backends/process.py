@@ -308,6 +308,7 @@ class ProcessBackend(Backend):
                     late = round.dispatch.next_late(round.estimate)
                 self._pool.pump(round, late)
                 self._turn(round)
+                self._proven = self._proven or round.has_reports
                 self._explain(round.gone)
                 if round.poison is not None:
                     chunk, samples = round.poison
@@ -338,10 +339,11 @@ class ProcessBackend(Backend):
         self._pool.enter()
 
     def _explain(self, gone: Sequence[Child]) -> None:
-        """Raise `WorkerLostError` where the first forwards of a program end workers by a fault of memory access: the next
-        ones would, too."""
-        for child in gone:
-            if not (self._proven or child.verdict) and child.process.exitcode == -signal.SIGSEGV:
+        """Raise `WorkerLostError` where the first forwards of a program end workers by a fault of memory access, one after
+        the other, and none has come to its end: the next ones would end so, too."""
+        faults = [child for child in gone if not child.verdict and child.process.exitcode == -signal.SIGSEGV]
+        for child in faults[1:]:
+            if not self._proven:
                 raise WorkerLostError(
                     f"{child.process.name} was ended by SIGSEGV (a fault of memory access) in the first forward of this module, "
                     f"{_place(child.stderr.tail)}. Workers only read the parameters, and code that writes them there ends so: if "
@@ -438,12 +440,12 @@ class ProcessBackend(Backend):
             while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
                 self._pool.pump(probe, probe.patience)
                 self._turn(None)
+                self._proven = self._proven or bool(probe.seconds)
                 self._explain(probe.gone)
         finally:
             self._pool.call_off()
         if probe.failures:
             raise error_of(*min(probe.failures, key=lambda found: found[0]), "", self._numbering)
-        self._proven = self._proven or bool(probe.seconds)
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

@@ -135,6 +135,11 @@ class Round:
         if chunk is not None:
             self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether anybody has evaluated a chunk."""
+        return bool(self._reports)
+
     def answers(self) -> list[Answer]:
         """What each worker contributed, in rank order; partials of two workers may contain the same chunk. Nothing, if all
         was given up before it was done."""
