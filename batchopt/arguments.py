@@ -69,6 +69,11 @@ def check_surroundings() -> None:
             "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no others: "
             "use parallelize=1 here, or parallelize in the process that started it"
         )
+    if not os.path.isdir("/proc/self/fd"):
+        raise BatchoptError(
+            "/proc is not mounted here, and worker processes need it: mount it (`mount -t proc proc /proc`), or use "
+            "parallelize=1"
+        )
     try:
         os.getcwd()
     except OSError as error:

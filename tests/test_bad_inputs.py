@@ -10,6 +10,8 @@ import math
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -431,6 +433,29 @@ def as_a_daemon(parent: Any) -> None:
         build()
     except BatchoptError as error:
         parent.send((str(error), step()))
+
+
+WITHOUT_PROC = """
+import torch
+from batchopt import BatchOptimizer, BatchoptError
+x, y = torch.ones(8, 3), torch.zeros(8, 1)
+try:
+    BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), parallelize=2)
+except BatchoptError as error:
+    print(error)
+with BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), parallelize=1) as opt:
+    print(opt.step(x, y) >= 0)
+"""
+
+
+def test_a_machine_without_proc_is_told_to_use_one_worker() -> None:
+    apart = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no mounts of one's own")
+    hidden = [*apart, "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", sys.executable, "-c", WITHOUT_PROC]
+    ended = subprocess.run(hidden, capture_output=True, text=True, timeout=60, check=True)
+    assert "/proc is not mounted here" in ended.stdout and "use parallelize=1" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "True"
 
 
 def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
