@@ -1,5 +1,7 @@
 """Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
 
+from batchopt._data.terms import Term as Term
+from batchopt._mapreduce.split import split_batch as split_batch
 from batchopt.doctor import Diagnosis as Diagnosis
 from batchopt.errors import AllWorkersLostError as AllWorkersLostError
 from batchopt.errors import BatchoptError as BatchoptError
@@ -17,8 +19,6 @@ from batchopt.optim import Result as Result
 from batchopt.optim import SSBroyden as SSBroyden
 from batchopt.optim import Status as Status
 from batchopt.optimizer import BatchOptimizer as BatchOptimizer
-from batchopt.split import split_batch as split_batch
-from batchopt.terms import Term as Term
 from batchopt_workers.worker import Sample as Sample
 from batchopt_workers.worker import Worker as Worker
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt.copies import copied
-from batchopt.function import BatchFunction
+from batchopt._function.function import BatchFunction
+from batchopt._program.copies import copied
 from batchopt_workers.batch import map_tensors
 from batchopt_workers.inspection import normalises_by_chunk, written
 

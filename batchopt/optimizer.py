@@ -9,28 +9,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from batchopt import checkpoint
-from batchopt.ahead import Ahead, as_arguments, as_batch_of_terms
+from batchopt._checkpoint import file
+from batchopt._checkpoint.resumption import check_state, class_of
+from batchopt._data.denominators import Denominators
+from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
+from batchopt._data.terms import Term, reweighed
+from batchopt._function.counters import History
+from batchopt._function.hessian import Curved
+from batchopt._function.numpy_objective import FlatObjective
+from batchopt._function.settings import Settings
+from batchopt._function.total import Total
+from batchopt._machine.ownership import exclusive
+from batchopt._machine.threads import torch_threads
+from batchopt._mapreduce.reduce import LARGE
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._program.flatten import trainable
 from batchopt.backends import Prepared, anticipate
-from batchopt.choice import OptimizerChoice, check_options, choose_optimizer
-from batchopt.denominators import Denominators
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
-from batchopt.flatten import trainable
-from batchopt.hessian import Curved
-from batchopt.history import History
-from batchopt.objective import FlatObjective
+from batchopt.optim.choose import OptimizerChoice, check_options, choose_optimizer
 from batchopt.optim.descent import Descent
-from batchopt.ownership import exclusive
-from batchopt.reduce import LARGE
-from batchopt.resumption import check_state, class_of
-from batchopt.settings import Settings
-from batchopt.speeds import Speeds
-from batchopt.terms import Term, reweighed
-from batchopt.threads import torch_threads
-from batchopt.total import Total
-from batchopt.trials import Trial, Trials
-from batchopt.undo import Undo
+from batchopt.optim.rollback import Undo
+from batchopt.optim.trials import Trial, Trials
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
@@ -392,7 +392,7 @@ class BatchOptimizer(Curved):
         self._check_open()
         self._check_between_steps("save")
         self._end_step()
-        checkpoint.write(path, self.state_dict(), self._flat.layout)
+        file.write(path, self.state_dict(), self._flat.layout)
 
     @exclusive
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -403,7 +403,7 @@ class BatchOptimizer(Curved):
         """
         self._check_open()
         self._check_between_steps("load_checkpoint")
-        state = checkpoint.read(path, self._flat.layout)
+        state = file.read(path, self._flat.layout)
         try:
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # what torch says of other shapes and names

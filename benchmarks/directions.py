@@ -15,8 +15,8 @@ from threading import Thread
 
 import torch
 
+from batchopt._machine.threads import torch_threads
 from batchopt.optim.curvature import Curvature
-from batchopt.threads import torch_threads
 from benchmarks.findings import Finding, publish
 
 REPEATS = 15

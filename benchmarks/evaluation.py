@@ -16,7 +16,7 @@ import statistics
 
 import torch
 
-from batchopt.backends.template import worker_environment
+from batchopt.backends.process.forkserver import worker_environment
 from benchmarks.arms import ROUNDS, Apart, Arm, Distributed, Ours, Plain, take_turns
 from benchmarks.findings import Finding, publish
 from benchmarks.workloads import WORKLOADS

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt.program import snapshot_of
+from batchopt._program.program import snapshot_of
 from batchopt_workers.evaluate import Program
 from benchmarks.findings import Finding, publish
 

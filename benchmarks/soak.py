@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer, Worker
-from batchopt.backends import template
+from batchopt.backends.process import forkserver
 
 SAMPLES, CHUNK = 4096, 256
 # Seconds that one step may take: the workers of a step may all be killed several times, and start anew in about two.
@@ -54,8 +54,8 @@ class Killer(threading.Thread):
             number = self._random.random()
             if (number := number - PARENT_STOPPED) < 0:
                 self._stop_parent()
-            elif (number := number - TEMPLATE_STOPPED) < 0 and template._latest is not None:
-                self._strike(template._latest._process.pid or 0, signal.SIGSTOP, "template stopped")
+            elif (number := number - TEMPLATE_STOPPED) < 0 and forkserver._latest is not None:
+                self._strike(forkserver._latest._process.pid or 0, signal.SIGSTOP, "template stopped")
             elif (number := number - REENTERED) < 0:
                 os.kill(os.getpid(), signal.SIGUSR1)
             elif ready and (number := number - WORKER_STOPPED) < 0:
@@ -148,7 +148,7 @@ def children() -> set[int]:
             with open(f"/proc/{int(entry)}/stat") as file:
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                     found.add(int(entry))
-    kept = template._latest
+    kept = forkserver._latest
     return found if kept is None else found - {kept._process.pid}
 
 

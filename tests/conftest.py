@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from batchopt.backends import template
+from batchopt.backends.process import forkserver
 
 pytest.register_assert_rewrite("tests.backends.contract")
 
@@ -76,7 +76,7 @@ def listening(pids: list[int]) -> set[str]:
 
 def is_template(process: psutil.Process) -> bool:
     """Whether it is the process that the next workers will be forked from."""
-    latest = template._latest
+    latest = forkserver._latest
     return latest is not None and latest._process.pid == process.pid
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchopt.arguments import (
+from batchopt._function.arguments import (
     check_callable,
     check_criterion,
     check_hooks,
@@ -26,8 +26,8 @@ from batchopt.arguments import (
     read_verbose,
     read_workers,
 )
-from batchopt.cores import usable_cores
-from batchopt.speeds import Speeds
+from batchopt._machine.cores import usable_cores
+from batchopt._mapreduce.speeds import Speeds
 
 
 def test_parallelize_is_a_count_or_auto() -> None:

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, WorkerError
-from batchopt.backends import template
-from batchopt.backends.process import ProcessBackend
+from batchopt.backends.process import forkserver
+from batchopt.backends.process.backend import ProcessBackend
 from batchopt.errors import BatchoptError
 from batchopt_workers import memory
 from tests.workloads import Mlp
@@ -248,7 +248,7 @@ ARGUMENTS = {
 def started(monkeypatch: pytest.MonkeyPatch) -> list[BaseProcess]:
     """The processes that the library tries to start: it fails. The template is there: it may start before all is
     checked, and is none that works."""
-    template.anticipate(2, None)
+    forkserver.anticipate(2, None)
     tried: list[BaseProcess] = []
 
     def start(process: BaseProcess) -> None:

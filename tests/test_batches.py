@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchopt.batches import Reading, read_part
-from batchopt.denominators import Denominators
+from batchopt._data.batches import Reading, read_part
+from batchopt._data.denominators import Denominators
 from batchopt_workers.batch import Collate, Columns, Part, Samples, tensors_in
 
 

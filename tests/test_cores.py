@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchopt.cores import _quota, usable_cores
+from batchopt._machine.cores import _quota, usable_cores
 
 
 def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.denominators import (
+from batchopt._data.denominators import (
     given_denominators,
     own_denominators,
     resolve_reduction,

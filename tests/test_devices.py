@@ -143,7 +143,7 @@ def test_data_stays_on_the_device_until_it_is_cut_anew() -> None:
         def kept(worker: Worker) -> int:
             import gc
 
-            from batchopt_workers.mirror import Mirror
+            from batchopt_workers.device import Mirror
 
             return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
 

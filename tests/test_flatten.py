@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt._program.flatten import flatten, trainable
 from batchopt.errors import BatchoptError
-from batchopt.flatten import flatten, trainable
 from batchopt_workers.memory import SharedBlock
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.reduce import all_finite
+from batchopt._mapreduce.reduce import all_finite
 
 BAD = [math.nan, math.inf, -math.inf]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker
+from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt.errors import BatchoptError
-from batchopt.ownership import Owner, exclusive, undisturbed
 
 
 class Counter:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.plan import DETERMINISTIC_CHUNKS, choose_chunk_size, follow, make_plan
-from batchopt.speeds import Speeds
+from batchopt._mapreduce.plan import DETERMINISTIC_CHUNKS, choose_chunk_size, follow, make_plan
+from batchopt._mapreduce.speeds import Speeds
 
 SIZES = st.integers(1, 500)
 CHUNK_SIZES = st.one_of(st.none(), st.integers(1, 600))

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt import reduce
+from batchopt._mapreduce import reduce
+from batchopt._mapreduce.reduce import Whole, merge_answers, reduce_answers, weighed
 from batchopt.backends import Answer, Partial
-from batchopt.reduce import Whole, merge_answers, reduce_answers, weighed
 from batchopt_workers.tree import Fold, Node
 
 SIZE = 5

@@ -12,8 +12,8 @@ from torch import nn
 from tqdm import tqdm
 
 from batchopt import BatchOptimizer
+from batchopt._function.report import Report, logger
 from batchopt.backends import Answer
-from batchopt.report import Report, logger
 
 ANSWERS = [Answer(0, 100, 0.25, []), Answer(2, 50, 0.5, [])]
 

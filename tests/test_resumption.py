@@ -13,8 +13,8 @@ import torch
 
 import batchopt
 from batchopt import BatchOptimizer, CheckpointError
-from batchopt.plain import copied, digest
-from batchopt.resumption import class_of
+from batchopt._checkpoint.plain_data import copied, digest
+from batchopt._checkpoint.resumption import class_of
 from tests.workloads import Mlp, mlp
 
 KINDS: dict[str, Any] = {

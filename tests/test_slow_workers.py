@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends.overdue import Overdue
+from batchopt.backends.process.overdue import Overdue
 from batchopt_workers.messages import Kind
 
 DATA = torch.linspace(-1, 1, 240).view(120, 2), torch.linspace(0, 1, 120).view(120, 1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.speeds import LARGEST_RATIO, Speeds
-from batchopt.split import split_batch
+from batchopt._mapreduce.speeds import LARGEST_RATIO, Speeds
+from batchopt._mapreduce.split import split_batch
 
 RATES = st.floats(1e-3, 1e9)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
+from batchopt._function.timeline import PARENT, Timeline
 from batchopt.backends import Answer, Span
-from batchopt.timeline import PARENT, Timeline
 
 X, Y = torch.randn(40, 3), torch.randn(40, 1)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt.flatten import Flat
+from batchopt._program.flatten import Flat
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
@@ -20,8 +20,8 @@ from batchopt_workers.worker import Hook, Precode
 
 BACKENDS = {
     "serial": "batchopt.backends.serial:SerialBackend",
-    "process": "batchopt.backends.process:ProcessBackend",
-    "ray": "batchopt.backends.ray:RayBackend",
+    "process": "batchopt.backends.process.backend:ProcessBackend",
+    "ray": "batchopt.backends.ray.backend:RayBackend",
 }
 
 
@@ -188,7 +188,7 @@ class Backend(ABC):
 def anticipate(name: str, workers: int, threads: int | None) -> None:
     """Let begin what takes long when the backend `name` starts; with `threads` for each of `workers`, or None."""
     if name == "process" and workers > 1:
-        import_module("batchopt.backends.template").anticipate(workers, threads)
+        import_module("batchopt.backends.process.forkserver").anticipate(workers, threads)
 
 
 def is_alone(name: str, workers: int) -> bool:

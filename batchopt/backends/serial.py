@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from batchopt._machine.threads import torch_threads
+from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
 from batchopt.errors import WorkerError
-from batchopt.program import snapshot_of, tensors_of_f
-from batchopt.threads import torch_threads
 from batchopt_workers.batch import Batch
-from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.messages import Cut, Order, message_of
 from batchopt_workers.rows import Rows
+from batchopt_workers.seeding import draws_kept
 from batchopt_workers.tree import most_held
 from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Hook, Worker

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from batchopt.threads import torch_threads
+from batchopt._machine.threads import torch_threads
 
 # Elements of a block of a vector.
 BLOCK = 2**16

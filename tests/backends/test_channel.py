@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.backends.channel import Channel, ProtocolError, Reply
+from batchopt.backends.process.channel import Channel, ProtocolError, Reply
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import HEAD, Kind
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt.backends import cluster
-from batchopt.backends.cluster import Needs, Room, fitting, spread
+from batchopt.backends.ray import cluster
+from batchopt.backends.ray.cluster import Needs, Room, fitting, spread
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())

@@ -21,7 +21,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends import child
+from batchopt.backends.process.worker import Child
 from batchopt_workers.versions import versions
 from tests.backends.test_life import SCRIPT, assert_gone, pids, python
 from tests.conftest import is_template
@@ -240,7 +240,7 @@ def test_parameters_that_the_first_forward_makes_are_one_clear_error(parallelize
 
 def test_a_worker_of_other_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = versions()
-    monkeypatch.setattr("batchopt.backends.pool.versions", lambda: theirs.replace("torch ", "torch 9"))
+    monkeypatch.setattr("batchopt.backends.process.pool.versions", lambda: theirs.replace("torch ", "torch 9"))
     with pytest.raises(batchopt.WorkerStartError, match=r"runs with Python .*, this process with .*torch 9"):
         BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2)
 
@@ -273,9 +273,9 @@ def test_too_few_descriptors_are_an_error_that_says_so() -> None:
 
 @pytest.mark.parametrize("failures", [1, 4, 1000])
 def test_no_process_is_to_be_had_when_all_workers_have_died(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    made, tried = child.Child, itertools.count()
+    made, tried = Child, itertools.count()
 
-    def make(*args: Any) -> child.Child:
+    def make(*args: Any) -> Child:
         if next(tried) < failures:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return made(*args)
@@ -283,7 +283,7 @@ def test_no_process_is_to_be_had_when_all_workers_have_died(monkeypatch: pytest.
     case = mlp()
     with BatchOptimizer(case.module, case.criterion, optimizer="sgd", parallelize=2) as opt:
         opt.step(case.inputs, case.targets)
-        monkeypatch.setattr("batchopt.backends.process.Child", make)
+        monkeypatch.setattr("batchopt.backends.process.backend.Child", make)
         for worker in opt.workers:
             os.kill(worker.pid, signal.SIGKILL)
         if failures <= 4:  # each worker is tried three times

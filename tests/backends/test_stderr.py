@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchopt.backends.stderr import TAIL, Stderr
+from batchopt.backends.process.stderr import TAIL, Stderr
 
 MUCH = 2**20  # once so much more was passed on, its memory is given back
 PAGE = 2**12

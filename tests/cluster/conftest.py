@@ -76,7 +76,7 @@ def start() -> Iterator[Start]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "workers")]))
-        patch.setattr("batchopt.backends.cluster._warned", True)
+        patch.setattr("batchopt.backends.ray.cluster._warned", True)
         yield begin
         stop()
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.backends.machine import Machine
+from batchopt.backends.ray.node import Machine
 from tests.cluster.conftest import Start
 from tests.workloads import Mlp, cnn, mlp
 
@@ -560,7 +560,7 @@ def test_more_workers_than_there_is_room_for(two_nodes: Cluster) -> None:
 
 
 def test_other_versions_on_a_node_are_an_error(two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchopt.backends.fleet.versions", lambda: "Python 3.9.0, torch 1.0.0")
+    monkeypatch.setattr("batchopt.backends.ray.nodes.versions", lambda: "Python 3.9.0, torch 1.0.0")
     began = time.monotonic()
     with pytest.raises(batchopt.WorkerStartError, match=r"torch 2\..*this process has Python 3.9.0, torch 1.0.0"):
         BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2)

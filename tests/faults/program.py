@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import batchopt
-import batchopt.dispatch
-import batchopt.workforce
+import batchopt._function.workforce
+import batchopt.backends.process.scheduler
 from batchopt.backends import Backend, Setup, start_backend
 from tests.workloads import mlp
 
@@ -24,7 +24,7 @@ CHUNK = 8
 
 def start(name: str, setup: Setup) -> Backend:
     """A single worker is a process here too."""
-    from batchopt.backends.process import ProcessBackend
+    from batchopt.backends.process.backend import ProcessBackend
 
     return ProcessBackend(setup) if name == "process" else start_backend(name, setup)
 
@@ -80,9 +80,9 @@ def main() -> None:
     faulthandler.dump_traceback_later(50, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    vars(batchopt.workforce)["start_backend"] = start
+    vars(batchopt._function.workforce)["start_backend"] = start
     if not case.get("late"):  # so that each chunk is evaluated once, but for the fault
-        batchopt.dispatch.PATIENCE = batchopt.dispatch.WORTHWHILE = 1e9
+        batchopt.backends.process.scheduler.PATIENCE = batchopt.backends.process.scheduler.WORTHWHILE = 1e9
     started = time.monotonic()
     try:
         outcome = run(case, folder)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt.flatten import flatten
+from batchopt._program.flatten import flatten
 from batchopt.optim.vector import Vector, _whole
 
 

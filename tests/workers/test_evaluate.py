@@ -11,11 +11,11 @@ from torch import nn
 from batchopt_workers import evaluate
 from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples
 from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.draws import draws_kept
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut, Kind, Order, Report
 from batchopt_workers.rows import Rows
+from batchopt_workers.seeding import draws_kept
 from batchopt_workers.tree import Fold, Node
 from batchopt_workers.weighting import Weighting
 from batchopt_workers.worker import Sample, Worker

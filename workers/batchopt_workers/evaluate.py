@@ -18,10 +18,10 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.collation import Collation
-from batchopt_workers.draws import seed_draws
 from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
+from batchopt_workers.seeding import seed_draws
 from batchopt_workers.tree import Fold, Node
 from batchopt_workers.watch import BatchWatch, Watch
 from batchopt_workers.worker import Hook, Sample, Worker

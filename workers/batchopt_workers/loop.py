@@ -27,11 +27,11 @@ import torch
 
 from batchopt_workers import faults
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.device import HOST, Mirror, pin
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Cut, Failure, Kind, Order, Report, message_of
-from batchopt_workers.mirror import HOST, Mirror, pin
 from batchopt_workers.module_hooks import set_module_hooks
 from batchopt_workers.packing import Placement, assemble, unpack, views
 from batchopt_workers.rows import Rows

@@ -1,0 +1,133 @@
+"""The file of a checkpoint: plain data under a digest, written whole or not at all, read without running its code."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from batchopt._checkpoint.atomic_write import check_regular, replace_file, target_of
+from batchopt._checkpoint.plain_data import copied, digest
+from batchopt.errors import CheckpointError
+from batchopt_workers.layout import Layout
+
+_FORMAT = "batchopt checkpoint"
+_VERSION = 1
+
+
+def write(path: str | os.PathLike[str], state: dict[str, Any], layout: Layout) -> None:
+    """Make `path`, or the file that it links to, a checkpoint of `state`, for parameters that lie as in `layout`.
+
+    `state` is made of dicts (ordered ones too), lists, tuples, dense tensors, numbers, bools, strings and None. A
+    tensor is stored on the cpu, in row-major order, without whatever else is in its storage; two that are the same
+    part of one storage are stored once. A new file is readable by its owner alone, a replaced one keeps its mode.
+
+    Raises `CheckpointError`, before a file is touched, where `path` is a directory, a device or a file without write
+    permission, where its folder is missing or may not be written to, and if something in `state` is anything else; and
+    if the disk is full or fails. Whenever this raises or is killed, `path` is still what it was, or
+    already complete; what a killed process left is removed by the next call.
+    """
+    with _reported("write", path):
+        target = target_of(path)
+        header = {"format": _FORMAT, "version": _VERSION, "layout": _listed(layout), "dtype": _name(layout.dtype)}
+        plain = copied(state)
+        replace_file(target, {**header, "sha256": digest({**header, "state": plain}), "state": plain})
+
+
+def read(path: str | os.PathLike[str], layout: Layout) -> dict[str, Any]:
+    """The state that `write` was given, with tensors on the cpu. Nothing in the file is executed.
+
+    Raises `CheckpointError` if there is no such file; if it is damaged, of a newer version or not a checkpoint; and if
+    it was written for parameters that lie otherwise than in `layout`.
+    """
+    with _reported("read", path), _opened(path) as file, _distrusted():
+        content = torch.load(file, map_location="cpu", mmap=False, weights_only=True)
+        _check(content)
+        if differences := _differences(layout, content):
+            raise CheckpointError(f"layout differs: {_shortened(differences)}")
+        state: dict[str, Any] = content["state"]
+    return state
+
+
+@contextmanager
+def _reported(verb: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes a `CheckpointError` that names `path` of an `OSError`, and of one that does not name it."""
+    name = os.fsdecode(path)
+    what = f"cannot {verb} checkpoint '{name}'"
+    try:
+        yield
+    except OSError as error:
+        where = f": '{error.filename}'" if error.filename not in (None, name) else ""
+        raise CheckpointError(f"{what}: {error.strerror or error}{where}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error.__cause__
+
+
+@contextmanager
+def _distrusted() -> Iterator[None]:
+    """Makes a `CheckpointError` of whatever a damaged or hostile file makes of the code that reads it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        raise CheckpointError(f"it is damaged, or not a checkpoint of batchopt ({reason})") from error
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
+    check_regular(os.stat(path))
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # torch.load would try older formats
+            raise CheckpointError("it is not a checkpoint of batchopt")
+        file.seek(0)
+        yield file
+
+
+def _check(content: Any) -> None:
+    if type(content) is not dict or content.get("format") != _FORMAT:
+        raise CheckpointError("it is not a checkpoint of batchopt")
+    if content["version"] > _VERSION:
+        raise CheckpointError(
+            f"it is of version {content['version']}, and this batchopt reads up to {_VERSION}: take a newer batchopt"
+        )
+    signed = {key: value for key, value in content.items() if key != "sha256"}
+    if content["sha256"] != digest(signed):
+        raise CheckpointError("it is damaged: its content is not what was written (sha256)")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(layout: Layout) -> list[list[Any]]:
+    return [[slot.name, list(slot.shape)] for slot in layout.slots]
+
+
+def _differences(layout: Layout, content: Mapping[str, Any]) -> list[str]:
+    """In words, how the parameters in `content` lie otherwise than in `layout`."""
+    here = {slot.name: tuple(slot.shape) for slot in layout.slots}
+    there = {name: tuple(shape) for name, shape in content["layout"]}
+    found = []
+    if content["dtype"] != _name(layout.dtype):
+        found.append(f"dtype is {_name(layout.dtype)} here and {content['dtype']} in the file")
+    for name in [*here, *(name for name in there if name not in here)]:
+        if name not in there:
+            found.append(f"'{name}' is missing in the file")
+        elif name not in here:
+            found.append(f"'{name}' is in the file and missing here")
+        elif here[name] != there[name]:
+            found.append(f"'{name}' is {here[name]} here and {there[name]} in the file")
+    if not found and content["layout"] != _listed(layout):
+        found.append("the same parameters are in another order in the file")
+    return found
+
+
+def _shortened(items: list[str], shown: int = 3) -> str:
+    more = f", and {len(items) - shown} more" if len(items) > shown else ""
+    return ", ".join(items[:shown]) + more

@@ -1,0 +1,1 @@
+"""Reading the user's batches and objectives: tensors, lists of samples, terms, denominators."""

@@ -1,0 +1,244 @@
+"""Reading what the user calls a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchopt._data.denominators import (
+    Denominators,
+    divides_once,
+    given_denominators,
+    own_denominators,
+    rows_of_samples,
+    running_denominators,
+)
+from batchopt._data.terms import check_names
+from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples, is_record, items_of, map_tensors, tensors_in
+from batchopt_workers.weighting import Weighting
+
+Form = Columns | Samples
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
+
+    `device`: where all tensors must lie, since the workers compute there; None: anywhere.
+    """
+
+    collate: Collate | None
+    reduction: str
+    criterion: Any
+    denominators: Denominators | None
+    device: torch.device | None = None
+
+    def weighting(self, inputs: Any, targets: Any, samples: int, columns: Form | None) -> Weighting:
+        """How much the loss of some of the samples counts."""
+        each, divided_once = None, False
+        if self.reduction == "mean" and self.denominators is not None:
+            each = given_denominators(self.denominators, inputs, targets, samples)
+        elif self.reduction == "mean":
+            each = own_denominators(self.criterion, columns)
+            divided_once = each is not None and divides_once(self.criterion)
+        return Weighting(self.reduction, samples, running_denominators(each), divided_once)
+
+
+# How the data of each term is read, by name; under None where there are no terms.
+Readings = Mapping[str | None, Reading]
+
+
+def read_batch(inputs: Any, targets: Any, options: Any, readings: Readings) -> Batch:
+    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up, all of them as `read_part` says.
+
+    Where there are terms, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and
+    options. Raises `TypeError` or `ValueError`, which names the term.
+    """
+    if None in readings:
+        return Batch((read_part(inputs, targets, options, readings[None]),))
+    terms = {name: reading for name, reading in readings.items() if name is not None}
+    if targets is not None or options is not None:
+        what = "targets" if targets is not None else "options"
+        raise ValueError(
+            f"`{what}` of terms go into the batch: {{name: (inputs, targets, options)}}; leave `{what}` out"
+        )
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"the batch must be a dict with an entry for each of {list(terms)}; got {type(inputs).__name__}"
+        )
+    check_names("the batch", inputs, terms)
+    return Batch(tuple(_read_term(name, inputs[name], reading) for name, reading in terms.items()))
+
+
+def _read_term(name: str, entry: Any, reading: Reading) -> Part:
+    given = entry if type(entry) is tuple else (entry,)
+    try:
+        if not 1 <= len(given) <= 3:
+            raise ValueError(
+                f"a tuple must be (inputs,), (inputs, targets) or (inputs, targets, options); got {len(given)} items"
+            )
+        inputs, targets, options = (*given, None, None)[:3]
+        return replace(read_part(inputs, targets, options, reading), name=name)
+    except (TypeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"term {name!r}: {error}") from error
+
+
+def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part:
+    """The data that `inputs`, `targets` (or None) and `options` (or None) make up.
+
+    A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list is either one entry a
+    sample or, when its entries are tensors of one length, such columns: the number of targets and options decides.
+    Raises `TypeError` or `ValueError` for data without samples, of different lengths, that the workers cannot take,
+    or that can be read both ways.
+    """
+    options = _read_options(options)
+    try:
+        inputs, targets = as_tensors(inputs), as_tensors(targets)
+        all_inputs = _readings("inputs", inputs, reading)
+        all_targets = _readings("targets", targets, reading) if targets is not None else [None]
+    except RecursionError:
+        raise ValueError(
+            "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or list of them"
+        ) from None
+    fitting = [
+        (read_inputs, read_targets)
+        for read_inputs in all_inputs
+        for read_targets in all_targets
+        if (read_targets is None or len(read_targets) == len(read_inputs))
+        and (options is None or len(options) == len(read_inputs))
+    ]
+    if not fitting:
+        raise ValueError(_mismatch(all_inputs, all_targets, options))
+    chosen_inputs, chosen_targets = _decide(fitting)
+    if len(chosen_inputs) == 0:
+        raise ValueError("the batch has 0 samples")
+    weighting = reading.weighting(inputs, targets, len(chosen_inputs), chosen_targets)
+    rows = rows_of_samples(reading.criterion, chosen_targets)
+    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, rows)
+
+
+def _read_options(options: Any) -> list[Any] | None:
+    if options is None:
+        return None
+    is_sequence = options.dim() > 0 if isinstance(options, torch.Tensor) else isinstance(options, Sequence)
+    if isinstance(options, (str, bytes)) or not is_sequence:
+        raise TypeError(
+            f"`options` must be a sequence with one entry a sample (None allowed); got {type(options).__name__}"
+        )
+    return list(options)
+
+
+def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
+    """What `data` can be read as: columns, samples, or, for a list of tensors of one length, both."""
+    tensors = _check_tensors(name, data, reading.device)
+    if isinstance(data, list):
+        found: list[Form] = [Samples(data)]
+        if reading.collate is None and data and all(isinstance(item, torch.Tensor) for item in data):
+            lengths = {item.shape[0] if item.dim() else None for item in data}
+            if len(lengths) == 1 and None not in lengths:
+                found.append(Columns(data))
+        return found
+    if not tensors:
+        raise TypeError(
+            f"`{name}` must be a tensor (torch.as_tensor makes one), a tuple or dict of tensors, or a list of samples; "
+            f"got {type(data).__name__}{_instead(data)}"
+        )
+    first_path, first = tensors[0]
+    for path, tensor in tensors:
+        if tensor.dim() == 0:
+            raise TypeError(f"`{path}` is a 0-dim tensor: there is no dimension of samples to split")
+        if tensor.shape[0] != first.shape[0]:
+            raise ValueError(f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}")
+    return [Columns(data)]
+
+
+def as_tensors(data: Any) -> Any:
+    """The same with tensors over the memory of its NumPy arrays of numbers. Where there are tensors too, arrays beside them
+    stay what they are; and so do the samples of a list."""
+    if isinstance(data, list) or next(tensors_in(data), None) is not None:
+        return data
+    return map_tensors(_as_tensor, data, lambda item: isinstance(item, np.ndarray) and item.dtype.kind in "biufc")
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides) and array.dtype.isnative
+    return torch.from_numpy(array if usable else array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+def _instead(data: Any) -> str:
+    """What to do with something that has samples in it in some way."""
+    if isinstance(data, torch.utils.data.DataLoader):
+        return ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all of them"
+    if isinstance(data, torch.utils.data.TensorDataset):
+        return ": pass its tensors, (*dataset.tensors,)"
+    if isinstance(data, torch.utils.data.Dataset):
+        return ": pass its samples as lists, inputs = [x for x, _ in dataset] and targets = [y for _, y in dataset]"
+    if hasattr(data, "to_data_list"):  # torch_geometric's Batch
+        return (
+            ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be cut "
+            "(and with targets: collate_fn=lambda pairs: (Batch.from_data_list([g for g, _ in pairs]), ...))"
+        )
+    return ""
+
+
+def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in `data` with the path to each; raises `ValueError` for one that cannot be shared with workers, or
+    that does not lie on `device`."""
+    if isinstance(data, torch.Tensor):
+        if data.requires_grad and not data.is_leaf:
+            raise ValueError(f"`{path}` requires grad and is not a leaf: call .detach() on it")
+        if data.is_nested:
+            raise ValueError(
+                f"`{path}` is a nested tensor: pass the list of its samples, list({path}.unbind()), or pad it"
+            )
+        if data.layout is not torch.strided:
+            raise ValueError(f"`{path}` is sparse ({data.layout}): call .to_dense() on it")
+        if device is not None and data.device != device:
+            raise ValueError(
+                f"`{path}` is on {data.device}; workers run on {device}: call .to('{device}') on it, or use "
+                "parallelize=1"
+            )
+        return [(path, data)]
+    form = "{}.{}" if is_record(data) else "{}[{!r}]"
+    return [found for key, item in items_of(data) for found in _check_tensors(form.format(path, key), item, device)]
+
+
+def _mismatch(inputs: Sequence[Form], targets: Sequence[Form | None], options: list[Any] | None) -> str:
+    parts = [f"`inputs` has {_counts(inputs)} samples"]
+    if None not in targets:
+        parts.append(f"`targets` has {_counts(targets)}")
+    if options is not None:
+        parts.append(f"`options` has {len(options)}")
+    return " but ".join(parts)
+
+
+def _counts(readings: Sequence[Form | None]) -> str:
+    return " or ".join(str(len(reading)) for reading in readings if reading is not None)
+
+
+def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]:
+    """The only reading that fits; or the one where inputs and targets both are lists of samples, and cannot be
+    anything else or have entries of one form each."""
+    if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
+        fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]
+    if len(fitting) > 1:
+        alike = [pair for pair in fitting if all(isinstance(form, Samples) and _are_alike(form) for form in pair)]
+        fitting = alike or fitting
+    if len(fitting) == 1:
+        return fitting[0]
+    columns = next(inputs for inputs, _ in fitting if isinstance(inputs, Columns))
+    raise ValueError(
+        f"`inputs` is a list of {len(columns.data)} tensors, each of length {len(columns)}: pass a tuple if they are columns; if each "
+        "is a sample, pass `targets` as a list with one entry a sample, or `options` with one (None) a sample, or a `collate_fn`"
+    )
+
+
+def _are_alike(samples: Samples) -> bool:
+    """Whether all are tensors of one shape and dtype, as samples are more often than columns."""
+    forms = {(item.shape, item.dtype) if isinstance(item, torch.Tensor) else None for item in samples.data}
+    return len(forms) == 1 and None not in forms

@@ -1,0 +1,104 @@
+"""Objectives of several terms: what each is, and how much it counts in f."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from batchopt._data.denominators import Denominators, resolve_reduction
+from batchopt._function import arguments
+from batchopt_workers.batch import Collate
+from batchopt_workers.objective import LossFunction
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of an objective: f is the sum over the terms of `weight` times the mean (or sum) over the term's samples.
+
+    Args:
+        loss_fn: `loss_fn(module, inputs, targets) -> scalar`; `targets` is None where the term's data has none.
+        weight: finite and >= 0. With 0 the term's loss is evaluated, and adds nothing to f and df/dX.
+        reduction: `"mean"`, the default, or `"sum"`: what the loss of some of the term's samples is.
+        denominators, collate_fn: of this term, as in `BatchOptimizer`.
+
+    Raises `TypeError` or `ValueError` for anything else.
+    """
+
+    loss_fn: LossFunction
+    weight: float = 1.0
+    reduction: str = "mean"
+    denominators: Denominators | None = None
+    collate_fn: Collate | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_fn is None:
+            raise TypeError("`loss_fn` of a Term must be a function of (module, inputs, targets); got None")
+        arguments.check_loss_fn(self.loss_fn)
+        object.__setattr__(self, "weight", _read_weight("`weight` of a Term", self.weight))
+        object.__setattr__(self, "reduction", resolve_reduction(self.reduction, None))
+        arguments.check_callable("denominators", self.denominators, ("inputs", "targets"))
+        arguments.check_callable("collate_fn", self.collate_fn, ("samples",))
+
+
+def read_terms(terms: Any, **instead: Any) -> dict[str, Term] | None:
+    """The terms given, by name; None: there are none. `instead`: the arguments that a `Term` has a place for.
+
+    Raises `TypeError` or `ValueError` unless there is at least one, each is a `Term` under a string, and all of
+    `instead` are None.
+    """
+    if terms is None:
+        return None
+    if not isinstance(terms, Mapping):
+        raise TypeError(f"`terms` must be a dict of names and batchopt.Term, got {type(terms).__name__}")
+    if not terms:
+        raise ValueError("`terms` is empty: give one Term at least, or `criterion` or `loss_fn` in its place")
+    for name, term in terms.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the names in `terms` must be strings, got {type(name).__name__} {name!r}")
+        if not isinstance(term, Term):
+            hint = f": did you mean Term({getattr(term, '__name__', 'loss_fn')})?" if callable(term) else ""
+            raise TypeError(f"`terms[{name!r}]` must be a batchopt.Term, got {type(term).__name__}{hint}")
+    for argument, value in instead.items():
+        if value is not None:
+            raise ValueError(
+                f"`terms` and `{argument}` are both given: each Term has its own loss_fn and what belongs to it"
+            )
+    return dict(terms)
+
+
+def reweighed(terms: Mapping[str, Term] | None, weights: Any) -> dict[str, Term]:
+    """The same terms with other weights, one for each name.
+
+    Raises `TypeError` or `ValueError` for other names, for what is no finite number >= 0, and where there are no terms.
+    """
+    if terms is None:
+        raise ValueError(
+            "`weights` are of terms, and this BatchOptimizer has none: build it with terms={name: Term(...)}"
+        )
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"`weights` must be a dict with one number a term, got {type(weights).__name__}")
+    check_names("`weights`", weights, terms)
+    return {
+        name: replace(term, weight=_read_weight(f"`weights[{name!r}]`", weights[name])) for name, term in terms.items()
+    }
+
+
+def check_names(what: str, given: Mapping[Any, Any], names: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless `given` has each of `names`, and no other."""
+    missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
+    if missing or unknown:
+        found = [f"{kind} {others}" for kind, others in (("lacks", missing), ("has unknown", unknown)) if others]
+        raise ValueError(f"{what} {' and '.join(found)}: the terms are {list(names)}, and each needs one entry")
+
+
+def _read_weight(what: str, value: Any) -> float:
+    needed = f"{what} must be a finite number >= 0, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{needed}{': call .item() on it' if hasattr(value, 'item') else ''}")
+    weight = float(value)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(needed)
+    return weight

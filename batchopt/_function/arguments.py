@@ -1,0 +1,253 @@
+"""Checks of what the user passes: each error names the argument, what it was, and what is needed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import multiprocessing
+import os
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from batchopt._machine.cores import usable_cores
+from batchopt._mapreduce.speeds import Speeds
+from batchopt.backends import BACKENDS
+from batchopt.backends.ray.cluster import Needs, capacity
+from batchopt.errors import BatchoptError
+
+# What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
+# what it had; and open files of this process, for its pipes and its gradients.
+WORKER_MEMORY = 220_000_000
+WORKER_DESCRIPTORS = 6
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an int, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be >= {least}, got {value}")
+    return value
+
+
+def read_ray_options(options: Any, backend: Any) -> Mapping[str, Any]:
+    """What the user passes through to Ray; raises `TypeError` or `ValueError` for what cannot be, or without Ray."""
+    if options is not None and backend != "ray":
+        raise ValueError(f"`ray_options` are for backend='ray', got backend={backend!r}: leave them out")
+    Needs.read(options)
+    return {} if options is None else dict(options)
+
+
+def read_workers(parallelize: Any, backend: Any, options: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """The number of workers of the backend named, with its `options`; the serial one has one.
+
+    Raises `TypeError` or `ValueError` for any other, and for more processes than this machine has room for.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
+    if is_elastic(parallelize, backend):
+        return max(capacity(Needs.read(options)), 1)
+    workers = read_parallelize(parallelize)
+    if backend == "serial" and workers > 1:
+        raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
+    if backend == "process" and workers > 1:
+        check_surroundings()
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
+    return workers
+
+
+def check_surroundings() -> None:
+    """Raise `BatchoptError` where this process cannot start others."""
+    if multiprocessing.current_process().daemon:
+        raise BatchoptError(
+            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no others: "
+            "use parallelize=1 here, or parallelize in the process that started it"
+        )
+    if not os.path.isdir("/proc/self/fd"):
+        raise BatchoptError(
+            "/proc is not mounted here, and worker processes need it: mount it (`mount -t proc proc /proc`), or use "
+            "parallelize=1"
+        )
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise BatchoptError(
+            f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, perhaps; "
+            "os.chdir to one that is there"
+        ) from error
+
+
+def is_elastic(parallelize: Any, backend: Any) -> bool:
+    """Whether there are to be as many workers as there is room for, at any time."""
+    return bool(backend == "ray" and parallelize == "auto")
+
+
+def check_room(workers: int, memory: int, descriptors: float) -> None:
+    """Raise `ValueError` if `workers` processes need more than `memory` bytes, or more than `descriptors` open files
+    of this process."""
+    if workers * WORKER_MEMORY <= memory and workers * WORKER_DESCRIPTORS <= descriptors:
+        return
+    most = int(min(memory // WORKER_MEMORY, descriptors // WORKER_DESCRIPTORS))
+    raise ValueError(
+        f"`parallelize` {workers} needs about {workers * WORKER_MEMORY / 1e9:.1f} GB of memory and "
+        f"{workers * WORKER_DESCRIPTORS} open files; this machine has {memory / 1e9:.1f} GB, and `ulimit -n` allows "
+        f"{descriptors} files: use at most {max(most, 1)}, or 'auto' for one worker a usable core"
+    )
+
+
+def read_parallelize(value: Any) -> int:
+    """The number of workers; `"auto"` is one a usable core."""
+    return usable_cores() if value == "auto" else _integer("parallelize", value, 1)
+
+
+def read_optional_count(name: str, value: Any) -> int | None:
+    """A positive int, or None."""
+    return None if value is None else _integer(name, value, 1)
+
+
+def read_seed(value: Any) -> int:
+    """A seed: any non-negative int."""
+    return _integer("seed", value, 0)
+
+
+def read_on_nonfinite(value: Any) -> str:
+    """What to do with a loss that is not finite."""
+    if value not in ("raise", "return"):
+        raise ValueError(f"`on_nonfinite` must be 'raise' or 'return', got {value!r}")
+    return str(value)
+
+
+def read_verbose(value: Any) -> int:
+    """How much to say."""
+    if type(value) is not int or value not in (0, 1, 2, 3):
+        raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {value!r}")
+    return value
+
+
+def read_bool(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {type(value).__name__} {value!r}")
+    return value
+
+
+def read_timeout(value: Any) -> float | None:
+    """Seconds: any positive finite number, or None.
+
+    Raises `TypeError` for what is no number, `ValueError` for any other number.
+    """
+    if value is None:
+        return None
+    needed = f"`timeout` must be a positive number of seconds or None, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(needed)
+    seconds = float(value)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(needed)
+    return seconds
+
+
+def read_restarts(value: Any, workers: int) -> int:
+    """How many workers may be replaced: any non-negative int; None: four for each of the `workers`."""
+    return 4 * workers if value is None else _integer("max_restarts", value, 0)
+
+
+def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
+    """The device of each worker, two or more; None: this machine's cores. `parallelize` is 1, or their number.
+
+    Raises `TypeError` or `ValueError` for anything else, and for an accelerator that is not there.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"`devices` must be a sequence, one device a worker, got {type(devices).__name__} {devices!r}")
+    if parallelize not in (1, len(devices)):
+        raise ValueError(f"`devices` has {len(devices)} entries for {parallelize} workers: leave `parallelize` out")
+    if len(devices) < 2:
+        raise ValueError("`devices` are of two workers or more: for one, use parallelize=1 and move the module there")
+    try:
+        found = tuple(torch.device(device) for device in devices)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"`devices` has an entry that is no device: {error}") from error
+    for device in found:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"`devices` must be 'cpu' or 'cuda:<index>', got '{device}'")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"`devices` has '{device}', and this machine has {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
+def read_speeds(speeds: Any, workers: int) -> Speeds:
+    """The speeds given, one a worker, which stay fixed; None: not measured yet."""
+    if speeds is None:
+        return Speeds.unknown(workers)
+    if isinstance(speeds, str) or not isinstance(speeds, Sequence):
+        raise TypeError(f"`speeds` must be a sequence of {workers} numbers or None, got {type(speeds).__name__}")
+    if len(speeds) != workers:
+        raise ValueError(f"`speeds` has {len(speeds)} entries for {workers} workers")
+    if not all(isinstance(speed, Real) and not isinstance(speed, bool) for speed in speeds):
+        raise TypeError(f"`speeds` must be numbers, got {list(speeds)}")
+    values = tuple(float(speed) for speed in speeds)
+    if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):
+        raise ValueError(f"`speeds` must be finite and >= 0, and not all 0; got {list(speeds)}")
+    return Speeds(values, fixed=True)
+
+
+def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
+    """Raise `TypeError` unless `function` is None or can be called with `parameters`."""
+    if function is None:
+        return
+    needed = f"`{name}` must be callable as {name}({', '.join(parameters)})"
+    if not callable(function):
+        raise TypeError(f"{needed}; got {type(function).__name__} {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        raise TypeError(f"{needed}; got a function of {signature}{_place(function)}") from None
+
+
+def check_hooks(**hooks: Any) -> None:
+    """Raise `TypeError` unless each of precode, prehook and posthook is None or can be called as it will be."""
+    for name, hook in hooks.items():
+        check_callable(name, hook, ("worker",) if name == "precode" else ("worker", "sample"))
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise `TypeError` unless it is None, or callable as it will be and no class."""
+    if isinstance(loss_fn, type):
+        raise TypeError(f"`loss_fn` must be a function of (module, inputs, targets); got the class {loss_fn.__name__}")
+    check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
+
+
+def check_criterion(criterion: Any, loss_fn: Any) -> None:
+    """Raise `TypeError` or `ValueError` unless there is at most one of the two, each callable and no class."""
+    if criterion is not None and loss_fn is not None:
+        raise ValueError(
+            "`criterion` and `loss_fn` are both given: the loss is either criterion(module(inputs), targets) or loss_fn's"
+        )
+    if isinstance(criterion, type):
+        raise TypeError(
+            f"`criterion` must be an instance; got the class {criterion.__name__} - did you mean {criterion.__name__}()?"
+        )
+    if criterion is not None and not callable(criterion):
+        raise TypeError(f"`criterion` must be callable as criterion(output, targets); got {type(criterion).__name__}")
+    check_loss_fn(loss_fn)
+    if isinstance(criterion, torch.nn.Module) and any(p.requires_grad for p in criterion.parameters()):
+        raise ValueError(
+            "`criterion` has trainable parameters, which would not be trained: make it a part of the module, with loss_fn"
+        )

@@ -1,0 +1,99 @@
+"""Finding where a loss or a gradient that is not finite came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchopt._function.counters import History
+from batchopt._mapreduce.reduce import all_finite
+from batchopt._mapreduce.split import runs, split_batch
+from batchopt.backends import Answer, Backend
+from batchopt.errors import NonFiniteError, WorkerError
+from batchopt_workers.messages import Cut, Kind, Order
+from batchopt_workers.numbering import Numbering
+
+# What orders of each kind yield beside the loss.
+DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and which of
+    the loss and its derivative it is."""
+
+    chunk: int
+    samples: range
+    what: str
+
+
+def explain(
+    backend: Backend,
+    cut: Cut,
+    numbering: Numbering,
+    number: Callable[[], int],
+    history: History,
+    kind: Kind = Kind.EVALUATE,
+) -> NonFiniteError:
+    """The error for the evaluation, or the product, that follows `history`: evaluates anew, without hooks (which the
+    caller has taken off), to find the place. `number` numbers the evaluations."""
+    place = locate(backend, cut, number, history.steps, kind)
+    what = place.what if place is not None else f"loss or {DERIVATIVES[kind]} is not finite"
+    chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
+    return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1, numbering.within(samples))
+
+
+def locate(
+    backend: Backend, cut: Cut, number: Callable[[], int], step: int, kind: Kind = Kind.EVALUATE
+) -> Place | None:
+    """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
+
+    None if each chunk is finite: a hook did it, or their sum is too large for the dtype.
+    """
+
+    def what(cut: Cut, some: range) -> str:
+        counts = split_batch(len(some), [1.0] * len(backend.workers))
+        evaluation = number()
+        orders = [
+            Order(evaluation, step, some.start + first, some.start + last, kind) if last > first else None
+            for first, last in runs(counts)
+        ]
+        return next(filter(None, (_what(answer, kind) for answer in backend.evaluate(cut, orders))), "")
+
+    chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
+    reason = what(cut, chunks)
+    if not reason or len(chunks) > 1:
+        return None
+    samples = range(*cut.bounds[chunks.start : chunks.stop + 1])
+
+    def what_of_samples(some: range) -> str:
+        try:
+            return what(Cut((some.start, some.stop)), range(1))
+        except WorkerError:  # the module cannot evaluate so few samples
+            return ""
+
+    return Place(chunks.start, _narrow(samples, what_of_samples), reason)
+
+
+def _narrow(items: range, what: Callable[[range], str]) -> range:
+    """The half that is not finite by itself, as long as there is one."""
+    while len(items) > 1:
+        middle = (items.start + items.stop) // 2
+        halves = range(items.start, middle), range(middle, items.stop)
+        bad = next((half for half in halves if what(half)), None)
+        if bad is None:
+            return items
+        items = bad
+    return items
+
+
+def _what(answer: Answer, kind: Kind) -> str:
+    """Which of the loss and its derivative is not finite; empty if both are."""
+    for _, partial in answer.partials:
+        bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
+        if bad is not None:
+            return f"loss is {bad}"
+        if not all_finite(partial.gradient):
+            return f"{DERIVATIVES[kind]} is not finite"
+    return ""

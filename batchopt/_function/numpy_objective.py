@@ -1,0 +1,123 @@
+"""The function of the loaded batch as plain mathematics over NumPy vectors: what solvers outside of torch take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchopt._function.hessian import Curved
+from batchopt._machine.ownership import Owner, exclusive
+from batchopt.errors import BatchoptError
+from batchopt_workers.batch import Batch
+
+Vector = npt.NDArray[np.float64]
+
+
+class _Point(NamedTuple):
+    """f and df/dX at `x`, of a batch."""
+
+    batch: weakref.ref[Batch]
+    x: torch.Tensor
+    loss: float
+    gradient: Vector
+
+
+class FlatObjective:
+    """f of a flat vector `x`, its gradient and its Hessian, on the workers of a `BatchOptimizer`.
+
+    Vectors are NumPy arrays, float64, shape `(n,)`, in the order of `parameters`; as `x` and `v` anything will do that
+    makes one of real numbers. A call leaves the module's parameters as they were, also when it raises; only `assign`
+    changes them. The last point is remembered, so that the value and then the gradient of one `x` are one evaluation.
+    f is that of the batch that is loaded when it is called, for as long as that one is: the same draws, one step.
+
+    All calls raise `TypeError` or `ValueError` for what is no finite vector of real numbers of that length (in X's
+    dtype), and what `BatchOptimizer.evaluate` raises.
+    """
+
+    def __init__(self, function: Curved, owner: Owner, ready: Callable[[], Batch]) -> None:
+        """`ready` returns the batch of the evaluations, or raises."""
+        self._function, self._owner, self._ready = function, owner, ready
+        self._last: _Point | None = None
+
+    @property
+    def x0(self) -> Vector:
+        """The module's parameters as they are now: a new array."""
+        return _doubles(self._function.parameters)
+
+    @exclusive
+    def __call__(self, x: Any) -> float:
+        """f at `x`."""
+        return self._at(x).loss
+
+    @exclusive
+    def gradient(self, x: Any) -> Vector:
+        """df/dX at `x`: a new array."""
+        return self._at(x).gradient.copy()
+
+    @exclusive
+    def value_and_grad(self, x: Any) -> tuple[float, Vector]:
+        """f and df/dX at `x`."""
+        point = self._at(x)
+        return point.loss, point.gradient.copy()
+
+    @exclusive
+    def hvp(self, x: Any, v: Any) -> Vector:
+        """The Hessian at `x` times `v`: a new array; NaN where `v` is not finite, as some solvers try."""
+        self._ready()
+        direction = self._read("v", v, finite=False)
+        return _doubles(self._there(self._read("x", x), self._function.hvp, direction))
+
+    @exclusive
+    def assign(self, x: Any) -> None:
+        """Make `x` the module's parameters."""
+        self._function.parameters.copy_(self._read("x", x))
+
+    def __reduce__(self) -> NoReturn:
+        raise BatchoptError(  # a `TypeError` would be taken for one of the function
+            "this evaluates on the workers of a BatchOptimizer and cannot be copied, or sent to processes of a solver: have the "
+            "solver call it in this process (differential_evolution(..., workers=1)); each call is parallel already"
+        )
+
+    def _at(self, x: Any) -> _Point:
+        batch, vector = self._ready(), self._read("x", x)
+        last = self._last
+        if last is None or last.batch() is not batch or not torch.equal(last.x, vector):
+            self._last = None
+            loss = self._there(vector, self._function.evaluate).item()
+            last = self._last = _Point(weakref.ref(batch), vector, loss, _doubles(self._function.grad_parameters))
+        return last
+
+    def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """What `evaluate` returns where X is `vector`."""
+        x = self._function.parameters
+        before = x.clone()
+        try:
+            x.copy_(vector)
+            return evaluate(*arguments)
+        finally:
+            x.copy_(before)
+
+    def _read(self, name: str, given: Any, finite: bool = True) -> torch.Tensor:
+        """The numbers, as X has them; `finite`: they have to be."""
+        x = self._function.parameters
+        array = np.asarray(given)
+        if array.dtype.kind not in "fiu":
+            raise TypeError(f"`{name}` must be real numbers, shape ({len(x)},); got {array.dtype}")
+        if array.shape != tuple(x.shape):
+            raise ValueError(f"`{name}` must have shape ({len(x)},), as `x0`; got {array.shape}")
+        vector = torch.empty_like(x).copy_(torch.from_numpy(array.astype(np.float64)))
+        usable = vector.isfinite()
+        if finite and not bool(usable.all()):
+            where = int(usable.logical_not().nonzero()[0])
+            raise ValueError(f"`{name}[{where}]` is {array[where]}, not a finite number of {x.dtype}")
+        return vector
+
+
+def _doubles(vector: torch.Tensor) -> Vector:
+    found: Vector = vector.detach().to("cpu", torch.float64, copy=True).numpy()
+    return found

@@ -1,0 +1,120 @@
+"""Saying what goes on: log records of the logger "batchopt", and a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from batchopt._data.cut_check import Difference
+from batchopt.backends import Answer
+from batchopt_workers.inspection import name_of, normalises_by_chunk
+
+logger = logging.getLogger("batchopt")
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
+    monitor_interval = 0  # no thread that outlives the bar
+
+
+class Report:
+    """`verbose` 0: silent. 1: a progress bar of evaluations on stderr. 2: a record for each evaluation, with its time.
+    3: each worker's share and time too. Records have level INFO; without any logging set up they go to stderr."""
+
+    def __init__(self, verbose: int) -> None:
+        self._verbose = verbose
+        self._warned = False
+        self._said_idle = False
+        self._bar: _Bar | None = None
+        self._level = logger.level
+        self._handler: logging.Handler | None = None
+        if verbose >= 2:
+            if not logger.isEnabledFor(logging.INFO):
+                logger.setLevel(logging.INFO)
+            if not logger.hasHandlers():
+                self._handler = logging.StreamHandler()
+                self._handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+                logger.addHandler(self._handler)
+
+    def evaluated(self, number: int, batch: int, loss: float, seconds: float, answers: Sequence[Answer]) -> None:
+        """An evaluation is done: the `number`-th of all, on batch `batch`."""
+        if self._verbose == 1:
+            if self._bar is None:
+                self._bar = _Bar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
+            self._bar.set_postfix_str(f"batch {batch}, loss {loss:.6g}", refresh=False)
+            self._bar.update()
+        if self._verbose >= 2:
+            logger.info("evaluation %d, batch %d: loss %.9g, %.3f ms", number, batch, loss, seconds * 1e3)
+        if self._verbose >= 3:
+            for answer in answers:
+                logger.info("  worker %d: %d samples, %.3f ms", answer.rank, answer.samples, answer.seconds * 1e3)
+
+    def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:
+        """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""
+        if chunks == 1:
+            return False
+        norm = next(filter(normalises_by_chunk, module.modules()), None)
+        if norm is not None and not self._warned:
+            self._warned = True
+            _warn(
+                f"'{name_of(norm, module)}' ({type(norm).__name__}) {_why(norm)}: it normalises by the statistics of a chunk, so "
+                "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or "
+                "use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
+            )
+        return norm is not None
+
+    def cut_differs(self, found: Sequence[Difference]) -> None:
+        """Warn of terms whose loss depends on the cut."""
+        if found:
+            _warn(
+                f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over something else "
+                "than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a sum, "
+                "reduction='sum'. `check()` says more; check_cut=False leaves this comparison out"
+            )
+
+    def idle(self, samples: int, chunks: int | None, workers: int) -> None:
+        """Warn, once, if some of `workers` have nothing to do: the batch has fewer `samples`, or fewer `chunks` (None:
+        as many as there are workers)."""
+        most = samples if chunks is None else min(samples, chunks)
+        if most < workers and not self._said_idle:
+            self._said_idle = True
+            what = "sample" if chunks is None or chunks >= samples else "chunk"
+            _warn(f"{most} {what}{'s' * (most != 1)} for {workers} workers: {workers - most} idle")
+
+    def not_grown(self, workers: int, error: Exception) -> None:
+        """Workers were to start on a machine that has joined, and did not."""
+        _warn(f"{workers} more workers would have room, but do not start; there will be no more of them: {error}")
+
+    def note(self, message: str, *arguments: object) -> None:
+        """Something worth knowing at `verbose=2`."""
+        if self._verbose >= 2:
+            logger.info(message, *arguments)
+
+    def close(self) -> None:
+        """Finish the bar, and leave the logger as it was found."""
+        if self._verbose >= 2:
+            logger.setLevel(self._level)
+        if self._handler is not None:
+            logger.removeHandler(self._handler)
+            self._handler = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _warn(message: str) -> None:
+    """Warn of the user's line: the one that called into this package, through however many of its functions."""
+    here = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def _why(norm: torch.nn.Module) -> str:
+    return "is in training mode" if norm.training else "keeps no running statistics"

@@ -1,0 +1,1 @@
+"""This machine: its cores, torch's threads, and which process and thread may use an optimizer."""

@@ -1,0 +1,71 @@
+"""Who evaluates what: how a batch is cut, and which chunks each worker is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._mapreduce.split import runs, split_batch
+from batchopt_workers.messages import Cut, Kind, Order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut of the batch, and how many of its chunks each worker gets, in order; `age` is how often it was followed."""
+
+    cut: Cut
+    shares: tuple[int, ...]
+    age: int = 0
+
+    def orders(self, evaluation: int, step: int, kind: Kind = Kind.EVALUATE) -> list[Order | None]:
+        """Each worker's order of that kind; None for a worker without a share."""
+        return [
+            Order(evaluation, step, first, last, kind) if last > first else None for first, last in runs(self.shares)
+        ]
+
+    def samples(self) -> list[int]:
+        """Each worker's number of samples."""
+        bounds = self.cut.bounds
+        return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
+
+
+# A plan gives way to another one that is expected to save more than this part of an evaluation; one that is new, to one
+# that saves much more: its measurements are few.
+WORTHWHILE, MUCH = 0.02, 0.1
+# Evaluations for which a plan is new.
+NEW = 4
+# How many chunks a batch is cut into where the caller wants the same bits always, and gives no chunk size.
+DETERMINISTIC_CHUNKS = 32
+
+
+def choose_chunk_size(size: int, given: int | None, deterministic: bool) -> int | None:
+    """The chunk size for a batch of `size` samples: of the data alone, or None if chunks need not be fixed."""
+    if given is None and deterministic:
+        return -(-size // DETERMINISTIC_CHUNKS)
+    return given
+
+
+def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
+    """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows;
+    else a run of the chunks that the size fixes."""
+    if chunk_size is None:
+        counts = split_batch(size, speeds.relative())
+        bounds = [0, *accumulate(count for count in counts if count)]
+        shares = [1 if count else 0 for count in counts]
+    else:
+        bounds = [*range(0, size, chunk_size), size]
+        shares = split_batch(len(bounds) - 1, speeds.relative())
+    return Plan(Cut(tuple(bounds)), tuple(shares))
+
+
+def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
+    """The plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
+
+    Fixed chunks stay as they are, and only change hands.
+    """
+    if speeds.fixed or not speeds.gain(plan.samples(), MUCH if plan.age < NEW else WORTHWHILE):
+        return replace(plan, age=plan.age + 1)
+    if chunk_size is None:
+        return make_plan(plan.cut.bounds[-1], None, speeds)
+    return Plan(plan.cut, tuple(split_batch(plan.cut.chunks, speeds.relative())))

@@ -1,0 +1,98 @@
+"""How fast the workers are, and whether the shares still fit: decisions on plain numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from batchopt._mapreduce.split import split_batch
+
+# A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
+LARGEST_RATIO = 1024.0
+# The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves nothing.
+RECENT = 5
+# By how much the estimate of a worker rises with each evaluation that has no work for it: what made it slow may be over.
+RECOVERY = 1.1
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The estimated speed of each worker, in samples per second; None as long as it was not measured.
+
+    `fixed`: given by the user, relative to each other, and never changed. `absent`: workers that get nothing. `recent`:
+    the last measurements of each.
+    """
+
+    values: tuple[float | None, ...]
+    fixed: bool = False
+    absent: frozenset[int] = frozenset()
+    recent: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def unknown(cls, workers: int) -> Speeds:
+        """Nothing measured yet."""
+        return cls((None,) * workers)
+
+    def resized(self, workers: int) -> Speeds:
+        """Those of so many workers, of which the first are the same."""
+        recent = (self.recent + ((),) * workers)[:workers]
+        return Speeds((self.values + (None,) * workers)[:workers], self.fixed, recent=recent)
+
+    def without(self, absent: Iterable[int]) -> Speeds:
+        """The same, but that the workers of these ranks get nothing."""
+        return replace(self, absent=frozenset(absent))
+
+    @property
+    def measured(self) -> bool:
+        """Whether each worker has a speed."""
+        return all(value is not None or i in self.absent for i, value in enumerate(self.values))
+
+    def relative(self) -> list[float]:
+        """Speeds to split by: a worker not measured counts as the median of the others, and none is further from the
+        median than `LARGEST_RATIO`."""
+        known = [value for value in self.values if value is not None]
+        if self.fixed:
+            found = known
+        else:
+            middle = statistics.median(known) if known else 1.0
+            low, high = middle / LARGEST_RATIO, middle * LARGEST_RATIO
+            found = [middle if value is None else min(max(value, low), high) for value in self.values]
+        return [0.0 if i in self.absent else value for i, value in enumerate(found)]
+
+    def observed(self, samples: Sequence[int], seconds: Sequence[float]) -> Speeds:
+        """The speeds after an evaluation in which worker `i` took `seconds[i]` for `samples[i]` samples."""
+        if self.fixed:
+            return self
+        values = list(self.values)
+        recent = list(self.recent) or [() if value is None else (value,) for value in values]
+        for i, (count, spent) in enumerate(zip(samples, seconds, strict=True)):
+            if count > 0 and spent > 0:
+                recent[i] = (*recent[i][1 - RECENT :], count / spent)
+                values[i] = statistics.median(recent[i])
+        return replace(self, values=tuple(values), recent=tuple(recent))
+
+    def rested(self, workers: Iterable[int]) -> Speeds:
+        """The speeds after an evaluation in which these workers had nothing to do. One that is so slow that it gets nothing
+        is by and by thought as fast as the median again, until it gets a sample and is measured."""
+        values, middle = list(self.values), statistics.median(self.relative())
+        recent = list(self.recent) or [() if value is None else (value,) for value in values]
+        for i in workers:
+            value = values[i]
+            if value is not None and value < middle and not self.fixed and i not in self.absent:
+                values[i], recent[i] = min(RECOVERY * value, middle), ()
+        return replace(self, values=tuple(values), recent=tuple(recent))
+
+    def gain(self, shares: Sequence[int], worthwhile: float = 0.0) -> float:
+        """The part of an evaluation in `shares` that splitting anew would save; 0 where it is less than `worthwhile`."""
+        speeds = self.relative()
+
+        def makespan(counts: Sequence[int]) -> float:
+            return max((c / s if s else math.inf for c, s in zip(counts, speeds, strict=True) if c), default=0.0)
+
+        now = makespan(shares)
+        if sum(shares) == 0 or sum(shares) / sum(speeds) >= (1 - worthwhile) * now:  # no split is faster than that
+            return 0.0
+        saved = 1 - makespan(split_batch(sum(shares), speeds)) / now
+        return saved if saved > worthwhile else 0.0

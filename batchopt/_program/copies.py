@@ -1,0 +1,72 @@
+"""A copy of a program that shares nothing with it that is evaluated, also where a loss function captured the module."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from contextlib import suppress
+from dataclasses import replace
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+from batchopt._program.snapshot import names_of_globals
+from batchopt_workers.batch import tensors_in
+from batchopt_workers.evaluate import Program
+
+
+def copied(program: Program) -> Program:
+    """Module and criterion anew, and functions that refer to the new ones where they referred to the old. What a forward
+    has left in an attribute comes without its graph, which cannot be copied."""
+    whole = (program.module, program.criterion)
+    parts = [part for one in whole if isinstance(one, torch.nn.Module) for part in one.modules()]
+    left = [tensor for part in parts for tensor in tensors_in(vars(part)) if not tensor.is_leaf]
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in left}
+    module, criterion = copy.deepcopy(whole, memo)
+    return replace(
+        program,
+        module=module,
+        criterion=criterion,
+        loss_fns=tuple(_copy(loss_fn, memo) for loss_fn in program.loss_fns),
+        prehook=_copy(program.prehook, memo),
+        posthook=_copy(program.posthook, memo),
+    )
+
+
+def _copy(obj: Any, memo: dict[int, Any]) -> Any:
+    """`obj` with all that was copied before in place of the original; itself, where it cannot be copied."""
+    if id(obj) in memo:
+        return memo[id(obj)]
+    if isinstance(obj, FunctionType):
+        return _copy_of_function(obj, memo)
+    if isinstance(obj, functools.partial):
+        arguments = [_copy(argument, memo) for argument in obj.args]
+        return functools.partial(
+            _copy(obj.func, memo), *arguments, **{k: _copy(v, memo) for k, v in obj.keywords.items()}
+        )
+    try:
+        return copy.deepcopy(obj, memo)
+    except Exception:  # a lock, a library, a tensor with a graph: nothing that is evaluated at X
+        return obj
+
+
+def _copy_of_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    memo[id(function)] = function  # where it refers to itself
+    cells = tuple(_copy_of_cell(cell, memo) for cell in function.__closure__ or ())
+    names = [name for name in names_of_globals(function.__code__) if id(function.__globals__.get(name)) in memo]
+    changed = {name: memo[id(function.__globals__[name])] for name in names}
+    scope = {**function.__globals__, **changed} if changed else function.__globals__
+    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells or None)
+    made.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = made
+    return made
+
+
+def _copy_of_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    if id(cell) not in memo:
+        memo[id(cell)] = made = CellType()
+        with suppress(ValueError):  # a variable that has no value yet
+            made.cell_contents = _copy(cell.cell_contents, memo)
+    found: CellType = memo[id(cell)]
+    return found

@@ -1,0 +1,120 @@
+"""The user's program on its way to workers: what it refers to, whether that has changed, and what cannot be sent or
+would not be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from batchopt._program.snapshot import Met, Snapshot
+from batchopt._program.unpicklable import blame
+from batchopt_workers.evaluate import Program
+from batchopt_workers.packing import Packed, Placement, pack
+
+# What is beside f: it may keep tensors of its own, and write them.
+_BESIDE = {
+    "prehook": "`prehook`",
+    "posthook": "`posthook`",
+    "module_hooks": "a hook of all modules (register_module_forward_hook)",
+}
+
+
+class Source:
+    """A program pickled apart from its tensors; pickled again once anything that it refers to was changed."""
+
+    def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """`parameters`: those of X. Raises `TypeError` for a program that cannot be sent."""
+        self.program, self._parameters = program, parameters
+        self._take(_packed(program, parameters))
+
+    def follow(self, program: Program) -> bool:
+        """Take over what the user has changed since, in `program` or in what it refers to; what is in tensors is not
+        looked at. Returns whether `packed` is another one; its `data` is another one only if the workers need it.
+
+        Raises `TypeError` for a program that cannot be sent any more.
+        """
+        unchanged = program is self.program and not self._derived and self._snapshot.holds()
+        if unchanged and not any(map(_has_another_form, self.packed.tensors, self.packed.placements)):
+            return False
+        packed, before = _packed(program, self._parameters), self.packed
+        if (packed.data, packed.placements) == (before.data, before.placements):
+            packed = replace(packed, data=before.data, placements=before.placements)
+        self.program = program
+        self._take(packed)
+        return True
+
+    def _take(self, packed: Packed) -> None:
+        self.packed = packed
+        self._snapshot = snapshot_of(self.program)
+        # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
+        self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
+
+    @property
+    def read_only(self) -> dict[int, str]:
+        """The tensors that f depends on, by their place among the packed ones, and their names."""
+        names = {id(met.tensor): met.path for met in tensors_of_f(self._snapshot)}
+        return {i: names[id(tensor)] for i, tensor in enumerate(self.packed.tensors) if id(tensor) in names}
+
+
+def _has_another_form(tensor: torch.Tensor, placement: Placement) -> bool:
+    return tensor.shape != placement.shape or tensor.dtype != placement.dtype
+
+
+def _packed(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
+    """Raises `TypeError`, which names the part of the program that cannot be sent, and what of it."""
+    try:
+        return pack(program, parameters, expanded=True)
+    except Exception as error:
+        what, blamed = "the module, the criterion or a `loss_fn`", blame(program)
+        for field, name in _BESIDE.items():
+            found = getattr(program, field)
+            if found and not _can_be_packed(found, parameters):
+                what, blamed = name, blame(found)
+                break
+        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
+
+
+def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
+    try:
+        pack(obj, parameters)
+    except Exception:
+        return False
+    return True
+
+
+def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
+    """What the program refers to, with or without its hooks."""
+    many = len(program.loss_fns) > 1
+    losses = {f"loss_fn[{i}]" if many else "loss_fn": loss_fn for i, loss_fn in enumerate(program.loss_fns)}
+    beside = {name: getattr(program, name) for name in _BESIDE} if hooks else {}
+    return Snapshot({**beside, "module": program.module, "criterion": program.criterion, **losses})
+
+
+def tensors_of_f(snapshot: Snapshot) -> list[Met]:
+    """The tensors that f depends on: not those that hooks have for themselves."""
+    return [met for met in snapshot.tensors if not met.path.startswith(tuple(_BESIDE))]
+
+
+def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise `ValueError` for a trainable tensor that the module, the criterion or a loss function reaches, and that is
+    none of X's `parameters`: a parameter anywhere, or any other tensor that requires grad and is captured beside
+    modules, which keep what they have seen."""
+    ours = {id(parameter) for parameter in parameters}
+    for met in snapshot_of(program, hooks=False).tensors:
+        if met.in_class:  # what a class has, its other instances have too
+            continue
+        if met.tensor.requires_grad and id(met.tensor) not in ours and (_is_parameter(met) or not met.in_module):
+            raise ValueError(
+                f"'{met.path}' is a {'parameter' if _is_parameter(met) else 'tensor'} of shape {tuple(met.tensor.shape)} that "
+                "requires grad and is not among the parameters of `module`: it would never be trained. Hold both in one "
+                "module (torch.nn.ModuleDict, register_parameter) and pass that; or, if it is not to be trained, call "
+                "requires_grad_(False) on it, and requires_grad_() on a detached copy inside the loss where it is "
+                "differentiated by"
+            )
+
+
+def _is_parameter(met: Met) -> bool:
+    return isinstance(met.tensor, torch.nn.Parameter)

@@ -1,0 +1,1 @@
+"""Worker processes on this machine, over shared memory."""

@@ -1,0 +1,292 @@
+"""The parent's end of the process that workers are forked from (`batchopt_workers.forkserver`): started when the first
+worker is, and kept for the next ones."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from itertools import count
+from multiprocessing import util
+from multiprocessing.connection import Connection
+
+import torch.multiprocessing as mp
+
+from batchopt._machine.cores import share_cores
+from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, standard_output
+from batchopt.backends.process.stderr import Stderr
+from batchopt_workers import forkserver
+from batchopt_workers.forkserver import REPLY, Descriptors, Request, Task
+
+# Seconds that the template has to start and answer for the first time; to answer later, which takes milliseconds; and to end
+# the workers, and what they have left, once nobody needs it.
+STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+# glibc gives large blocks back to the kernel at every free, so that each forward faults its pages in again; workers
+# keep them.
+_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+# What no library reads when it loads: pytest sets the one anew for every test, torch's compiler the other when it is
+# loaded, which torch's optimizers do.
+_FLEETING = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """The parent's environment, with every thread pool sized before the libraries that read it load; the allocator
+    keeps its memory, unless the user has settings of their own."""
+    return {**_ALLOCATOR, **os.environ, **{name: str(threads) for name in _THREAD_VARIABLES}}
+
+
+class TemplateError(OSError):
+    """The template is gone, or does not answer."""
+
+
+class _Life:
+    """A worker process, until it is reaped."""
+
+    def __init__(self, origin: Template, pid: int, sentinel: int) -> None:
+        self.origin, self.pid, self.sentinel = origin, pid, sentinel
+        self.ended = False
+        self.code: int | None = None
+
+    def kill(self) -> None:
+        """Not once it was reaped: then the number may be another's."""
+        if not self.ended and (self.origin.lives or not _is_readable(self.sentinel, 0.0)):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """It has ended; whatever it started is killed before its number is free."""
+        self.kill()
+        self.ended = True
+        with suppress(TemplateError):
+            self.code = self.origin.call(Task.REAP, self.pid)
+
+    def release(self, *ends: int) -> None:
+        """Nobody wants to know."""
+        if not self.ended:
+            self.kill()
+            self.ended = True
+            with suppress(TemplateError):
+                self.origin.tell(Task.FORGET, self.pid)
+        close_all(*ends)
+
+
+class Forked:
+    """A worker process. It is killed, with all that it started, when this object is forgotten."""
+
+    def __init__(self, origin: Template, pid: int, name: str, alive: int, parent_alive: int) -> None:
+        """Takes over two descriptors: `alive` becomes readable when the last process that has its other end is gone,
+        and the worker ends once `parent_alive` is closed."""
+        self.pid, self.name = pid, name
+        try:
+            self.sentinel = os.pidfd_open(pid)  # says so even if others hold the files that the process had
+            os.close(alive)
+        except (AttributeError, OSError):  # not on Linux, or not allowed in this container
+            self.sentinel = alive
+        self._life = _Life(origin, pid, self.sentinel)
+        # At exit, before the template is ended, which reaps it.
+        util.Finalize(self, self._life.release, (self.sentinel, parent_alive), exitpriority=10)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over; then it is reaped."""
+        self.join(0.0)
+        return self._life.ended
+
+    @property
+    def exitcode(self) -> int | None:
+        """Once `ended`: the exit code, or less the signal that ended it; None if nobody knows."""
+        return self._life.code
+
+    def join(self, timeout: float) -> None:
+        """Wait for its end."""
+        if not self._life.ended and _is_readable(self.sentinel, timeout):
+            self._life.reap()
+
+    def kill_group(self) -> None:
+        """SIGKILL the process and whatever it started, unless it was reaped."""
+        self._life.kill()
+
+
+def _is_readable(fd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    # a wait in which this process was stopped does not say what has come meanwhile
+    return bool(poll.poll(timeout * 1000) or poll.poll(0))
+
+
+class Template:
+    """A process that forks workers, and what it was started with."""
+
+    def __init__(self, key: object, environment: Mapping[str, str]) -> None:
+        """Start it; it is not waited for. Raises `OSError` if there is no process or no descriptor to be had."""
+        self.key = key
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._numbers = count(1)
+        self._answers: dict[int, int] = {}
+        self._serves = threading.Event()
+        with apart_from_streams():
+            self._start(environment)
+        # Before multiprocessing waits at exit for its children.
+        util.Finalize(self, _end, (self._process, self._socket, self._leash, self._serves), exitpriority=5)
+
+    def _start(self, environment: Mapping[str, str]) -> None:
+        self._stderr = Stderr()
+        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
+        self._socket = socket.socket(fileno=ours.fileno())
+        ours._handle = None  # type: ignore[attr-defined]  # the socket's now
+        leash, self._leash = os.pipe()
+        self._process = LaunchedProcess(
+            environment,
+            self._stderr.writer,
+            leash,
+            target=forkserver.main,
+            args=(theirs, self._owner, leash if sys.platform == "linux" else -1),
+            name="batchopt-template",
+            daemon=True,
+        )
+        try:
+            with theirs:
+                self._process.start()
+        except BaseException:
+            self._socket.close()
+            os.close(self._leash)
+            raise
+        finally:
+            os.close(leash)
+            self._stderr.close_writer()
+
+    @property
+    def lives(self) -> bool:
+        """Whether it can be asked."""
+        return self._owner == os.getpid() and self._process.exitcode is None
+
+    def call(
+        self, task: Task, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
+    ) -> int:
+        """The answer to a request. Raises `TemplateError` if there is none.
+
+        A request leaves in one piece and an answer is taken in in one piece; so whatever interrupts this, a garbage
+        collection that ends another worker included, leaves the order of things as it was.
+        """
+        with self._lock:
+            number = self.tell(task, subject, world, threads, descriptors)
+            patience = ANSWERING if self._serves.is_set() else STARTING
+            deadline = time.monotonic() + patience
+            while number not in self._answers:
+                if not _is_readable(self._socket.fileno(), max(0.0, deadline - time.monotonic())):
+                    self._process.kill()
+                    self._process.join(ENDING)
+                    raise TemplateError(f"the process that workers are forked from did not answer for {patience:g} s")
+                self._hear()
+            self._serves.set()
+            self._stderr.pass_on()
+            return self._answers.pop(number)
+
+    def tell(
+        self, task: Task, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
+    ) -> int:
+        """Send a request; returns its number. Raises `TemplateError` if the template is gone."""
+        if self._owner != os.getpid():
+            raise TemplateError("this process is a fork of the one that started the template")
+        number = next(self._numbers)
+        try:
+            socket.send_fds(self._socket, [Request(number, task, subject, world, threads).encode()], list(descriptors))
+        except OSError as error:
+            raise self._gone() from error
+        return number
+
+    def _hear(self) -> None:
+        try:
+            message = self._socket.recv(REPLY.size, socket.MSG_WAITALL)
+        except OSError as error:
+            raise self._gone() from error
+        if len(message) < REPLY.size:
+            raise self._gone()
+        number, answer = REPLY.unpack(message)
+        self._answers[number] = answer
+
+    def _gone(self) -> TemplateError:
+        self._process.join(1.0)
+        self._stderr.pass_on()
+        tail = f"\n--- its standard error ends with\n{self._stderr.tail}" if self._stderr.tail else ""
+        return TemplateError(f"the process that workers are forked from ended with code {self._process.exitcode}{tail}")
+
+
+def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threading.Event) -> None:
+    """It ends by itself, with all that workers have left; unless it has not begun, or cannot."""
+    end.close()
+    if serves.is_set():
+        process.join(ENDING)
+    process.kill()
+    process.join(1.0)
+    os.close(leash)
+
+
+_latest: Template | None = None
+_lock = threading.Lock()
+
+
+def _template(threads: int) -> Template:
+    """The one to fork from now: the latest, unless it has ended or would make another worker than a new one would."""
+    global _latest
+    environment = worker_environment(threads)
+    lasting = {name: value for name, value in environment.items() if name not in _FLEETING}
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    key = (sys.executable, lasting, affinity, limits)
+    with _lock:
+        if _latest is None or not _latest.lives or _latest.key != key:
+            _latest = Template(key, environment)
+        return _latest
+
+
+def anticipate(workers: int, threads: int | None) -> None:
+    """Let the template start, if there is none: so many workers will be wanted soon. Does nothing if it cannot be."""
+    with suppress(OSError):
+        _template(max(share_cores(workers, threads)))
+
+
+def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> Forked:
+    """Fork a worker that serves `connection`. Raises `OSError` if there is no process or no descriptor to be had."""
+    for attempt in (1, 2):
+        origin = _template(threads)
+        try:
+            return _fork(origin, connection, stderr, rank, world_size, threads)
+        except TemplateError:
+            if attempt == 2 or origin.lives:
+                raise
+    raise AssertionError
+
+
+def _fork(origin: Template, connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> Forked:
+    with ExitStack() as ours, ExitStack() as theirs:
+        alive, its_life = os.pipe()
+        ours.callback(os.close, alive)
+        theirs.callback(os.close, its_life)
+        our_life, parent_alive = os.pipe()
+        ours.callback(os.close, parent_alive)
+        theirs.callback(os.close, our_life)
+        stdout = standard_output()
+        theirs.callback(os.close, stdout)
+        descriptors = Descriptors(connection.fileno(), our_life, its_life, stdout, stderr)
+        pid = origin.call(Task.FORK, rank, world_size, threads, descriptors)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        ours.pop_all()
+        return Forked(origin, pid, f"batchopt-worker-{rank}", alive, parent_alive)

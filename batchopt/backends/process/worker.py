@@ -1,0 +1,234 @@
+"""One worker process as the parent sees it: its pipe, its memory, what it was asked, and how it ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch.multiprocessing as mp
+
+from batchopt.backends.process.channel import Channel
+from batchopt.backends.process.forkserver import fork_worker
+from batchopt.backends.process.scheduler import Death
+from batchopt.backends.process.stderr import Stderr
+from batchopt.errors import RemoteTraceback, WorkerError
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
+from batchopt_workers.numbering import Numbering
+from batchopt_workers.packing import dumps
+from batchopt_workers.rows import Rows
+from batchopt_workers.watch import StateWritten
+
+# Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
+REAPING = 2.0
+# Signals that others send; SIGKILL is the kernel's too, where memory is short.
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PATIENCE = " (if it was at work, give it more time: timeout=...)"
+STARTING = "starting"
+EVALUATING = "evaluating"
+FUNCTION = "running a function"
+
+
+class Call(NamedTuple):
+    """A pickled call of a method of the worker's `Session`, and the block whose descriptor goes with it."""
+
+    what: str  # the worker is doing, for error messages
+    body: bytes
+    block: SharedBlock | None = None
+
+
+def call(what: str, method: str, *arguments: Any, block: SharedBlock | None = None) -> Call:
+    """Raises what pickling the arguments raises."""
+    return Call(what, dumps((method, arguments)), block)
+
+
+class Asked(NamedTuple):
+    """A message that was not answered yet. `topic`, and all `calls` of it: what has to be told again if the worker fails
+    to take it in. `patience`: how many times as long as usual it may take."""
+
+    number: int
+    what: str
+    topic: str | None = None
+    calls: tuple[Call, ...] = ()
+    order: Order | None = None
+    patience: float = 1.0
+
+
+class Child:
+    """A worker process. It is killed, with all that it started, when this object is forgotten.
+
+    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: another one where some are on other machines.
+    """
+
+    def __init__(self, rank: int, number: int, world_size: int, threads: int) -> None:
+        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
+        self.rank = rank
+        self.channel = Channel(ours)
+        self.stderr = Stderr()
+        self.rows: Rows | None = None
+        self.cut: Cut | None = None
+        self.told: dict[str, tuple[Call, ...]] = {}
+        self.knows: dict[str, tuple[Call, ...]] | None = None  # all topics, once it was told them
+        self.joined = False
+        self.since = time.monotonic()  # of the last sign of progress
+        self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
+        self._hung = False
+        self._asked: deque[Asked] = deque([Asked(0, STARTING)])
+        self._engaged = -1  # the number of the last order or function
+        self.writing = False  # whether the pipe is watched for room
+        try:
+            with theirs:
+                self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            self.stderr.close_writer()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has answered everything."""
+        return self.channel.idle
+
+    @property
+    def calm(self) -> bool:
+        """Whether it can work, has answered everything, and every answer was dealt with."""
+        return self.joined and self.channel.idle and not self.channel.unread
+
+    @property
+    def asked(self) -> Asked | None:
+        """What it is at; None if it is idle."""
+        self.forget_answered()
+        return self._asked[0] if self._asked else None
+
+    def forget_answered(self) -> None:
+        """What it says about that again is of no interest."""
+        while self._asked and self._asked[0].number <= self.channel.answered:
+            self._asked.popleft()
+
+    @property
+    def free(self) -> bool:
+        """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still have
+        something to take in."""
+        return self.channel.answered >= self._engaged
+
+    def is_behind(self, topic: str) -> bool:
+        """Whether it still evaluates what it was asked before it was told what it was told last of `topic`."""
+        self.forget_answered()
+        before = list(takewhile(lambda asked: asked.topic != topic, self._asked))
+        return len(before) < len(self._asked) and any(asked.order is not None for asked in before)
+
+    def ask(self, message: Call, topic: str | None = None, calls: tuple[Call, ...] = ()) -> None:
+        """Queue a call. Raises `OSError` if the worker is gone."""
+        asked = Asked(self.channel.number(), message.what, topic, calls)
+        self._ask(asked, Kind.CALL, message.body, message.block)
+
+    def order(self, order: Order, patience: float = 1.0) -> None:
+        """Queue an order, which leaves at the next `flush`."""
+        asked = Asked(self.channel.number(), EVALUATING, order=order, patience=patience)
+        self._note(asked)
+        self.channel.queue(asked.number, order.kind, order.encode())
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the pipe takes it. Raises `OSError` if the worker is gone."""
+        self.channel.flush()
+
+    def _ask(self, asked: Asked, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
+        self._note(asked)
+        self.channel.send(asked.number, kind, body, block)
+
+    def _note(self, asked: Asked) -> None:
+        if self.idle:
+            self.since = time.monotonic()
+        self._asked.append(asked)
+        if asked.order is not None or asked.what == FUNCTION:
+            self._engaged = asked.number
+
+    def find(self, number: int) -> Asked | None:
+        """What message `number` was, if it was not answered before."""
+        return next((asked for asked in self._asked if asked.number == number), None)
+
+    def limit(self, last: int) -> None:
+        """Let it not begin chunk `last` of the order that it was given last, nor one after it."""
+        number = next((asked.number for asked in reversed(self._asked) if asked.order is not None), None)
+        if number is not None and number > self.channel.answered:
+            self.channel.send_about(number, Kind.LIMIT, CHUNK.pack(last))
+
+    def kill(self, verdict: str, hung: bool = False) -> None:
+        """End it, with all that it started; for the reason given."""
+        if not self.verdict:
+            self.verdict, self.killed_at, self._hung = verdict, time.monotonic(), hung
+        self.process.kill_group()
+
+    def bury(self) -> None:
+        """Take in what it said, kill what is left of it, and reap it."""
+        self.channel.drain()
+        self.process.kill_group()
+        self.process.join(REAPING)
+        self.stderr.pass_on()
+
+    @property
+    def death(self) -> Death:
+        """What it died of."""
+        if self.verdict:
+            return Death.HANG if self._hung else Death.FAULT
+        code = self.process.exitcode
+        return Death.OUTSIDE if code is None or -code in _SENT else Death.FAULT
+
+    def ending(self) -> str:
+        """How the process ended, in words, and the tail of its standard error."""
+        code = self.process.exitcode if self.process.ended else None
+        if self.verdict:
+            ended = f"{self.verdict} and was killed"
+        elif not self.process.ended:
+            ended = "cannot be ended: the kernel holds it"
+        elif code is None:
+            ended = "ended"
+        elif code < 0:
+            ended = f"was ended by {_signal_name(-code)}"
+        else:
+            ended = f"exited with code {code}"
+        doing = next((asked.what for asked in self._asked if asked.number > self.channel.answered), "")
+        while_doing = f" while {doing}" if doing and not self.verdict else ""
+        hint = _hint(code) if not self.verdict else _PATIENCE if self._hung else ""
+        tail = f"\n--- its standard error ends with\n{self.stderr.tail}" if self.stderr.tail else ""
+        return f"{self.process.name} (pid {self.pid}) {ended}{while_doing}{hint}{tail}"
+
+    def close(self) -> None:
+        """Hang up; the process may end by itself."""
+        self.channel.close()
+
+
+def error_of(rank: int, failure: Failure, doing: str, numbering: Numbering | None = None) -> Exception:
+    """The exception for what a worker reports of the user's code; `numbering` is that of the batch, if it is about
+    one."""
+    if failure.written:
+        return StateWritten(failure.written)
+    samples = failure.samples
+    terms = {} if numbering is None else numbering.within(samples)
+    error = WorkerError(rank, failure.type_name, failure.message, samples, "" if samples else doing, terms)
+    error.__cause__ = RemoteTraceback(failure.traceback)
+    return error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _hint(code: int | None) -> str:
+    if code == -signal.SIGKILL:
+        return " (out of memory, perhaps: a smaller chunk_size needs less)"
+    if code == -signal.SIGSEGV:
+        return " (the parameters are read-only in workers: code that writes them there ends so)"
+    return ""

@@ -1,0 +1,329 @@
+"""The workers of one machine among several: what an actor there does.
+
+    driver                                  ║ network     this machine
+    Machine.evaluate(X, orders, samples)  ──╫──►  Host ── Crew, a process backend ── worker processes
+                                            ║            X, batch and partials in shared memory
+    merged partials  ◄──────────────────────╫───  Host ◄─┘
+
+X arrives once, whatever the number of workers, and their partials leave merged. Nothing here knows what carries the
+messages: an object with methods, whose arguments and results are numbers, bytes and arrays.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt._mapreduce.reduce import merge_answers
+from batchopt._program.flatten import Flat
+from batchopt.backends import Answer, Setup, WorkerInfo
+from batchopt.backends.process.scheduler import Run
+from batchopt.backends.ray.editions import Delivery, made, received
+from batchopt.backends.ray.node_workers import Crew
+from batchopt.backends.ray.transfer import Bytes, Fragment, Freight, Hold, Skeleton, from_bytes, to_bytes
+from batchopt.errors import BatchoptError
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.layout import Layout
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import Cut, Kind, Order
+from batchopt_workers.packing import assemble, dumps
+from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.versions import versions
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a machine's workers are to do for as long as they live; precode is pickled. `digests`: of the tensors of the
+    program that comes along."""
+
+    layout: Layout
+    precode: bytes
+    fixed_bits: bool
+    timeout: float | None
+    restarts: int
+    threads: int
+    devices: tuple[torch.device, ...] | None
+    ranks: tuple[int, ...]
+    world: int
+    torch: TorchSettings
+    digests: tuple[bytes, ...]
+
+
+class Share(NamedTuple):
+    """One evaluation's part of a machine: the chunks of each of its workers. `attempt` is its number among all shares of
+    all machines: an evaluation that does not get by with one a machine gives more."""
+
+    kind: int
+    attempt: int
+    step: int
+    runs: tuple[Run | None, ...]
+
+
+class Sum(NamedTuple):
+    """A merged partial: which node of the tree, and what `Partial` has."""
+
+    level: int
+    position: int
+    losses: tuple[float, ...]
+    gradient: Bytes
+    changes: Bytes
+    used: bytes
+
+
+class Work(NamedTuple):
+    """What a worker did: as `Answer`, with spans counted from when the machine was asked, and hook results pickled."""
+
+    worker: int
+    samples: int
+    seconds: float
+    spans: list[tuple[float, float, int, int]]
+    results: bytes
+
+
+class Condition(NamedTuple):
+    """What is known of a worker, as in `WorkerInfo`."""
+
+    pid: int
+    device: str
+    restarts: int
+    alive: bool
+    lost: bool
+
+
+class Yield(NamedTuple):
+    """What a share came to, in `seconds`."""
+
+    attempt: int
+    sums: list[Sum]
+    work: list[Work]
+    seconds: float
+
+
+class Failed(NamedTuple):
+    """An exception, apart: the name of its class, what makes another one, and the traceback."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    trace: str
+
+
+class Reply(NamedTuple):
+    """What a request came to, and how the workers are."""
+
+    value: Any
+    failed: Failed | None
+    workers: list[Condition]
+
+
+class OutOfStep(BatchoptError):
+    """A request was lost on the way, on which this one builds."""
+
+
+# A method of `Host`, and its arguments.
+Request = tuple[str, tuple[Any, ...]]
+
+
+class Host:
+    """A machine's workers, as the driver asks for them. One thread makes requests (`work`, and what it names), another one
+    may interrupt it (`ask`)."""
+
+    def __init__(self) -> None:
+        self._crew: Crew | None = None
+        self._place = 0, 0  # of the next request
+        self._vector: torch.Tensor
+        self._tensors: list[torch.Tensor] = []  # of the program
+        self._digests: tuple[bytes, ...] = ()
+        self._parameters: list[torch.nn.Parameter] = []
+        self._cut = Cut((0,))
+        self._hold: Hold | None = None
+
+    def greet(self) -> tuple[str, str]:
+        """What has to be as it is with the driver, and this machine's name."""
+        return versions(), socket.gethostname()
+
+    def work(self, place: tuple[int, int], news: Sequence[Request], task: Request, *bulk: Any) -> Reply:
+        """Take in `news`, then do `task`, whose last arguments are `bulk`: what is large, and comes by reference. Never
+        raises.
+
+        `place`: of this request among those that build on each other, of which none may be lost on the way; and their
+        number among such, which is a higher one where they begin anew.
+        """
+        value, failed = None, None
+        try:
+            self._keep_step(*place)
+            for name, arguments in news:
+                getattr(self, name)(*arguments)
+            name, arguments = task
+            value = getattr(self, name)(*arguments, *bulk)
+        except BaseException as error:
+            failed = failure_of(error)
+        return Reply(value, failed, [] if self._crew is None else [_condition(info) for info in self._crew.workers])
+
+    def _keep_step(self, epoch: int, index: int) -> None:
+        """Raise `OutOfStep` unless the request before this one has come."""
+        begins = epoch > self._place[0] and index == 0
+        if not begins and (epoch, index) != self._place:
+            raise OutOfStep(f"request {epoch}.{index} came where {self._place[0]}.{self._place[1]} was to come")
+        self._place = epoch, index + 1
+
+    def ask(self, question: str, attempt: int, seconds: float) -> list[Run] | None:
+        """As `Crew.ask`; None if there was no answer in time."""
+        try:
+            return [] if self._crew is None else self._crew.ask(question, attempt, seconds)
+        except concurrent.futures.TimeoutError:  # another class than Python's own before 3.11
+            return None
+
+    # ---- what a request names
+
+    @property
+    def crew(self) -> Crew:
+        """The workers."""
+        if self._crew is None:
+            raise BatchoptError("the workers of this machine were not started")
+        return self._crew
+
+    def start(self, contract: Contract, program: Freight) -> None:
+        """Start the workers of a packed program."""
+        contract.torch.apply()
+        layout = contract.layout
+        block = SharedBlock.create(layout.size * layout.dtype.itemsize)
+        self._vector = block.tensor(layout.dtype, (layout.size,))
+        self._parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        self._digests = contract.digests
+        self._tensors = [made(*place) for place in zip(program.placements, program.tensors, strict=True)]
+        loaded = assemble(program.data, self._tensors, self._parameters)
+        setup = Setup(
+            workers=len(contract.ranks),
+            fixed_bits=contract.fixed_bits,
+            timeout=contract.timeout,
+            restarts=contract.restarts,
+            threads=contract.threads,
+            devices=contract.devices,
+            precode=pickle.loads(contract.precode),
+            program=loaded,
+            flat=Flat(layout, self._vector, block),
+            parameters=self._parameters,
+            buffers=StepBuffers(loaded.module, state=loaded.state),
+            ranks=contract.ranks,
+            world=contract.world,
+        )
+        self._crew = Crew(setup, contract.torch)
+
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether hooks run from now on."""
+        self.crew.use_hooks(hooked)
+
+    def set_torch(self, settings: TorchSettings) -> None:
+        """Compute with these settings of torch."""
+        settings.apply()
+        self.crew.torch = settings
+
+    def update(self, found: Delivery) -> None:
+        """Have another edition of the program, for the step that begins next or goes on."""
+        tensors = received(found, self._tensors, self._digests)
+        if found.data is not None:
+            loaded: Program = assemble(found.data, tensors, self._parameters)
+            self.crew.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
+        self._tensors, self._digests = tensors, found.digests
+
+    def load(self, skeleton: Skeleton | None, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch whose samples come with `fill`; None for the batch of the step before, with its samples."""
+        if skeleton is None:
+            self.crew.reopen(weights)
+        else:
+            self._hold = Hold(skeleton, self._hold if self.crew.calm else None)
+            self.crew.open(self._hold, weights)
+
+    def fill(self, fragments: Sequence[Fragment]) -> None:
+        """Have these samples too."""
+        assert self._hold is not None
+        for fragment in fragments:
+            self._hold.fill(fragment)
+            self.crew.fill(fragment)
+
+    def set_cut(self, bounds: Sequence[int]) -> None:
+        """Cut the batch so."""
+        self._cut = Cut(tuple(bounds))
+
+    def resize(self, workers: int, world: int) -> None:
+        """Keep so many workers, of `world` on all machines."""
+        self.crew.keep(workers, world)
+
+    def evaluate(self, share: Share, x: Bytes | None, direction: Bytes | None) -> Yield:
+        """Evaluate a share, with another X and direction if these are given; its partials, merged."""
+        began = time.perf_counter()
+        self._set(x, direction)
+        head = share.attempt, share.step
+        orders = [None if run is None else Order(*head, *run, Kind(share.kind)) for run in share.runs]
+        self.crew.begin(share.attempt)
+        try:
+            answers = self.crew.evaluate(self._cut, orders)
+        finally:
+            self.crew.end()
+        sums = [
+            Sum(*node, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
+            for node, p in merge_answers(answers, self._cut.chunks)
+        ]
+        return Yield(share.attempt, sums, [_work(a, began) for a in answers], time.perf_counter() - began)
+
+    def _set(self, x: Bytes | None, direction: Bytes | None) -> None:
+        vector = self._vector
+        if x is not None:
+            with torch.no_grad():
+                vector.copy_(from_bytes(x, vector.dtype, vector.shape))
+        if direction is not None:
+            self.crew.set_direction(from_bytes(direction, vector.dtype, vector.shape))
+
+    def probe(self, share: Share, x: Bytes | None, direction: Bytes | None) -> dict[int, float]:
+        """The seconds that each worker needs for the first run of a share."""
+        self._set(x, direction)
+        run = share.runs[0]
+        assert run is not None
+        order = Order(share.attempt, share.step, *run, Kind(share.kind))
+        self.crew.begin(share.attempt)
+        try:
+            return self.crew.probe(self._cut, order)
+        finally:
+            self.crew.end()
+
+    def run(self, function: bytes) -> list[bytes]:
+        """Call a pickled function with pickled arguments in each worker; the results pickled."""
+        called, arguments = pickle.loads(function)
+        return [dumps(value) for value in self.crew.run(called, arguments)]
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._crew is not None:
+            self._crew.close()
+
+
+def _condition(info: WorkerInfo) -> Condition:
+    return Condition(info.pid, str(info.device), info.restarts, info.alive, info.lost)
+
+
+def _work(answer: Answer, began: float) -> Work:
+    spans = [(span.began - began, *span[1:]) for span in answer.spans]
+    return Work(answer.rank, answer.samples, answer.seconds, spans, dumps(answer.results) if answer.results else b"")
+
+
+def failure_of(error: BaseException) -> Failed:
+    """The exception apart, whatever its own methods do."""
+    arguments = getattr(error, "_arguments", None)
+    if arguments is None:
+        try:
+            arguments = (str(error),)
+        except BaseException as inner:
+            arguments = (f"<its __str__ raised {type(inner).__name__}>",)
+    trace = getattr(error.__cause__, "text", "")
+    if not isinstance(error, BatchoptError):
+        trace = "".join(traceback.format_exception(error))
+    return Failed(type(error).__name__, tuple(arguments), trace)

@@ -1,0 +1,204 @@
+"""A Ray cluster: being connected to one, which machines have room for workers, and placing actors there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from batchopt._mapreduce.split import split_batch
+
+# Seconds that a cluster may take to answer.
+REACHING = 5.0
+# What a worker takes unless `ray_options` say otherwise.
+CORES, GPUS = 1.0, 0.0
+# What this library has to choose itself.
+_OURS = frozenset(
+    "scheduling_strategy placement_group concurrency_groups max_concurrency max_restarts max_task_retries num_returns "
+    "name namespace lifetime get_if_exists".split()
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a worker takes of a machine, and `others`: options of the actor that holds the workers of one."""
+
+    cores: float = CORES
+    gpus: float = GPUS
+    resources: Mapping[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, options: Any) -> Needs:
+        """Of what the user gave as `ray_options`; raises `TypeError` or `ValueError` for what cannot be used."""
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise TypeError(f"`ray_options` must be a dict of options of a Ray actor, got {type(options).__name__}")
+        if taken := sorted(_OURS & options.keys()):
+            raise ValueError(f"`ray_options` may not have {taken}: workers are placed and replaced by batchopt")
+        left = dict(options)
+        cores, gpus = left.pop("num_cpus", CORES), left.pop("num_gpus", GPUS)
+        resources, memory = left.pop("resources", None) or {}, left.pop("memory", None) or 0.0
+        for name, amount in {"num_cpus": cores, "num_gpus": gpus, "memory": memory, **resources}.items():
+            if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount >= 0:
+                raise ValueError(f"`ray_options` {name!r} is what one worker takes, a number >= 0; got {amount!r}")
+        return cls(float(cores), float(gpus), dict(resources), float(memory), left)
+
+    @property
+    def each(self) -> dict[str, float]:
+        """What a worker takes, by Ray's names."""
+        known = {"CPU": self.cores, "GPU": self.gpus, "memory": self.memory, **self.resources}
+        return {name: amount for name, amount in known.items() if amount > 0}
+
+    @property
+    def threads(self) -> int:
+        """Of a worker, that it has cores for."""
+        return max(1, int(self.cores))
+
+    def options(self, workers: int) -> dict[str, Any]:
+        """Of the actor that holds so many workers."""
+        found: dict[str, Any] = {"num_cpus": self.cores * workers, **self.others}
+        if self.gpus:
+            found["num_gpus"] = self.gpus * workers
+        if self.resources:
+            found["resources"] = {name: amount * workers for name, amount in self.resources.items()}
+        if self.memory:
+            found["memory"] = self.memory * workers
+        return found
+
+
+class Room(NamedTuple):
+    """A machine of the cluster, and how many more workers fit there."""
+
+    node: str
+    workers: int
+
+
+def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
+    """How many of `workers` go to each machine, in proportion to their room; machines that get none are left out.
+
+    Raises `ValueError` if they do not fit.
+    """
+    room = sum(r.workers for r in rooms)
+    if workers > room:
+        raise ValueError(f"{workers} workers do not fit where there is room for {room}")
+    if not workers:
+        return []
+    shares = split_batch(workers, [float(r.workers) for r in rooms])
+    return [Room(r.node, share) for r, share in zip(rooms, shares, strict=True) if share]
+
+
+def fitting(available: Mapping[str, float], each: Mapping[str, float]) -> int:
+    """How many workers that take `each` fit into what is available."""
+    return int(min((available.get(name, 0.0) / amount + 1e-9 for name, amount in each.items()), default=0.0))
+
+
+def load_ray() -> ModuleType:
+    """Ray. Raises `ImportError` that says how to get it."""
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ImportError(f"backend 'ray' needs Ray: pip install 'batchopt[ray]' ({error})") from error
+
+
+def connect() -> ModuleType:
+    """Ray, connected: as the user has done it; else to the cluster that `RAY_ADDRESS` names or that this machine belongs
+    to; else to one on this machine alone, which ends with this process.
+
+    Raises `ImportError`, and `ConnectionError` if there is no answer.
+    """
+    ray = load_ray()
+    if not ray.is_initialized():
+        address = _address()
+        try:
+            with _as_before():
+                ray.init(address, include_dashboard=False, configure_logging=False)
+        except Exception as error:
+            where = os.environ.get("RAY_ADDRESS") or "of this machine"
+            raise ConnectionError(f"the Ray cluster {where} cannot be used: {error}") from error
+    _warn_without_token()
+    return ray
+
+
+def _address() -> str | None:
+    """What to connect to; None where Ray finds it. Ray itself would try for minutes where nobody listens.
+
+    Raises `ConnectionError` if nobody listens at `RAY_ADDRESS`. An address that a cluster has left behind on this machine
+    is passed over.
+    """
+    given = os.environ.get("RAY_ADDRESS", "")
+    if given:
+        try:
+            _knock(given)
+        except OSError as error:
+            raise ConnectionError(
+                f"no Ray cluster answers at {given} (RAY_ADDRESS): {error}; start one with `ray start --head`, or unset RAY_ADDRESS"
+            ) from error
+        return None
+    try:
+        _knock(import_module("ray._private.utils").read_ray_address() or "")  # there is no public way
+    except OSError:
+        return "local"
+    return None
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` where nobody listens; not for addresses that Ray gives a meaning of its own."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), REACHING).close()
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Undo what Ray does to this process when it connects: a handler of SIGTERM, and Python's debugger."""
+    handler, hook, variable = signal.getsignal(signal.SIGTERM), sys.breakpointhook, os.environ.get("PYTHONBREAKPOINT")
+    try:
+        yield
+    finally:
+        if handler is not None and signal.getsignal(signal.SIGTERM) is not handler:
+            signal.signal(signal.SIGTERM, handler)
+        sys.breakpointhook = hook
+        if variable is None:
+            os.environ.pop("PYTHONBREAKPOINT", None)
+        else:
+            os.environ["PYTHONBREAKPOINT"] = variable
+
+
+_warned = False
+
+
+def _warn_without_token() -> None:
+    global _warned
+    if not _warned and os.environ.get("RAY_AUTH_MODE") != "token":
+        _warned = True
+        warnings.warn(
+            "this Ray cluster asks for no token: whoever reaches its ports can run code on it. Start it, and this program, with RAY_AUTH_MODE=token",
+            stacklevel=2,
+        )
+
+
+def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
+    """How many workers fit on each machine that lives, beside what others have there; on the `whole` machine, if that is
+    asked."""
+    found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if not whole:
+        free = import_module("ray._private.state").available_resources_per_node()  # there is no public way
+        found = {node: free[node] for node in found if node in free}
+    fit = [Room(node, fitting(resources, needs.each or {"CPU": CORES})) for node, resources in sorted(found.items())]
+    return [room for room in fit if room.workers > 0]
+
+
+def capacity(needs: Needs) -> int:
+    """How many workers the cluster has room for now."""
+    return sum(room.workers for room in rooms(connect(), needs))

@@ -1,0 +1,292 @@
+"""The process that workers are forked from."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing.spawn
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, Worker, WorkerStartError
+from batchopt.backends.process import forkserver
+from batchopt_workers.forkserver import REPLY, REQUEST, Request, Task
+from tests.backends.test_life import assert_gone, pids, python
+
+
+def small() -> BatchOptimizer:
+    """Two workers."""
+    return BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer=None, parallelize=2)
+
+
+def latest() -> psutil.Process:
+    """The template as the system sees it."""
+    assert forkserver._latest is not None
+    return psutil.Process(forkserver._latest._process.pid)
+
+
+def test_it_is_kept_for_the_next_workers() -> None:
+    with small():
+        first = latest()
+    with small() as opt:
+        assert latest() == first
+        assert {psutil.Process(worker.pid).ppid() for worker in opt.workers} == {first.pid}
+
+
+def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def look(worker: Worker) -> tuple[str | None, str, str, list[str]]:
+        return os.environ.get("BATCHOPT_TEST_THING"), os.getcwd(), sys.path[-1], sys.argv
+
+    with small():
+        first = latest()
+    monkeypatch.setenv("BATCHOPT_TEST_THING", "new")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.path.append("/nowhere")
+    monkeypatch.setattr(sys, "argv", ["program", "argument"])
+    try:
+        with small() as opt:
+            assert latest() != first  # some library may read the variable when it loads
+            expected = ("new", str(tmp_path), "/nowhere", ["program", "argument"])
+            assert opt.run_on_workers(look) == [expected, expected]
+    finally:
+        sys.path.remove("/nowhere")
+    _, left = psutil.wait_procs([first], timeout=10)
+    assert not left
+
+
+def test_each_worker_draws_its_own_random_numbers() -> None:
+    with small() as opt:
+        numbers = opt.run_on_workers(lambda worker: (random.random(), numpy.random.rand()))
+    assert numbers[0][0] != numbers[1][0] and numbers[0][1] != numbers[1][1]
+
+
+def test_workers_go_on_without_it_and_the_next_ones_get_another() -> None:
+    x, y = torch.randn(6, 2), torch.randn(6, 1)
+    with small() as opt:
+        opt.load(x, y)
+        before = opt.evaluate().item()
+        first = latest()
+        first.kill()
+        first.wait(10)
+        assert opt.evaluate().item() == before
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+        assert opt.evaluate().item() == before
+        opt.run_on_workers(lambda worker: None)  # waits for the new one
+        assert latest() != first
+        assert opt.workers[0].restarts == 1
+
+
+def test_what_it_says_when_it_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no libraries here >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("BATCHOPT_TEST_THING", "another")
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.spawn.set_executable(str(program))
+    try:
+        with pytest.raises(WorkerStartError, match=r"(?s)ended with code 3.*no libraries here"):
+            small()
+    finally:
+        multiprocessing.spawn.set_executable(before)
+
+
+def test_it_ends_with_its_parent() -> None:
+    script = """
+    import os, signal, torch, batchopt
+    from batchopt.backends.process import forkserver
+    with batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2):
+        pass
+    if os.fork() == 0:  # holds the parent's end of everything
+        import time; time.sleep(60)
+    print(forkserver._latest._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            if psutil.pid_exists(pid):
+                _, left = psutil.wait_procs([psutil.Process(pid)], timeout=10)
+                assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)  # the fork
+
+
+def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
+    script = """
+    import os, sys
+    from multiprocessing.connection import Connection
+    from batchopt_workers import forkserver
+    forkserver.LINGER = 0.05
+    forkserver.main(Connection(int(sys.argv[1])), os.getppid())
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", textwrap.dedent(script), str(theirs.fileno())]
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
+
+
+def test_a_request_is_what_it_was() -> None:
+    request = Request(7, Task.FORK, 3, 5, 2)
+    assert Request.decode(request.encode()) == request
+    assert len(request.encode()) == REQUEST.size
+    assert REPLY.unpack(REPLY.pack(2**40, -11)) == (2**40, -11)
+
+
+SMALL = """
+import os, signal, sys, torch, batchopt
+from batchopt.backends.process import forkserver
+x, y = torch.ones(4, 2), torch.ones(4, 1)
+opt = batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2)
+opt.step(x, y)
+template_pid = forkserver._latest._process.pid
+"""
+STOP = "os.kill(template_pid, signal.SIGSTOP)\n"
+
+
+def test_it_is_replaced_if_it_is_stopped() -> None:
+    """Under the limit of `python`, which a wait for it would exceed."""
+    then = """
+os.kill(opt.workers[0].pid, signal.SIGKILL)
+opt.step(x, y)
+opt.run_on_workers(lambda worker: None)  # waits for the new one
+print("PIDS", template_pid, forkserver._latest._process.pid)
+"""
+    ended = python("-c", SMALL + STOP + then)
+    assert ended.returncode == 0, ended.stderr
+    stopped, new = pids(ended.stdout)
+    assert stopped != new
+    assert_gone([stopped, new])
+
+
+@pytest.mark.parametrize("last", ["opt.close()", ""], ids=["close", "end"])
+def test_nothing_waits_for_it_if_it_is_stopped(last: str) -> None:
+    ended = python("-c", SMALL + STOP + "print('PIDS', template_pid, opt.workers[0].pid, flush=True)\n" + last)
+    assert ended.returncode == 0, ended.stderr
+    assert_gone(pids(ended.stdout))
+
+
+def killed_when_it_says(script: str, **options: Any) -> list[int]:
+    """Run the script, kill it when it has printed two process ids, and return them."""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options) as program:
+        assert program.stdout is not None
+        try:
+            return pids(program.stdout.readline())
+        finally:
+            program.kill()
+
+
+def test_it_ends_with_its_parent_even_if_it_is_stopped() -> None:
+    assert_gone(killed_when_it_says(SMALL + STOP + "print('PIDS', template_pid, template_pid, flush=True)\ninput()"))
+
+
+def test_it_ends_with_its_parent_even_while_it_imports(tmp_path: Path) -> None:
+    slow = """
+import os, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    print("PIDS", os.getpid(), os.getpid(), flush=True)
+    time.sleep(60)
+"""
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    assert_gone(killed_when_it_says(SMALL, env=environment))
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SMALL + "opt.close()\nopen(sys.argv[1], 'w').write('END')")
+    command = f'exec "$0" program.py said {closed}'
+    ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=60, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "said").read_text() == "END"
+
+
+def test_ends_of_children_may_be_ignored() -> None:
+    then = """
+print("PIDS", template_pid, opt.workers[0].pid)
+os.kill(opt.workers[0].pid, signal.SIGKILL)
+opt.step(x, y)
+opt.run_on_workers(lambda worker: None)
+assert forkserver._latest._process.pid == template_pid and forkserver._latest.lives
+opt.close()
+"""
+    ended = python("-c", "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + SMALL + then)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    assert_gone(pids(ended.stdout))
+
+
+def replace(opt: BatchOptimizer) -> None:
+    """Kill all workers, and wait until new ones can work."""
+    for worker in opt.workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    opt.load(torch.ones(4, 2), torch.ones(4, 1))
+    opt.evaluate()
+    opt.run_on_workers(lambda worker: None)
+
+
+needs_adoption = pytest.mark.skipif(sys.platform != "linux", reason="no process has the orphans of others here")
+
+
+def start_apart(worker: Worker) -> int:
+    """Start a process that has a session of its own, and that nobody waits for."""
+    daemon = "import os; print(os.getpid(), flush=True); os.setsid(); import time; time.sleep(600)"
+    script = f"import os\nif os.fork() == 0:\n    {daemon}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        return int(process.stdout.readline())
+
+
+@needs_adoption
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(killed: bool) -> None:
+    with small() as opt:
+        started = opt.run_on_workers(start_apart)
+        if killed:
+            replace(opt)
+            assert_gone(started)
+    assert_gone(started)
+
+
+@needs_adoption
+@pytest.mark.parametrize("last", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ended", "killed"])
+def test_what_a_worker_started_in_a_session_of_its_own_ends_with_the_program(last: str) -> None:
+    start = f"{inspect.getsource(start_apart).replace('Worker', 'object')}\nimport subprocess\n"
+    ended = python("-c", SMALL + start + "print('PIDS', *opt.run_on_workers(start_apart), flush=True)\n" + last)
+    assert ended.returncode == (-signal.SIGKILL if last else 0), ended.stderr
+    assert_gone(pids(ended.stdout))
+
+
+@needs_adoption
+def test_what_a_worker_names_in_shared_memory_goes_with_it() -> None:
+    def take(worker: Worker) -> list[str]:
+        memory = shared_memory.SharedMemory(create=True, size=100)
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        worker.state["kept"] = memory, semaphore
+        return [memory.name, semaphore._semlock.name.lstrip("/")]  # type: ignore[attr-defined]
+
+    with small() as opt:
+        names = [f"{name}" for taken in opt.run_on_workers(take) for name in taken]
+        replace(opt)
+    until = time.monotonic() + 10
+    while (left := [entry for entry in os.listdir("/dev/shm") if any(name in entry for name in names)]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.01)
+    assert not left

@@ -1,0 +1,259 @@
+"""What a step says of its loss is of the parameters that it leaves; nothing is saved in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import batchopt
+from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
+from batchopt.optim.trials import BLOCK, Trials, checksum
+from tests.workloads import Mlp, mlp
+
+
+def valley(scale: float) -> nn.Module:
+    """Where line searches try points that are much worse than those they end at."""
+    torch.manual_seed(0)
+    module = Mlp().double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(scale)
+    return module
+
+
+def torchs(max_iter: int, max_eval: int | None = None) -> Callable[[Any], torch.optim.Optimizer]:
+    """Torch's own L-BFGS with its line search."""
+    return lambda params: torch.optim.LBFGS(
+        params, lr=4.0, max_iter=max_iter, max_eval=max_eval, line_search_fn="strong_wolfe"
+    )
+
+
+OPTIMIZERS: dict[str, Any] = {
+    **{f"torch's, {n}": torchs(n) for n in (1, 2, 3, 5)},
+    **{f"torch's, at most {n}": torchs(20, n) for n in (2, 3, 4, 7)},
+    **{f"ours, at most {n}": lambda params, n=n: batchopt.LBFGS(params, max_iter=20, max_eval=n) for n in (2, 3, 4, 7)},
+    "armijo": lambda params: batchopt.LBFGS(params, max_iter=3, line_search_fn="armijo"),
+    "cg": lambda params: batchopt.CG(params, max_iter=4),
+    "penalised": lambda params: batchopt.LBFGS(params, max_iter=4, l1=1e-3),
+}
+
+
+@pytest.mark.parametrize("scale", [0.3, 5.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale: float) -> None:
+    case, module = mlp(), valley(scale)
+    with BatchOptimizer(module, case.criterion, optimizer=OPTIMIZERS[name]) as opt:
+        for _ in range(6):
+            found = opt.step(case.inputs, case.targets)
+            expected = case.criterion(module(case.inputs), case.targets).item()
+            assert found == opt.output == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_the_last_trial_had_is_not_said() -> None:
+    """Some of those above end elsewhere than at their last evaluation; else nothing was tested."""
+    case, differ = mlp(), 0
+    for name, make in OPTIMIZERS.items():
+        last: list[float] = []
+
+        class Noting(BatchOptimizer):
+            def reduce(self, answers: Any, last: list[float] = last) -> torch.Tensor:
+                loss = super().reduce(answers)
+                last.append(loss.item())
+                return loss
+
+        with Noting(valley(5.0), case.criterion, optimizer=make) as opt:
+            for _ in range(6):
+                differ += opt.step(case.inputs, case.targets) != last[-1]
+                assert opt.output in last, name
+    assert differ > 3
+
+
+def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A term."""
+    loss: torch.Tensor = (module(x) - y).square().mean()
+    return loss
+
+
+def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+    """Another term."""
+    loss: torch.Tensor = module(x).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of_all(parallelize: int) -> None:
+    case, module = mlp(), valley(5.0)
+    terms = {"a": Term(misfit), "b": Term(size, 0.5)}
+    with BatchOptimizer(module, terms=terms, optimizer=torchs(20, 4), parallelize=parallelize) as opt:
+        for _ in range(5):
+            found = opt.step({"a": (case.inputs, case.targets), "b": case.inputs})
+            a, b = (term(module, case.inputs, case.targets).item() for term in (misfit, size))
+            assert opt.losses == {"a": pytest.approx(a, rel=1e-12), "b": pytest.approx(b, rel=1e-12)}
+            assert found == pytest.approx(a + 0.5 * b, rel=1e-12)
+        assert list(opt.steps([{"a": (case.inputs, case.targets), "b": case.inputs}] * 2))[-1] == opt.output
+
+
+def test_where_the_parameters_left_were_not_evaluated_it_is_the_last_evaluation() -> None:
+    case, module = mlp(), valley(1.0)
+    before = case.criterion(module(case.inputs), case.targets).item()
+    with BatchOptimizer(module, case.criterion, optimizer="sgd") as opt:
+        assert opt.step(case.inputs, case.targets) == pytest.approx(before, rel=1e-12)
+
+
+class Returns(torch.optim.Optimizer):
+    """Looks at some places, beginning elsewhere, and goes back to where it was or to one of them."""
+
+    def __init__(self, params: Any, places: list[float], to: float) -> None:
+        super().__init__(params, {})
+        self.places, self.to = places, to
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        """One after the other."""
+        parameters = self.param_groups[0]["params"]
+        start = [parameter.clone() for parameter in parameters]
+        for place in [*self.places, self.to]:
+            for parameter, begin in zip(parameters, start, strict=True):
+                parameter.copy_(begin + place)
+            if place is not self.to or place in self.places:
+                loss = closure()
+        return loss
+
+
+@pytest.mark.parametrize("places", [[0.0, 1.0, 2.0], [1.0, 2.0], [1.0, 0.0, 2.0], [0.0], [3.0, 4.0, 0.0, 0.0]])
+@pytest.mark.parametrize("to", [0.0, 1.0, 2.0])
+def test_wherever_it_was_evaluated_in_the_step(places: list[float], to: float) -> None:
+    """A point counts only if it was evaluated: one that began elsewhere has not seen the start."""
+    case, module, seen = mlp(), valley(1.0), []
+
+    class Noting(BatchOptimizer):
+        def reduce(self, answers: Any) -> torch.Tensor:
+            loss = super().reduce(answers)
+            seen.append((self.parameters.clone(), loss.item()))
+            return loss
+
+    with Noting(module, case.criterion, optimizer=lambda params: Returns(params, places, to)) as opt:
+        found = opt.step(case.inputs, case.targets)
+        there = [loss for x, loss in seen if torch.equal(x, opt.parameters)]
+        assert found == (there[-1] if there else seen[-1][1])
+
+
+def test_one_evaluation_costs_nothing() -> None:
+    x = torch.zeros(3, device="meta")  # which cannot be looked at
+    trials = Trials(x, [x], told=False)
+    trials.begin()
+    trials.look()
+    trials.end(1.0, {})
+    assert trials.left(x) is None
+
+
+@given(st.integers(1, 3 * BLOCK), st.sampled_from([torch.float64, torch.float32, torch.float16]), st.integers(0, 9))
+@settings(deadline=None, max_examples=60)
+def test_a_checksum_sees_every_change(length: int, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.rand(length, generator=generator, dtype=torch.float64) + 1).to(dtype)
+    before = checksum(x)
+    assert before == checksum(x.clone())
+    i, j = (int(k) for k in torch.randint(length, (2,), generator=generator))
+    for change in (2.0**-8, 2.0**-7):
+        changed = x.clone()
+        changed[i] += change
+        assert checksum(changed) != before
+        changed[j] -= change  # what a plain sum would not see
+        assert torch.equal(changed, x) or checksum(changed) != before
+    if length > 1:
+        assert torch.equal(x.flip(0), x) or checksum(x.flip(0)) != before
+
+
+# ---- nothing is saved in the middle of a step
+
+
+CALLS: dict[str, Callable[[BatchOptimizer, Any], Any]] = {
+    "save": lambda opt, path: opt.save(path),
+    "state_dict": lambda opt, path: opt.state_dict(),
+    "load_state_dict": lambda opt, path: opt.load_state_dict({}),
+    "load_checkpoint": lambda opt, path: opt.load_checkpoint(path),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_hook_cannot_save_or_load_in_the_middle_of_a_step(name: str, tmp_path: Any) -> None:
+    case = mlp()
+    errors: list[str] = []
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        with pytest.raises(BatchoptError, match="in the middle of ") as caught:
+            CALLS[name](opt, tmp_path / "state")
+        errors.append(str(caught.value))
+
+    with BatchOptimizer(valley(1.0), case.criterion, optimizer="sgd") as opt:
+        opt.save(tmp_path / "state")
+        written = (tmp_path / "state").read_bytes()
+        opt.prehook = hook
+        opt.step(case.inputs, case.targets)
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        opt.hvp(torch.ones_like(opt.parameters))
+        opt.full_gradient([(case.inputs, case.targets)])
+        opt.check(case.inputs, case.targets)
+        assert len(errors) >= 5  # a step, an evaluation, a product, a full gradient, an examination
+        assert (tmp_path / "state").read_bytes() == written
+        opt.prehook = None
+        opt.load_checkpoint(tmp_path / "state")  # between steps
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_signal_handler_cannot_save_in_the_middle_of_a_step(parallelize: int, tmp_path: Any) -> None:
+    case = mlp()
+    caught: list[BatchoptError] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            opt.save(tmp_path / "state")
+        except BatchoptError as error:
+            caught.append(error)
+
+    def signalling(params: Any) -> torch.optim.Optimizer:
+        class Signals(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                loss = closure()
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return loss
+
+        return Signals(params, lr=0.1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with BatchOptimizer(valley(1.0), case.criterion, optimizer=signalling, parallelize=parallelize) as opt:
+            opt.step(case.inputs, case.targets)
+            assert len(caught) == 1 and "a step" in str(caught[0])
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert len(caught) == 1 and (tmp_path / "state").exists()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_between_the_steps_of_a_loop_and_after_a_step_that_failed_it_can_be_saved(tmp_path: Any) -> None:
+    case = mlp()
+
+    def batches() -> Iterator[Any]:
+        yield case.inputs, case.targets
+        yield case.inputs, case.targets
+
+    with BatchOptimizer(valley(1.0), case.criterion, optimizer="sgd") as opt:
+        for _ in opt.steps(batches()):
+            opt.save(tmp_path / "state")
+            opt.state_dict()
+        with pytest.raises(ValueError):
+            opt.step(case.inputs, case.targets[:3])
+        opt.save(tmp_path / "state")
+    opt.state_dict()

@@ -1,0 +1,149 @@
+"""Batches that are read ahead."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from batchopt import BatchOptimizer
+from batchopt._data.prefetch import Ahead, as_arguments
+from batchopt.backends.process.backend import ProcessBackend
+
+
+class Pair(NamedTuple):
+    """A batch of one structure."""
+
+    first: int
+    second: int
+
+
+def test_each_item_is_prepared_once_and_in_order() -> None:
+    prepared: list[int] = []
+
+    def prepare(item: int) -> int:
+        prepared.append(item)
+        return 10 * item
+
+    ahead = Ahead(range(3), prepare)
+    assert next(ahead) == 0 and prepared == [0]
+    ahead.fetch()
+    ahead.fetch()
+    assert prepared == [0, 1]
+    assert list(ahead) == [10, 20]
+    ahead.fetch()
+    assert list(ahead) == [] and prepared == [0, 1, 2]
+
+
+def test_an_error_is_raised_when_its_turn_has_come() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        raise OSError("no such file")
+
+    ahead = Ahead(source(), lambda item: item)
+    ahead.fetch()
+    assert next(ahead) == 1
+    ahead.fetch()
+    with pytest.raises(OSError, match="no such file"):
+        next(ahead)
+
+
+def test_what_a_loader_yields() -> None:
+    assert as_arguments([1, 2]) == (1, 2, None)
+    assert as_arguments((1,)) == (1, None, None)
+    assert as_arguments((1, 2, 3)) == (1, 2, 3)
+    assert as_arguments({"a": 1}) == ({"a": 1}, None, None)
+    assert as_arguments(Pair(1, 2)) == (Pair(1, 2), None, None)
+    with pytest.raises(ValueError, match="got 4 items"):
+        as_arguments((1, 2, 3, 4))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1).double()
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of different sizes, larger and smaller."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 3, generator=generator).double(), torch.ones(n, 1).double()) for n in (8, 2000, 5, 8, 3000, 7)
+    ]
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+def test_steps_are_the_steps_one_by_one(parallelize: int, optimizer: str) -> None:
+    def run(ahead: bool) -> tuple[list[float], torch.Tensor]:
+        with BatchOptimizer(linear(), nn.MSELoss(), optimizer=optimizer, parallelize=parallelize, chunk_size=4) as opt:
+            losses = list(opt.steps(batches())) if ahead else [opt.step(*batch) for batch in batches()]
+            return losses, opt.parameters.clone()
+
+    (losses, parameters), (expected, expected_parameters) = run(True), run(False)
+    assert losses == expected
+    assert torch.equal(parameters, expected_parameters)
+
+
+def test_the_next_batch_is_read_while_workers_compute() -> None:
+    events: list[str] = []
+
+    class Noting(BatchOptimizer):
+        def map(self) -> Any:
+            events.append("map")
+            answers = super().map()
+            events.append("mapped")
+            return answers
+
+    def source() -> Iterator[Any]:
+        for batch in batches()[:3]:
+            events.append("read")
+            yield batch
+
+    with Noting(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        assert len(list(opt.steps(source()))) == 3
+        assert opt.batch_counter == 3
+    assert events == ["read", "map", "read", "mapped", "map", "read", "mapped", "map", "mapped"]
+
+
+def test_a_batch_that_cannot_be_read_fails_its_own_step() -> None:
+    good = batches()[0]
+    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        steps = opt.steps([good, (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())])
+        next(steps)
+        with pytest.raises(ValueError):
+            next(steps)
+        assert opt.batch_counter == 1
+        opt.step(*good)
+
+
+def test_evaluations_between_steps_see_the_batch_of_the_last_step() -> None:
+    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        for i, _ in enumerate(opt.steps(batches())):
+            inputs, targets = batches()[i]
+            expected = nn.functional.mse_loss(opt.module(inputs), targets).item()
+            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_data_loader(parallelize: int = 2) -> None:
+    data = TensorDataset(torch.randn(64, 3).double(), torch.randn(64, 1).double())
+    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+        losses = [loss for _ in range(5) for loss in opt.steps(DataLoader(data, batch_size=16, shuffle=True))]
+    assert len(losses) == 20 and opt.sample_counter == 5 * 64
+
+
+def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
+    """Only a batch that is read ahead, or a worker that is late, needs room beside the present one."""
+    (inputs, targets), *_ = batches()
+    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        assert isinstance(opt._backend, ProcessBackend)
+        opt.load(inputs, targets)  # measures the workers, so what they answered was heard
+        for _ in range(2):
+            opt.load(inputs, targets)
+            for child in opt._backend._pool.children.values():
+                assert select.select([child.channel], [], [], 10)[0]  # answered, and not heard yet
+        assert [slot is not None for slot in opt._backend._slots] == [True, False]

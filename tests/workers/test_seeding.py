@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from batchopt_workers.seeding import draws_kept, seed_draws
+
+KEYS = st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+Draws = tuple[list[float], list[float], list[float]]
+
+
+def draw() -> Draws:
+    return torch.rand(3).tolist(), np.random.random(3).tolist(), [random.random() for _ in range(3)]
+
+
+def draw_after(key: tuple[int, int, int]) -> Draws:
+    with draws_kept():
+        seed_draws(*key)
+        return draw()
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    """What a test draws outside `draws_kept` is its own affair."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+@given(KEYS)
+@settings(deadline=None, max_examples=30)
+def test_the_same_seed_step_and_chunk_draw_the_same(key: tuple[int, int, int]) -> None:
+    assert draw_after(key) == draw_after(key)
+
+
+@given(KEYS, KEYS, st.integers(0, 2))
+@settings(deadline=None, max_examples=30)
+def test_another_seed_step_or_chunk_draws_other_numbers_everywhere(
+    key: tuple[int, int, int], other: tuple[int, int, int], place: int
+) -> None:
+    assume((key[place] - other[place]) % 2**64 != 0)
+    seed, step, chunk = (other[i] if i == place else key[i] for i in range(3))
+    for one, another in zip(draw_after(key), draw_after((seed, step, chunk)), strict=True):
+        assert one != another
+
+
+def test_exchanging_step_and_chunk_draws_other_numbers() -> None:
+    assert draw_after((0, 1, 2)) != draw_after((0, 2, 1))
+
+
+def test_the_random_states_are_left_as_found(kept: None) -> None:
+    seed_draws(0, 0, 0)
+    expected = draw()
+    seed_draws(0, 0, 0)
+    with draws_kept():
+        seed_draws(1, 2, 3)
+        draw()
+    assert draw() == expected
+
+
+def test_the_random_states_are_left_as_found_after_an_exception(kept: None) -> None:
+    seed_draws(0, 0, 0)
+    expected = draw()
+    seed_draws(0, 0, 0)
+    with pytest.raises(ZeroDivisionError), draws_kept():
+        draw()
+        raise ZeroDivisionError
+    assert draw() == expected
