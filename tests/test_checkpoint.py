@@ -508,7 +508,7 @@ def test_what_torch_cannot_save_leaves_the_old_file(saved: Path) -> None:
 # Forks, so that torch is imported once for all that die.
 DOOMED = """
 import os, resource, signal, sys, torch
-from batchopt import BatchOptimizer
+from batchopt import CheckpointError
 from batchopt._checkpoint import file
 from batchopt_workers import faults
 from batchopt_workers.layout import Layout
@@ -530,7 +530,7 @@ def fill_the_disk(folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         write(folder)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         print(error, flush=True)
 
 for name in sys.argv[1:]:
