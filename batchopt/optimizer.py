@@ -24,10 +24,10 @@ from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flatten import trainable
-from batchopt.backends import Prepared, anticipate
+from batchopt.backends.base import Prepared
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
-from batchopt.optim.choose import OptimizerChoice, check_options, choose_optimizer
+from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.rollback import Undo
 from batchopt.optim.trials import Trial, Trials
@@ -130,31 +130,8 @@ class BatchOptimizer(Curved):
         check_cut: bool = True,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = Settings.read(
-            criterion=criterion,
-            parallelize=parallelize,
-            backend=backend,
-            loss_fn=loss_fn,
-            terms=terms,
-            reduction=reduction,
-            denominators=denominators,
-            chunk_size=chunk_size,
-            collate_fn=collate_fn,
-            precode=precode,
-            prehook=prehook,
-            posthook=posthook,
-            speeds=speeds,
-            threads_per_worker=threads_per_worker,
-            devices=devices,
-            timeout=timeout,
-            max_restarts=max_restarts,
-            seed=seed,
-            on_nonfinite=on_nonfinite,
-            verbose=verbose,
-            check_cut=check_cut,
-            ray_options=ray_options,
-        )
-        anticipate(settings.backend, settings.workers, settings.threads)  # torch's optimizers import for a second, too
+        settings = Settings.read(locals())
+        check_choice(optimizer)
         self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])
         super().__init__(module, settings)
         self._undo = Undo(self._flat.vector, self.optimizer)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 import batchopt
-from batchopt.backends import Answer
+from batchopt._mapreduce.answers import Answer
 from benchmarks.findings import Finding, publish
 
 

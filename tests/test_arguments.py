@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from batchopt._function.arguments import (
+from batchopt._data.arguments import (
     check_callable,
     check_criterion,
     check_hooks,
-    check_room,
     read_on_nonfinite,
     read_optional_count,
     read_parallelize,
@@ -24,10 +24,12 @@ from batchopt._function.arguments import (
     read_speeds,
     read_timeout,
     read_verbose,
-    read_workers,
 )
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
+from batchopt.backends import backend_class
+from batchopt.backends.base import Setup
+from batchopt.backends.process.surroundings import check_room
 
 
 def test_parallelize_is_a_count_or_auto() -> None:
@@ -53,15 +55,15 @@ def test_no_other_parallelize_is_taken(value: Any, error: type[Exception], messa
 
 
 def test_the_serial_backend_has_one_worker() -> None:
-    assert read_workers(3, "process") == 3
-    assert read_workers(1, "serial") == 1
+    assert backend_class("process").read_workers(3) == 3
+    assert backend_class("serial").read_workers(1) == 1
     with pytest.raises(ValueError, match=r"`backend` 'serial' is this process alone: use parallelize=1, got 2"):
-        read_workers(2, "serial")
+        backend_class("serial").read_workers(2)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"`backend` must be one of \[.*'process'.*'serial'.*\], got 'threads'"):
-        read_workers(1, "threads")
+        backend_class("threads")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_numbers(
 
 def test_the_machine_at_hand_has_no_room_for_ten_thousand_processes() -> None:
     with pytest.raises(ValueError, match=r"^`parallelize` 10000 needs about 2200\.0 GB of memory and 60000 open files"):
-        read_workers(10_000, "process")
+        backend_class("process").read_workers(10_000)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e-9, 10**6, np.float32(2.5), np.int64(3), Fraction(1, 4)])
@@ -144,7 +146,8 @@ def test_no_other_timeout_is_taken(value: Any, error: type[Exception]) -> None:
 
 
 def test_restarts_are_counted_from_zero_and_four_a_worker_by_default() -> None:
-    assert [read_restarts(value, 3) for value in (None, 0, 1, 100)] == [12, 0, 1, 100]
+    assert [read_restarts(value) for value in (None, 0, 1, 100)] == [None, 0, 1, 100]
+    assert [Setup.restarts_of(SimpleNamespace(restarts=value), 3) for value in (None, 0, 7)] == [12, 0, 7]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_restarts_are_counted_from_zero_and_four_a_worker_by_default() -> None:
 )
 def test_no_other_number_of_restarts_is_taken(value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        read_restarts(value, 3)
+        read_restarts(value)
 
 
 def test_an_optional_count_is_positive_or_none() -> None:
@@ -210,7 +213,7 @@ def test_speeds_given_are_one_number_a_worker_and_fixed(speeds: Any) -> None:
 
 
 def test_speeds_may_be_left_to_measurement() -> None:
-    assert read_speeds(None, 3) == Speeds.unknown(3)
+    assert read_speeds(None, 3) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term
-from batchopt._data.cut_check import SAMPLES, differs, split
+from batchopt._function.cut_check import SAMPLES, differs, split
 from tests.workloads import Mlp, mlp
 
 TOKENS, PADDING = 5, -1

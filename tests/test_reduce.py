@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._mapreduce import reduce
+from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import Whole, merge_answers, reduce_answers, weighed
-from batchopt.backends import Answer, Partial
 from batchopt_workers.tree import Fold, Node
 
 SIZE = 5

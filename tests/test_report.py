@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from batchopt import BatchOptimizer
 from batchopt._function.report import Report, logger
-from batchopt.backends import Answer
+from batchopt._mapreduce.answers import Answer
 
 ANSWERS = [Answer(0, 100, 0.25, []), Answer(2, 50, 0.5, [])]
 

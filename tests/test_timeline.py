@@ -12,7 +12,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._function.timeline import PARENT, Timeline
-from batchopt.backends import Answer, Span
+from batchopt._mapreduce.answers import Answer, Span
 
 X, Y = torch.randn(40, 3), torch.randn(40, 1)
 

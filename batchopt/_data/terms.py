@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+from batchopt._data import arguments
 from batchopt._data.denominators import Denominators, resolve_reduction
-from batchopt._function import arguments
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from batchopt.backends import Backend
+from batchopt.backends.base import Backend
 from batchopt_workers.messages import Cut, Order
 
 # Seconds: a measurement shorter than this is repeated on twice as many samples.

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from batchopt._data.batches import read_batch
-from batchopt._data.cut_check import compare, refuse_frequencies
 from batchopt._function.calibrate import measure
 from batchopt._function.counters import History
+from batchopt._function.cut_check import compare, refuse_frequencies
 from batchopt._function.nonfinite import explain
 from batchopt._function.timeline import PARENT, Timeline
 from batchopt._function.workforce import Workforce
 from batchopt._machine.ownership import exclusive, undisturbed
+from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import choose_chunk_size, follow, make_plan
 from batchopt._mapreduce.reduce import reduce_answers, weighed
-from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends import Answer, Prepared
+from batchopt.backends.base import Prepared
 from batchopt_workers import faults
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Kind
@@ -274,8 +274,10 @@ class BatchFunction(Workforce):
         settings = self._settings.having(program)
         alone: dict[str, Any] = {
             "backend": "serial",
-            "workers": 1,
-            "speeds": Speeds.unknown(1),
+            "parallelize": 1,
+            "speeds": None,
+            "options": {},
+            "devices": None,
             "precode": None,
             "verbose": 0,
             "check_cut": False,

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchopt._function.counters import History
+from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import all_finite
 from batchopt._mapreduce.split import runs, split_batch
-from batchopt.backends import Answer, Backend
+from batchopt.backends.base import Backend
 from batchopt.errors import NonFiniteError, WorkerError
 from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering

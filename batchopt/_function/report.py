@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from batchopt._data.cut_check import Difference
-from batchopt.backends import Answer
+from batchopt._function.cut_check import Difference
+from batchopt._mapreduce.answers import Answer
 from batchopt_workers.inspection import name_of, normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
@@ -109,7 +109,7 @@ class Report:
 
 def _warn(message: str) -> None:
     """Warn of the user's line: the one that called into this package, through however many of its functions."""
-    here = os.path.dirname(__file__) + os.sep
+    here = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame, level = frame.f_back, level + 1

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from batchopt._data import arguments
 from batchopt._data.batches import Reading, Readings
 from batchopt._data.denominators import Denominators, resolve_reduction
 from batchopt._data.terms import Term, read_terms
-from batchopt._function import arguments
 from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends import is_alone
+from batchopt.backends import BACKENDS, backend_class, effective_backend
+from batchopt.backends.base import Backend
 from batchopt_workers.batch import Collate
 from batchopt_workers.evaluate import Program
 from batchopt_workers.objective import LossFunction
@@ -22,16 +23,16 @@ from batchopt_workers.worker import Hook, Precode
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `BatchOptimizer`, as documented there. `deterministic`: torch was told to use deterministic
-    algorithms. `elastic`: there are to be as many workers as there is room for. `options` are the backend's own.
+    """The arguments of `BatchOptimizer`, by the same names and as documented there, as `read` has checked them.
 
-    `threads` None: as many as the backend thinks right.
+    `parallelize` None: as many workers as there is room for, at any time. `threads_per_worker` None: as many as the
+    backend thinks right. `deterministic`: torch was told to use deterministic algorithms. `options` are the backend's own.
     """
 
     criterion: Callable[..., Any] | None
     loss_fn: LossFunction | None
     terms: dict[str, Term] | None
-    workers: int
+    parallelize: int | None
     backend: str
     reduction: str
     denominators: Denominators | None
@@ -40,87 +41,41 @@ class Settings:
     precode: Precode | None
     prehook: Hook | None
     posthook: Hook | None
-    speeds: Speeds
-    threads: int | None
+    speeds: Speeds | None
+    threads_per_worker: int | None
     devices: tuple[torch.device, ...] | None
     timeout: float | None
-    restarts: int
+    max_restarts: int | None
     seed: int
     on_nonfinite: str
     verbose: int
     check_cut: bool
-    deterministic: bool
-    elastic: bool
-    options: Mapping[str, Any]
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(
-        cls,
-        *,
-        criterion: Any,
-        loss_fn: Any,
-        terms: Any,
-        parallelize: Any,
-        backend: Any,
-        reduction: Any,
-        denominators: Any,
-        speeds: Any,
-        threads_per_worker: Any,
-        devices: Any,
-        chunk_size: Any,
-        collate_fn: Any,
-        precode: Any,
-        prehook: Any,
-        posthook: Any,
-        timeout: Any,
-        max_restarts: Any,
-        seed: Any,
-        on_nonfinite: Any,
-        verbose: Any,
-        check_cut: Any,
-        ray_options: Any,
-    ) -> Settings:
-        """Check every argument; raises `TypeError` or `ValueError` that names the first one that cannot work."""
-        devices = arguments.read_devices(devices, parallelize)
-        options = arguments.read_ray_options(ray_options, backend)
-        workers = arguments.read_workers(parallelize if devices is None else len(devices), backend, options)
-        instead = {"criterion": criterion, "loss_fn": loss_fn, "reduction": reduction, "denominators": denominators}
-        terms = read_terms(terms, **instead, collate_fn=collate_fn)
-        arguments.check_criterion(criterion, loss_fn)
-        arguments.check_hooks(precode=precode, prehook=prehook, posthook=posthook)
-        arguments.check_callable("collate_fn", collate_fn, ("samples",))
-        arguments.check_callable("denominators", denominators, ("inputs", "targets"))
-        chunk_size = arguments.read_optional_count("chunk_size", chunk_size)
-        threads = arguments.read_optional_count("threads_per_worker", threads_per_worker)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if threads is None and (chunk_size is not None or deterministic):
+    def read(cls, given: Mapping[str, Any]) -> Settings:
+        """Check every argument in `given`, which may have others beside. Nothing is started.
+
+        Raises `TypeError` or `ValueError` that names the first one that cannot work.
+        """
+        found = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        kind, options = backend_class(found["backend"]), _read_options(given)
+        devices = arguments.read_devices(found["devices"], found["parallelize"])
+        workers = kind.read_workers(found["parallelize"] if devices is None else len(devices))
+        instead = {name: found[name] for name in ("criterion", "loss_fn", "reduction", "denominators", "collate_fn")}
+        terms = read_terms(found["terms"], **instead)
+        arguments.check_criterion(found["criterion"], found["loss_fn"])
+        arguments.check_hooks(**{name: found[name] for name in ("precode", "prehook", "posthook")})
+        arguments.check_callable("collate_fn", found["collate_fn"], ("samples",))
+        arguments.check_callable("denominators", found["denominators"], ("inputs", "targets"))
+        reduction = resolve_reduction(found["reduction"], found["criterion"])
+        found |= {name: read(found[name]) for name, read in _READERS.items()}
+        settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": workers, "reduction": reduction})
+        threads, speeds = settings.threads_per_worker, arguments.read_speeds(found["speeds"], workers)
+        if threads is None and settings.fixed_bits:
             threads = 1
-        return cls(
-            criterion=criterion,
-            loss_fn=loss_fn,
-            terms=terms,
-            workers=workers,
-            backend=backend,
-            reduction=resolve_reduction(reduction, criterion),
-            denominators=denominators,
-            chunk_size=chunk_size,
-            collate_fn=collate_fn,
-            precode=precode,
-            prehook=prehook,
-            posthook=posthook,
-            speeds=arguments.read_speeds(speeds, workers),
-            threads=threads,
-            devices=devices,
-            timeout=arguments.read_timeout(timeout),
-            restarts=arguments.read_restarts(max_restarts, workers),
-            seed=arguments.read_seed(seed),
-            on_nonfinite=arguments.read_on_nonfinite(on_nonfinite),
-            verbose=arguments.read_verbose(verbose),
-            check_cut=arguments.read_bool("check_cut", check_cut),
-            deterministic=deterministic,
-            elastic=arguments.is_elastic(parallelize, backend),
-            options=options,
-        )
+        return replace(settings, options=options, threads_per_worker=threads, speeds=speeds)
 
     @property
     def loss_fns(self) -> tuple[LossFunction | None, ...]:
@@ -151,11 +106,42 @@ class Settings:
         }
 
     @property
+    def backend_class(self) -> type[Backend]:
+        """What evaluates."""
+        return effective_backend(self.backend, self.parallelize)
+
+    @property
     def alone(self) -> bool:
         """Whether this process is the worker."""
-        return is_alone(self.backend, self.workers)
+        return self.backend_class is backend_class("serial")
 
     @property
     def fixed_bits(self) -> bool:
         """Whether the bits of the result must not depend on who evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "chunk_size": lambda value: arguments.read_optional_count("chunk_size", value),
+    "threads_per_worker": lambda value: arguments.read_optional_count("threads_per_worker", value),
+    "timeout": arguments.read_timeout,
+    "max_restarts": arguments.read_restarts,
+    "seed": arguments.read_seed,
+    "on_nonfinite": arguments.read_on_nonfinite,
+    "verbose": arguments.read_verbose,
+    "check_cut": lambda value: arguments.read_bool("check_cut", value),
+}
+
+
+def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the backend that is asked for, an argument called `<backend>_options`; raises `ValueError` if there
+    are those of another one."""
+    options: dict[str, Any] = {}
+    for name in given:
+        owner, _, rest = name.rpartition("_")
+        if rest != "options" or owner not in BACKENDS or given[name] is None:
+            continue
+        if owner != given["backend"]:
+            raise ValueError(f"`{name}` are for backend={owner!r}, got backend={given['backend']!r}: leave them out")
+        options = given[name]
+    return options

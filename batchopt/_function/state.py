@@ -19,8 +19,9 @@ from batchopt._function.settings import Settings
 from batchopt._function.timeline import Timeline
 from batchopt._machine.ownership import Owner
 from batchopt._mapreduce.plan import Plan
+from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flatten import check_places, flatten, places
-from batchopt.backends import Backend, Meanwhile, WorkerInfo
+from batchopt.backends.base import Backend, Meanwhile, WorkerInfo
 from batchopt.errors import BatchoptError
 from batchopt.optim.trials import Trials
 from batchopt_workers.batch import Batch
@@ -44,7 +45,7 @@ class State:
         self._grad_views = self._flat.layout.views(self._grad)
         self._buffers = StepBuffers(module)
         self._readings = self._read_for(settings)
-        self._speeds = settings.speeds
+        self._speeds = Speeds(())
 
         self._closed = False
         self._batch: Batch | None = None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchopt.backends import Answer
+from batchopt._mapreduce.answers import Answer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

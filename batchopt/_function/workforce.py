@@ -10,14 +10,16 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from batchopt._data.cut_check import refuse_frequencies
-from batchopt._function import arguments
+from batchopt._data import arguments
 from batchopt._function.counters import History
+from batchopt._function.cut_check import refuse_frequencies
 from batchopt._function.settings import Settings
 from batchopt._function.state import State
 from batchopt._machine.ownership import exclusive, undisturbed
+from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.program import check_trained
-from batchopt.backends import Backend, Setup, start_backend
+from batchopt.backends import backend_class
+from batchopt.backends.base import Backend, Setup
 from batchopt.errors import WorkerError, WorkerStartError
 from batchopt_workers.evaluate import Program
 from batchopt_workers.module_hooks import module_hooks
@@ -36,6 +38,7 @@ class Workforce(State):
         self._prehook, self._posthook = settings.prehook, settings.posthook
         check_trained(self._program(settings), self._params)
         self._backend = self._start_backend(settings)
+        self._speeds = settings.speeds or Speeds.unknown(len(self.workers))
 
     def _program(self, settings: Settings) -> Program:
         return Program(
@@ -50,24 +53,24 @@ class Workforce(State):
         )
 
     def _start_backend(self, settings: Settings) -> Backend:
-        refuse_frequencies(self._module, settings.workers)
-        return start_backend(
-            settings.backend,
-            Setup(
-                settings.workers,
-                settings.fixed_bits,
-                settings.timeout,
-                settings.restarts,
-                settings.threads,
-                settings.devices,
-                settings.precode,
-                self._program(settings),
-                self._flat,
-                self._params,
-                self._buffers,
-                options=settings.options,
-            ),
+        refuse_frequencies(self._module, settings.parallelize)
+        setup = Setup(
+            workers=settings.parallelize,
+            fixed_bits=settings.fixed_bits,
+            timeout=settings.timeout,
+            restarts=settings.max_restarts,
+            threads=settings.threads_per_worker,
+            devices=settings.devices,
+            precode=settings.precode,
+            program=self._program(settings),
+            flat=self._flat,
+            parameters=self._params,
+            buffers=self._buffers,
+            options=settings.options,
         )
+        settings.backend_class.check(setup)
+        settings.backend_class.anticipate(setup)
+        return settings.backend_class(setup)
 
     @property
     def prehook(self) -> Hook | None:
@@ -139,15 +142,10 @@ class Workforce(State):
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
         if self._settings.devices is not None:
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
-        elastic = arguments.is_elastic(parallelize, self._settings.backend)
-        if elastic:
-            workers = len(self.workers) + self._backend.room()
-        else:
-            workers = arguments.read_workers(parallelize, self._settings.backend, self._settings.options)
+        asked = backend_class(self._settings.backend).read_workers(parallelize)
+        workers = len(self.workers) + self._backend.room() if asked is None else asked
         given = arguments.read_speeds(speeds, workers)
-        settings = replace(
-            self._settings, workers=workers, elastic=elastic, prehook=self._prehook, posthook=self._posthook
-        )
+        settings = replace(self._settings, parallelize=asked, prehook=self._prehook, posthook=self._posthook)
         self._end_step()
         self._batch = None
         if settings.alone != self._settings.alone:
@@ -157,13 +155,13 @@ class Workforce(State):
         else:
             self._backend.resize(workers)
         self._settings, self._readings = settings, self._read_for(settings)
-        self._speeds = given if speeds is not None else self._speeds.resized(workers)
+        self._speeds = given if given is not None else self._speeds.resized(workers)
         self._observe([0] * workers, [0.0] * workers)
 
     def _grow(self) -> None:
         """Use machines that have joined, if there are to be as many workers as there is room for; those that are there
         are enough if that fails."""
-        more = self._backend.room() if self._settings.elastic and not self._speeds.fixed else 0
+        more = self._backend.room() if self._settings.parallelize is None and not self._speeds.fixed else 0
         if more <= 0:
             return
         workers = len(self.workers) + more
@@ -172,10 +170,9 @@ class Workforce(State):
         except ValueError:  # somebody else took the room
             return
         except (WorkerStartError, WorkerError) as error:
-            self._settings = replace(self._settings, elastic=False)
+            self._settings = replace(self._settings, parallelize=len(self.workers))
             self._report.not_grown(more, error)
             return
-        self._settings = replace(self._settings, workers=workers)
         self._speeds = self._speeds.resized(workers)
         self._observe([0] * workers, [0.0] * workers)
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt.backends import Answer, Partial
+from batchopt._mapreduce.answers import Answer, Partial
 from batchopt_workers.tree import Fold, Node, maximal
 
 # Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is

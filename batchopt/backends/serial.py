@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from batchopt._data.arguments import read_parallelize
 from batchopt._machine.threads import torch_threads
+from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt._program.program import snapshot_of, tensors_of_f
-from batchopt.backends import Answer, Backend, Meanwhile, Partial, Prepared, Setup, Span, WorkerInfo
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.errors import WorkerError
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
@@ -25,6 +27,15 @@ from batchopt_workers.worker import Hook, Worker
 
 class SerialBackend(Backend):
     """One worker, which is this process."""
+
+    local = True
+
+    @classmethod
+    def read_workers(cls, parallelize: Any) -> int | None:
+        workers = read_parallelize(parallelize)
+        if workers > 1:
+            raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
+        return workers
 
     def __init__(self, setup: Setup) -> None:
         device = setup.flat.vector.device

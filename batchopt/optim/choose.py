@@ -24,29 +24,36 @@ def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
     return {**found, **_OURS}
 
 
-def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
-    """The optimizer over `parameters` that `choice` names, makes or is.
-
-    A name is `"lbfgs"`, `"cg"` or `"ssbroyden"`, or that of another class of `torch.optim` in lower case, with its
-    defaults. It may leave out some of `parameters`: those stay as they are. Raises `ValueError` for an unknown name,
-    for parameters that are not the module's, and for a learning rate or a number of iterations that goes nowhere;
-    `TypeError` for anything that is no optimizer.
-    """
-    if choice is None:
-        return None
-    optimizer: torch.optim.Optimizer
+def check_choice(choice: OptimizerChoice) -> None:
+    """Raise `ValueError` for an unknown name, `TypeError` for what is no name, no factory and no optimizer."""
     if isinstance(choice, str):
-        kinds = _by_name()
-        if choice not in kinds:
+        if choice not in (kinds := _by_name()):
             raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
-        optimizer = kinds[choice](list(parameters))  # type: ignore[call-arg]  # what they have in common says nothing of it
-    elif isinstance(choice, torch.optim.Optimizer):
-        optimizer = choice
-    elif isinstance(choice, type) or not callable(choice):
+    elif isinstance(choice, type) or not (
+        choice is None or callable(choice) or isinstance(choice, torch.optim.Optimizer)
+    ):
         hint = (
             f"; pass an instance, or lambda params: {choice.__name__}(params, ...)" if isinstance(choice, type) else ""
         )
         raise TypeError(f"`optimizer` must be a name, a factory, an instance or None; got {choice!r}{hint}")
+
+
+def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+    """The optimizer over `parameters` that `choice` names, makes or is.
+
+    A name is `"lbfgs"`, `"cg"` or `"ssbroyden"`, or that of another class of `torch.optim` in lower case, with its
+    defaults. It may leave out some of `parameters`: those stay as they are. Raises what `check_choice` raises,
+    `ValueError` for parameters that are not the module's and for a learning rate or a number of iterations that goes
+    nowhere, and `TypeError` for a factory that returns no optimizer.
+    """
+    check_choice(choice)
+    if choice is None:
+        return None
+    optimizer: torch.optim.Optimizer
+    if isinstance(choice, str):
+        optimizer = _by_name()[choice](list(parameters))  # type: ignore[call-arg]  # what they have in common says nothing of it
+    elif isinstance(choice, torch.optim.Optimizer):
+        optimizer = choice
     else:
         optimizer = choice(list(parameters))
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt.backends import Answer, Partial
 from batchopt.backends.process.scheduler import (
     LATE,
     PATIENCE,

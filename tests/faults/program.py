@@ -13,20 +13,12 @@ from typing import Any
 import torch
 
 import batchopt
-import batchopt._function.workforce
 import batchopt.backends.process.scheduler
-from batchopt.backends import Backend, Setup, start_backend
+from batchopt.backends.process.backend import ProcessBackend
 from tests.workloads import mlp
 
 SAMPLES = 48
 CHUNK = 8
-
-
-def start(name: str, setup: Setup) -> Backend:
-    """A single worker is a process here too."""
-    from batchopt.backends.process.backend import ProcessBackend
-
-    return ProcessBackend(setup) if name == "process" else start_backend(name, setup)
 
 
 def optimizer(name: str) -> Any:
@@ -80,7 +72,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(50, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    vars(batchopt._function.workforce)["start_backend"] = start
+    ProcessBackend.local = False  # a single worker is a process here too
     if not case.get("late"):  # so that each chunk is evaluated once, but for the fault
         batchopt.backends.process.scheduler.PATIENCE = batchopt.backends.process.scheduler.WORTHWHILE = 1e9
     started = time.monotonic()

@@ -28,16 +28,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from batchopt._data.arguments import read_parallelize
 from batchopt._machine.cores import share_cores, usable_cores
+from batchopt._mapreduce.answers import Answer
 from batchopt._program.unpicklable import blame
-from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.process.forkserver import worker_environment
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.process.forkserver import anticipate, worker_environment
 from batchopt.backends.process.gather import Calls, Probe, Round, unpickled
 from batchopt.backends.process.overdue import Overdue, Pace
 from batchopt.backends.process.pool import OTHERS, Pool
 from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.spawn import preparation
+from batchopt.backends.process.surroundings import check_workers
 from batchopt.backends.process.worker import FUNCTION, STARTING, Asked, Call, Child, call, error_of
 from batchopt.errors import PoisonChunkError, WorkerLostError
 from batchopt_workers import faults
@@ -102,14 +105,32 @@ class Placed(Prepared):
 class ProcessBackend(Backend):
     """`setup.workers` processes. They end with this object, with this process, or at `close`."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._device = setup.flat.vector.device
+    local = True
+
+    @classmethod
+    def read_workers(cls, parallelize: Any) -> int | None:
+        workers = read_parallelize(parallelize)
+        if workers > 1:
+            check_workers(workers)
+        return workers
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
         if setup.flat.block is None:
             raise ValueError(
-                f"parameters are on {self._device}; workers run on cpu: call module.cpu(), and name other "
+                f"parameters are on {setup.flat.vector.device}; workers run on cpu: call module.cpu(), and name other "
                 "devices of the workers with devices=[...]; or use parallelize=1"
             )
         check_parameters_are_only_read(setup.program.module)
+
+    @classmethod
+    def anticipate(cls, setup: Setup) -> None:
+        assert setup.workers is not None
+        anticipate(setup.workers, setup.threads)
+
+    def __init__(self, setup: Setup) -> None:
+        assert setup.workers is not None and setup.flat.block is not None
+        self._device = setup.flat.vector.device
         self._setup = setup
         self._timeout = setup.timeout
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
@@ -126,7 +147,7 @@ class ProcessBackend(Backend):
         self._attached_program: SharedBlock | None = None
         self._hooked = True
         self._proven = False  # whether a forward of this program has come to its end
-        self._pool = Pool(self._start, setup.restarts, self._allowance)
+        self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
         self._tell_start(setup, setup.flat.block)
         self._tell_program()
         try:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchopt.backends import Answer, Partial, Span
+from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt.backends.process.channel import ProtocolError, Reply
 from batchopt.backends.process.overdue import Overdue, Pace
 from batchopt.backends.process.scheduler import Assign, Dispatch, Run

@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing import util
 from typing import NoReturn, Protocol
 
-from batchopt.backends import WorkerInfo
+from batchopt.backends.base import WorkerInfo
 from batchopt.backends.presence import Presence, later
 from batchopt.backends.process.channel import ProtocolError, Reply
 from batchopt.backends.process.worker import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import merge_answers
 from batchopt._program.flatten import Flat
-from batchopt.backends import Answer, Setup, WorkerInfo
+from batchopt.backends.base import Setup, WorkerInfo
 from batchopt.backends.process.scheduler import Run
 from batchopt.backends.ray.editions import Delivery, made, received
 from batchopt.backends.ray.node_workers import Crew

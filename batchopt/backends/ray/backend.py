@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 
-from batchopt.backends import Answer, Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt._data.arguments import read_parallelize
+from batchopt._mapreduce.answers import Answer
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.process.backend import check_parameters_are_only_read, sending
 from batchopt.backends.process.pool import OTHERS
 from batchopt.backends.process.scheduler import Run
 from batchopt.backends.ray.actor import Contract, Request, Share
-from batchopt.backends.ray.cluster import Needs, connect
+from batchopt.backends.ray.cluster import Needs, capacity, connect
 from batchopt.backends.ray.editions import Edition, Editions, delivery
 from batchopt.backends.ray.gather import Calls, Harvest, Probe
 from batchopt.backends.ray.node import Call, Machine
@@ -69,7 +71,13 @@ class _Load:
 class RayBackend(Backend):
     """`setup.workers` workers on the machines of a cluster. They end with this object, with this process, or at `close`."""
 
-    def __init__(self, setup: Setup) -> None:
+    @classmethod
+    def read_workers(cls, parallelize: Any) -> int | None:
+        return None if parallelize == "auto" else read_parallelize(parallelize)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        Needs.read(setup.options)
         if setup.flat.vector.device.type != "cpu":
             raise ValueError(
                 f"parameters are on {setup.flat.vector.device}: call module.cpu(); workers compute on GPUs where "
@@ -78,6 +86,8 @@ class RayBackend(Backend):
         if setup.devices is not None:
             raise ValueError("`devices` are of worker processes here; on Ray use ray_options={'num_gpus': 1}")
         check_parameters_are_only_read(setup.program.module)
+
+    def __init__(self, setup: Setup) -> None:
         self._setup, self._needs = setup, Needs.read(setup.options)
         self._torch = TorchSettings.current()
         self._step: _Load | None = None
@@ -93,10 +103,12 @@ class RayBackend(Backend):
         self._oldest = self._editions.latest
         self._ray = connect()
         self._first = self._ray.put(self._editions.first)
-        self._fleet = Fleet(self._ray, self._needs, self._start, setup.restarts, setup.timeout)
+        workers = setup.workers or max(capacity(self._ray, self._needs), 1)
+        self._restarts = setup.restarts_of(workers)
+        self._fleet = Fleet(self._ray, self._needs, self._start, self._restarts, setup.timeout)
         self._end = weakref.finalize(self, kill, self._fleet.machines)
         try:
-            self.resize(setup.workers)
+            self.resize(workers)
         except BaseException:
             self.close()
             raise
@@ -115,7 +127,7 @@ class RayBackend(Backend):
             precode=self._precode,
             fixed_bits=setup.fixed_bits,
             timeout=setup.timeout,
-            restarts=math.ceil(setup.restarts * workers / all_),
+            restarts=math.ceil(self._restarts * workers / all_),
             threads=setup.threads or self._needs.threads,
             devices=tuple(torch.device("cuda", int(i * gpus)) for i in range(workers)) if gpus else None,
             ranks=machine.ranks,

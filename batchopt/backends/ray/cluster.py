@@ -199,6 +199,6 @@ def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
     return [room for room in fit if room.workers > 0]
 
 
-def capacity(needs: Needs) -> int:
+def capacity(ray: ModuleType, needs: Needs) -> int:
     """How many workers the cluster has room for now."""
-    return sum(room.workers for room in rooms(connect(), needs))
+    return sum(room.workers for room in rooms(ray, needs))

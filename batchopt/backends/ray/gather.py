@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from batchopt.backends import Answer, Partial, Span
+from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt.backends.process.gather import SLOWEST
 from batchopt.backends.process.scheduler import Run
 from batchopt.backends.ray.actor import Reply, Yield

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from batchopt.backends import Setup
+from batchopt.backends.base import Setup
 from batchopt.backends.process.backend import Placed, ProcessBackend
 from batchopt.backends.process.gather import Round
 from batchopt.backends.process.scheduler import Run

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from batchopt.backends import WorkerInfo
+from batchopt.backends.base import WorkerInfo
 from batchopt.backends.presence import Presence, later
 from batchopt.backends.process.backend import STARTUP, UNKNOWN
 from batchopt.backends.process.pool import ATTEMPTS

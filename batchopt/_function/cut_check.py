@@ -16,7 +16,7 @@ import torch
 from batchopt._data.batches import Reading, Readings
 from batchopt._data.denominators import is_torchs_own
 from batchopt._mapreduce.reduce import merge_answers
-from batchopt.backends import Backend
+from batchopt.backends.base import Backend
 from batchopt.errors import WorkerError, WorkerLostError
 from batchopt_workers.batch import Batch, Columns, Part
 from batchopt_workers.inspection import counts_frequencies, name_of
@@ -113,7 +113,9 @@ def _is_asked(part: Part, reading: Reading) -> bool:
     return not is_known or reading.denominators is not None
 
 
-def refuse_frequencies(module: torch.nn.Module, workers: int, batch: Batch | None = None, chunks: int = 1) -> None:
+def refuse_frequencies(
+    module: torch.nn.Module, workers: int | None, batch: Batch | None = None, chunks: int = 1
+) -> None:
     """Raise `ValueError` for a layer whose gradient counts how often an entry is in a forward, where the batch takes more
     than one."""
     terms = 1 if batch is None else len(batch.parts)

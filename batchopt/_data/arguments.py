@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-import multiprocessing
-import os
-import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends import BACKENDS
-from batchopt.backends.ray.cluster import Needs, capacity
-from batchopt.errors import BatchoptError
-
-# What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
-# what it had; and open files of this process, for its pipes and its gradients.
-WORKER_MEMORY = 220_000_000
-WORKER_DESCRIPTORS = 6
 
 
 def _integer(name: str, value: Any, least: int) -> int:
@@ -32,73 +20,6 @@ def _integer(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"`{name}` must be >= {least}, got {value}")
     return value
-
-
-def read_ray_options(options: Any, backend: Any) -> Mapping[str, Any]:
-    """What the user passes through to Ray; raises `TypeError` or `ValueError` for what cannot be, or without Ray."""
-    if options is not None and backend != "ray":
-        raise ValueError(f"`ray_options` are for backend='ray', got backend={backend!r}: leave them out")
-    Needs.read(options)
-    return {} if options is None else dict(options)
-
-
-def read_workers(parallelize: Any, backend: Any, options: Mapping[str, Any] = MappingProxyType({})) -> int:
-    """The number of workers of the backend named, with its `options`; the serial one has one.
-
-    Raises `TypeError` or `ValueError` for any other, and for more processes than this machine has room for.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {backend!r}")
-    if is_elastic(parallelize, backend):
-        return max(capacity(Needs.read(options)), 1)
-    workers = read_parallelize(parallelize)
-    if backend == "serial" and workers > 1:
-        raise ValueError(f"`backend` 'serial' is this process alone: use parallelize=1, got {workers}")
-    if backend == "process" and workers > 1:
-        check_surroundings()
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
-    return workers
-
-
-def check_surroundings() -> None:
-    """Raise `BatchoptError` where this process cannot start others."""
-    if multiprocessing.current_process().daemon:
-        raise BatchoptError(
-            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no others: "
-            "use parallelize=1 here, or parallelize in the process that started it"
-        )
-    if not os.path.isdir("/proc/self/fd"):
-        raise BatchoptError(
-            "/proc is not mounted here, and worker processes need it: mount it (`mount -t proc proc /proc`), or use "
-            "parallelize=1"
-        )
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise BatchoptError(
-            f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, perhaps; "
-            "os.chdir to one that is there"
-        ) from error
-
-
-def is_elastic(parallelize: Any, backend: Any) -> bool:
-    """Whether there are to be as many workers as there is room for, at any time."""
-    return bool(backend == "ray" and parallelize == "auto")
-
-
-def check_room(workers: int, memory: int, descriptors: float) -> None:
-    """Raise `ValueError` if `workers` processes need more than `memory` bytes, or more than `descriptors` open files
-    of this process."""
-    if workers * WORKER_MEMORY <= memory and workers * WORKER_DESCRIPTORS <= descriptors:
-        return
-    most = int(min(memory // WORKER_MEMORY, descriptors // WORKER_DESCRIPTORS))
-    raise ValueError(
-        f"`parallelize` {workers} needs about {workers * WORKER_MEMORY / 1e9:.1f} GB of memory and "
-        f"{workers * WORKER_DESCRIPTORS} open files; this machine has {memory / 1e9:.1f} GB, and `ulimit -n` allows "
-        f"{descriptors} files: use at most {max(most, 1)}, or 'auto' for one worker a usable core"
-    )
 
 
 def read_parallelize(value: Any) -> int:
@@ -153,9 +74,9 @@ def read_timeout(value: Any) -> float | None:
     return seconds
 
 
-def read_restarts(value: Any, workers: int) -> int:
-    """How many workers may be replaced: any non-negative int; None: four for each of the `workers`."""
-    return 4 * workers if value is None else _integer("max_restarts", value, 0)
+def read_restarts(value: Any) -> int | None:
+    """How many workers may be replaced: any non-negative int; None: four for each worker."""
+    return None if value is None else _integer("max_restarts", value, 0)
 
 
 def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
@@ -183,10 +104,13 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
     return found
 
 
-def read_speeds(speeds: Any, workers: int) -> Speeds:
-    """The speeds given, one a worker, which stay fixed; None: not measured yet."""
+def read_speeds(speeds: Any, workers: int | None) -> Speeds | None:
+    """The speeds given, one a worker, which stay fixed; None: they are measured. `workers` None: their number is not
+    known yet."""
     if speeds is None:
-        return Speeds.unknown(workers)
+        return None
+    if workers is None and isinstance(speeds, Sequence):
+        workers = len(speeds)
     if isinstance(speeds, str) or not isinstance(speeds, Sequence):
         raise TypeError(f"`speeds` must be a sequence of {workers} numbers or None, got {type(speeds).__name__}")
     if len(speeds) != workers:

@@ -1,0 +1,42 @@
+"""What a worker hands back of an evaluation, and what the reduce merges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt_workers.tree import Node
+
+
+class Partial(NamedTuple):
+    """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite until the next
+    evaluation), the changes of buffers, and which parameters had a gradient. Of a product, its sum takes the place of the gradient's."""
+
+    losses: tuple[float, ...]
+    gradient: torch.Tensor
+    changes: torch.Tensor
+    used: bytes
+
+
+class Span(NamedTuple):
+    """Chunks `first` up to `last` were evaluated in `seconds`, from `began` (on `time.perf_counter`) on."""
+
+    began: float
+    seconds: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one worker contributed to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of two
+    answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy."""
+
+    rank: int
+    samples: int
+    seconds: float
+    partials: list[tuple[Node, Partial]]
+    results: dict[int, list[Any]] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)

@@ -1,0 +1,177 @@
+"""The interface of a backend, and the records that cross it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from batchopt._data.arguments import read_parallelize
+from batchopt._mapreduce.answers import Answer
+from batchopt._program.flatten import Flat
+from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.messages import Cut, Order
+from batchopt_workers.worker import Hook, Precode
+
+
+@dataclass
+class WorkerInfo:
+    """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user
+    fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often its process was replaced;
+    `alive` is False while there is none that can work, and `lost` True once there will be none any more."""
+
+    rank: int
+    pid: int
+    host: str
+    device: torch.device
+    speed: float | None = None
+    samples: int = 0
+    busy_seconds: float = 0.0
+    restarts: int = 0
+    alive: bool = True
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a backend needs to start.
+
+    `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be all that the bits depend
+    on. `restarts` None: 4 for each worker. `threads` None: as many as the backend thinks right. `options` are the user's
+    for this backend alone. `ranks` of the workers, where they are some of `world` that other backends have the others of.
+    """
+
+    workers: int | None
+    fixed_bits: bool
+    timeout: float | None
+    restarts: int | None
+    threads: int | None
+    devices: tuple[torch.device, ...] | None
+    precode: Precode | None
+    program: Program
+    flat: Flat
+    parameters: list[torch.nn.Parameter]
+    buffers: StepBuffers
+    ranks: tuple[int, ...] | None = None
+    world: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def restarts_of(self, workers: int) -> int:
+        """How many of `workers` may be replaced."""
+        return 4 * workers if self.restarts is None else self.restarts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch that workers can read; each backend adds what it needs to know of it."""
+
+    batch: Batch
+
+
+# Something to do in this process while the workers compute.
+Meanwhile = Callable[[], None]
+
+
+class Backend(ABC):
+    """Workers that evaluate chunks of one module at the current X. The parent is its only caller.
+
+    Class methods answer what has to be known before anything starts: they start nothing, and ask no other machine.
+    """
+
+    # Whether workers are on this machine, so that a single one may as well be this process.
+    local: ClassVar[bool] = False
+
+    @classmethod
+    def read_workers(cls, parallelize: Any) -> int | None:
+        """The number of workers that `parallelize` asks for; None for as many as there is room for at any time. Raises
+        `TypeError` or `ValueError` for what is no such number, or more than there can be."""
+        return read_parallelize(parallelize)
+
+    @classmethod  # noqa: B027  # many backends can do everything
+    def check(cls, setup: Setup) -> None:
+        """Raise `TypeError`, `ValueError` or `BatchoptError` for what this backend cannot do."""
+
+    @classmethod  # noqa: B027  # few backends take long to start
+    def anticipate(cls, setup: Setup) -> None:
+        """Let begin what takes long when this backend starts, which it will soon."""
+
+    @abstractmethod
+    def __init__(self, setup: Setup) -> None:
+        """Start the workers of a `setup` that was checked. Raises `WorkerStartError`, and `WorkerError` if precode
+        raises."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> list[WorkerInfo]:
+        """What the user may know of each worker, in rank order."""
+
+    @abstractmethod
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these hooks from now on. Raises `TypeError` for hooks that cannot be sent."""
+
+    @abstractmethod
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether hooks run from now on."""
+
+    @abstractmethod
+    def include_state(self, names: Collection[str]) -> None:
+        """From now on evaluations may change these tensors of the module, too; `Setup.buffers` has them by now."""
+
+    @abstractmethod
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        """Bring `batch` to where the workers can read it. `ahead`: while the present one is still needed."""
+
+    @abstractmethod
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        """Begin a step on what was prepared last, with the program as it is now in this process, and these weights of
+        the terms in f. Raises `TypeError` for a program that cannot be sent any more."""
+
+    @abstractmethod
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+        """Evaluate the chunks of all orders: `orders[i]` is meant for worker `i`, but what it does not get done another
+        one does. Answers come in rank order. Where workers are other processes, `meanwhile` is called as soon as they
+        are busy.
+
+        Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `StateWritten` for a forward
+        that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
+        """
+
+    @property
+    def late(self) -> Mapping[int, tuple[int, float]]:
+        """What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples took so
+        many seconds, or will have taken more."""
+        return {}
+
+    @abstractmethod
+    def set_direction(self, direction: torch.Tensor) -> None:
+        """Let orders for a product multiply the Hessian with `direction`: shape `(n,)`, X's dtype."""
+
+    @abstractmethod
+    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
+        """The seconds that each worker needs for the same order, by rank; a worker that is lost, or very late, is left
+        out. Raises `WorkerError` and `StateWritten`."""
+
+    def room(self) -> int:
+        """How many more workers there is room for, where that changes: machines may have joined."""
+        return 0
+
+    @abstractmethod
+    def resize(self, workers: int) -> None:
+        """Have so many workers, of which those of the lowest ranks are kept. Raises what starting them raises."""
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """`function(worker, *arguments)` on each worker; the values in rank order."""
+
+    def stop(self) -> None:  # noqa: B027  # of use only where a call waits
+        """Have the call that waits for workers raise `BatchoptError` soon: somebody wants to close this, and was told to
+        wait for its end. Does nothing where no call waits."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers; does nothing the second time."""
