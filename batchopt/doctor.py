@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ FINE = 3
 # at 36 points: the cut was off by up to 250 times as much as the slope, and by 8e-4 at most.)
 SLOPE_TOLERANCE, CUT_TOLERANCE, SINGLE = 1e-3, 1e-5, 1e-3
 LOOSER, MOST = 1000, 2e-3
+
+
+Evaluate = Callable[[], torch.Tensor]
 
 
 class Culprit(Enum):
@@ -78,9 +81,9 @@ class Value(NamedTuple):
     gradient: torch.Tensor
 
 
-def _value(subject: BatchFunction) -> Value:
-    loss = subject.evaluate().item()
-    return Value(loss, subject.grad_parameters.detach().double().clone())
+def _value(function: BatchFunction, evaluate: Evaluate | None = None) -> Value:
+    loss = (evaluate or function.evaluate)().item()
+    return Value(loss, function.subject.gradient.double().clone())
 
 
 def _difference(one: Value, two: Value) -> float:
@@ -137,27 +140,27 @@ def judge(stencils: Sequence[Stencil]) -> Verdict:
 
 
 class Examination:
-    """The checks of one subject on one batch, each made when it is asked for."""
+    """The checks of one function on one batch, each made when it is asked for."""
 
-    def __init__(self, subject: BatchFunction, inputs: Any, targets: Any, options: Any) -> None:
-        """Loads the batch in `subject`, cut into fixed chunks."""
-        self._subject, self._batch = subject, (inputs, targets, options)
-        self.size, self._chunk_size = subject.load_in_chunks(CHUNKS, inputs, targets, options)
+    def __init__(self, function: BatchFunction, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> None:
+        """Loads the batch in `function`, cut into fixed chunks; it is evaluated by `evaluate`."""
+        self._function, self._evaluate, self._batch = function, evaluate, (inputs, targets, options)
+        self.size, self._chunk_size = function.load_in_chunks(CHUNKS, inputs, targets, options)
         self._doubles = self._can_double()
-        self._dtype = torch.float64 if self._doubles else subject.parameters.dtype
+        self._dtype = torch.float64 if self._doubles else function.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
         self._imprecision = 0.0  # of f and its gradient, relative, as far as the slope has shown it
 
     def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
         """A serial one over a copy of the module, in float64 where the module can be evaluated there."""
-        program = copied(self._subject.program)
+        program = copied(self._function.workers.program)
         if self._doubles:
             program.module.double()
             if isinstance(program.criterion, torch.nn.Module):
                 program.criterion.double()
         if not hooks:
             program = replace(program, prehook=None, posthook=None)
-        return self._subject.twin(program, **changes)
+        return self._function.twin(program, **changes)
 
     def _load(self, twin: BatchFunction) -> None:
         inputs, targets, options = self._batch
@@ -179,7 +182,7 @@ class Examination:
         """f and df/dX of a twin."""
         with self._twin(**changes) as twin:
             if not dropout:
-                for part in twin.module.modules():
+                for part in twin.subject.module.modules():
                     if isinstance(part, torch.nn.modules.dropout._DropoutNd):
                         part.eval()
             self._load(twin)
@@ -187,9 +190,9 @@ class Examination:
 
     def repeats(self) -> tuple[Check, list[str]]:
         """Two evaluations at one point; and what of the module and the criterion they changed."""
-        before = self._subject.run_on_workers(written)
-        one, two = _value(self._subject), _value(self._subject)
-        after = self._subject.run_on_workers(written)
+        before = self._function.run_on_workers(written)
+        one, two = _value(self._function, self._evaluate), _value(self._function, self._evaluate)
+        after = self._function.run_on_workers(written)
         changed = sorted({name for a, b in zip(before, after, strict=True) for name in b if a.get(name) != b[name]})
         same = one.loss == two.loss and torch.equal(one.gradient, two.gradient)
         return Check("two evaluations have the same bits", same, f"difference {_difference(one, two):.1e}"), changed
@@ -239,19 +242,19 @@ class Examination:
         doubles, self._doubles = self._doubles, False
         serial = self.value(chunk_size=self._chunk_size)
         self._doubles = doubles
-        difference = _difference(serial, _value(self._subject))
-        tolerance = self._tolerance(1e-9 if self._subject.parameters.dtype is torch.float64 else SINGLE)
+        difference = _difference(serial, _value(self._function, self._evaluate))
+        tolerance = self._tolerance(1e-9 if self._function.parameters.dtype is torch.float64 else SINGLE)
         return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
 
 
-def examine(subject: BatchFunction, inputs: Any, targets: Any, options: Any) -> Diagnosis:
-    """Check `subject` on a batch; stop at the first check that fails."""
-    with subject.unobserved(), warnings.catch_warnings():
+def examine(function: BatchFunction, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> Diagnosis:
+    """Check `function`, as `evaluate` evaluates it, on a batch; stop at the first check that fails."""
+    with function.under_examination(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _examine(subject, Examination(subject, inputs, targets, options))
+        return _examine(function, Examination(function, evaluate, inputs, targets, options))
 
 
-def _examine(subject: BatchFunction, examination: Examination) -> Diagnosis:
+def _examine(function: BatchFunction, examination: Examination) -> Diagnosis:
     checks: list[Check] = []
 
     def failed(check: Check) -> bool:
@@ -267,10 +270,10 @@ def _examine(subject: BatchFunction, examination: Examination) -> Diagnosis:
     if failed(examination.slope()):
         return found(Culprit.HOOK if examination.slope(hooks=False).passed else Culprit.GRADIENT)
     if examination.size > 1 and failed(examination.cut()):
-        norms = [name for name, part in subject.module.named_modules() if normalises_by_chunk(part)]
+        norms = [name for name, part in function.subject.module.named_modules() if normalises_by_chunk(part)]
         if norms:
             return found(Culprit.BATCH_NORM, ", ".join(norms))
-        if getattr(subject.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
+        if getattr(function.settings.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
             return found(Culprit.REDUCTION)
         return found(Culprit.HOOK if examination.cut(hooks=False).passed else Culprit.CUT)
     if failed(examination.parallel()):

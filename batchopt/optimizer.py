@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from types import MappingProxyType, TracebackType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from batchopt._checkpoint import file
 from batchopt._checkpoint.resumption import check_state, class_of
 from batchopt._data.denominators import Denominators
-from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
 from batchopt._data.terms import Term, reweighed
-from batchopt._function.counters import History
-from batchopt._function.hessian import Curved
+from batchopt._function.counters import Counters
+from batchopt._function.full_gradient import full_gradient
+from batchopt._function.function import BatchFunction
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.settings import Settings
-from batchopt._function.total import Total
+from batchopt._function.timeline import Timeline
+from batchopt._function.trials import Trial, Trials
+from batchopt._function.workers import anticipate
 from batchopt._machine.ownership import exclusive
 from batchopt._machine.threads import torch_threads
+from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import LARGE
-from batchopt._mapreduce.speeds import Speeds
-from batchopt._program.flatten import trainable
-from batchopt.backends.base import Prepared
+from batchopt._program.flat_module import FlatModule
+from batchopt.backends.base import Prepared, WorkerInfo
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
 from batchopt.optim.descent import Descent
-from batchopt.optim.rollback import Undo
-from batchopt.optim.trials import Trial, Trials
+from batchopt.optim.rollback import Rollback
 from batchopt_workers.batch import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
-T = TypeVar("T")
+Self = TypeVar("Self", bound="BatchOptimizer")
 
 
-class BatchOptimizer(Curved):
+class BatchOptimizer:
     """Evaluates `criterion(module(inputs), targets)` and its gradient over whole batches on `parallelize` workers.
 
     Args:
@@ -132,9 +134,141 @@ class BatchOptimizer(Curved):
     ) -> None:
         settings = Settings.read(locals())
         check_choice(optimizer)
-        self.optimizer = choose_optimizer(optimizer, [parameter for _, parameter in trainable(module)])
-        super().__init__(module, settings)
-        self._undo = Undo(self._flat.vector, self.optimizer)
+        subject = FlatModule(module)
+        anticipate(subject, settings)  # torch's optimizers import for a second, too
+        self.optimizer = choose_optimizer(optimizer, subject.parameters)
+        self._function = BatchFunction(subject, settings)
+        self._owner = self._function.owner
+        self._rollback = Rollback(subject.x, self.optimizer)
+
+    # ---- f
+
+    def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
+        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
+        workers.
+
+        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose first
+        dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the hooks. With
+        `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new
+        step begins: the module, the criterion, loss functions and hooks, with all that they refer to, are taken as they
+        are now, and so are `weights`. Do not change the data before the next `load`: when it is read, at once or when it
+        is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no batch, for a program that
+        cannot be sent any more, and if X is no longer the module's.
+        """
+        self._function.load(inputs, targets, options)
+
+    def evaluate(self) -> torch.Tensor:
+        """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
+
+        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
+        overwritten, not accumulated; a parameter that f does not depend on gets None. Torch's settings and contexts
+        (autocast, default dtype, ...) are those in force here. Raises `WorkerError` if the user's code raised,
+        `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot be in, and for a
+        forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no use.
+        """
+        return self._function.evaluate(self.map, self.reduce)
+
+    def map(self) -> list[Answer]:
+        """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
+
+        A subclass may override it, and `reduce`.
+        """
+        return self._function.map()
+
+    def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
+        return self._function.reduce(answers)
+
+    def hvp(self, v: torch.Tensor) -> torch.Tensor:
+        """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.
+
+        `v` is 1-D, as long as `parameters`, of any floating dtype; where it is not finite in X's dtype the product is NaN,
+        and nothing is evaluated. The product is of the function that `evaluate` sees: the same chunks, draws and buffers;
+        with `chunk_size` bit for bit for any number of workers. It takes two to three times as long as an evaluation, and
+        keeps the graph of the first backward too. Gradients, `output` and counters other than `product_counter` are
+        untouched; prehook runs, posthook does not. Raises `TypeError` or `ValueError` for another `v`, what `evaluate`
+        raises, and `WorkerError` where the module cannot be differentiated twice; with `on_nonfinite="return"` a product
+        that is not finite is returned.
+        """
+        return self._function.hvp(v)
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
+        ways.
+
+        A parameter that was given other memory (`p.data = ...`) is copied into X and is a view of it again, here and with
+        every other call. Raises `BatchoptError` where that cannot be: see `BatchOptimizer`.
+        """
+        return self._function.parameters
+
+    @property
+    def grad_parameters(self) -> torch.Tensor:
+        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`,
+        both ways."""
+        return self._function.subject.gradient
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module."""
+        return self._function.subject.module
+
+    @property
+    def criterion(self) -> Callable[..., Any] | None:
+        """The user's criterion."""
+        return self._function.settings.criterion
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The mean (or sum) of each term, by name, without its weight, where `output` is of; empty without terms and
+        before the first evaluation."""
+        return dict(self._function.past.counters.terms)
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each term in f, by name; empty without terms.
+
+        Assigning a dict with a weight for each term takes effect with the batch loaded next. Raises `TypeError` or
+        `ValueError` unless it has exactly the terms' names, and each weight is finite and >= 0.
+        """
+        return MappingProxyType({name: term.weight for name, term in (self._function.terms or {}).items()})
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, float]) -> None:
+        self._function.set_weights(weights)
+
+    @property
+    def hook_results(self) -> list[Any]:
+        """What the posthook returned in the last evaluation, in sample order."""
+        return self._function.past.hook_results
+
+    @property
+    def output(self) -> float:
+        """The loss of the parameters that the last step left, if it evaluated there; else that of the last evaluation. 0
+        before the first one."""
+        return self._function.past.counters.loss
+
+    @property
+    def eval_counter(self) -> int:
+        """Evaluations so far."""
+        return self._function.past.counters.evaluations
+
+    @property
+    def batch_counter(self) -> int:
+        """Batches stepped on so far."""
+        return self._function.past.counters.batches
+
+    @property
+    def sample_counter(self) -> int:
+        """Samples of the batches stepped on so far."""
+        return self._function.past.counters.samples
+
+    @property
+    def product_counter(self) -> int:
+        """Products of the Hessian with a vector so far."""
+        return self._function.past.counters.products
+
+    # ---- steps
 
     @exclusive
     def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
@@ -148,23 +282,23 @@ class BatchOptimizer(Curved):
         return self._step(lambda: self.load(inputs, targets, options))
 
     def _step(self, load: Callable[[], None]) -> float:
-        self._check_open()
-        self._end_step()
-        with self._in_the_middle_of("a step"):
-            self._undo.take()
+        function, rollback = self._function, self._rollback
+        function.check_open()
+        function.end_step()
+        with self._owner.amid("a step"):
+            rollback.take()
             try:
-                with self._doing("step"), self._undone_if_it_fails():
+                with function.observers.doing("step"), function.undone_if_it_fails():
                     load()
-                    trials = self._trials = Trials(self._flat.vector, self._params, self._tells)
-                    self.optimize()
-                    self._end_step()
-                    self._count(self._left(trials))
+                    trials = Trials(function.subject.x, function.subject.parameters, self._tells)
+                    with function.observers.including(trials):
+                        self.optimize()
+                    function.end_step()
+                    function.stepped(self._left(trials))
             except BaseException:
-                self._flat.bind(self._params)
-                self._undo.back()
+                function.subject.bind()
+                rollback.back()
                 raise
-            finally:
-                self._trials = None
         return self.output
 
     @property
@@ -176,15 +310,7 @@ class BatchOptimizer(Curved):
         """The evaluation at the parameters that the step has left, if there was one."""
         if self._tells and isinstance(self.optimizer, Descent) and self.optimizer.result is not None:
             return trials.number(self.optimizer.result.number, self.optimizer.result.evaluations)
-        return trials.left(self._undo.start)
-
-    def _count(self, left: Trial | None) -> None:
-        """A step was made; `left`: the evaluation at the parameters that it leaves, if there was one."""
-        past = self._history
-        if left is not None:
-            past = replace(past, loss=left.loss, terms=dict(left.terms))
-        samples = past.samples + self._loaded().size
-        self._history = replace(past, batches=past.batches + 1, samples=samples)
+        return trials.left(self._rollback.start)
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
         """Step on each of `batches`, and yield its loss; while the workers compute, the next batch is read, and copied
@@ -194,28 +320,11 @@ class BatchOptimizer(Curved):
         makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for each term. What `batches` raises is raised when its turn has come. Raises what `step`
         raises. Between two steps nothing else may load a batch.
         """
-        return self._for_each(batches, self._step_on)
-
-    def _for_each(self, batches: Iterable[Any], use: Callable[[Prepared], T]) -> Iterator[T]:
-        """`use` each of `batches`; the next one is read while the workers compute."""
-        read = as_arguments if self._settings.terms is None else as_batch_of_terms
-        ahead = Ahead(batches, lambda batch: self._prepare(*read(batch), ahead=True))
-
-        def fetch() -> None:
-            with torch_threads(1):  # the workers have the cores
-                ahead.fetch()
-
-        for prepared in ahead:
-            self._meanwhile = fetch
-            try:
-                found = use(prepared)
-            finally:
-                self._meanwhile = None
-            yield found
+        return self._function.for_each(batches, self._step_on)
 
     @exclusive
     def _step_on(self, prepared: Prepared) -> float:
-        return self._step(lambda: self._begin(prepared))
+        return self._step(lambda: self._function.begin(prepared))
 
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer,
@@ -223,13 +332,16 @@ class BatchOptimizer(Curved):
         if self.optimizer is None:
             self.evaluate()
         else:
-            # of the sums in the optimizer's algebra, too, the bits depend on the threads
-            alike = not self._settings.alone or self._settings.fixed_bits
-            small = self._flat.vector.numel() < LARGE and not isinstance(
-                self.optimizer, Descent
-            )  # which sees to it itself
-            with torch_threads(1 if alike and small else None):
+            with torch_threads(1 if self._fixes_threads else None):
                 self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
+
+    @property
+    def _fixes_threads(self) -> bool:
+        """Whether the optimizer's own sums would have other bits with other numbers of threads. `Descent`'s have not, and long
+        vectors are worth more than equal bits."""
+        function = self._function
+        alike = not function.workers.alone or function.settings.fixed_bits
+        return alike and function.subject.x.numel() < LARGE and not isinstance(self.optimizer, Descent)
 
     @exclusive
     def full_gradient(self, data: Iterable[Any]) -> tuple[float, torch.Tensor]:
@@ -243,47 +355,12 @@ class BatchOptimizer(Curved):
         targets of a batch have class weight 0 under label smoothing. Raises what `load` and `evaluate` raise, and what
         `data` does; then the counters are as before, too.
         """
-        self._check_open()
-        if len(self._settings.loss_fns) > 1:
-            raise ValueError(
-                "full_gradient needs an objective of one term: the means of several divide by different denominators, "
-                f"and there are {len(self._settings.loss_fns)}; load all data as one batch and call evaluate()"
-            )
-        self._end_step()
-        total, before = Total(self._flat.vector), self._history
-        try:
-            with self._in_the_middle_of("full_gradient()"):
-                for _ in self._for_each(data, lambda prepared: self._add(prepared, total)):
-                    pass
-            whole = total.whole()
-        except BaseException:
-            self._history = before
-            raise
-        finally:
-            self._batch = self._changes = None
-        self._history = replace(self._history, steps=before.steps)
-        self._grad.copy_(whole[1])
-        for parameter, view in zip(self._params, self._grad_views, strict=True):
-            parameter.grad = view
-        return whole
-
-    def _add(self, prepared: Prepared, total: Total) -> None:
-        """Evaluate a batch of `full_gradient`, unless nothing in it counts."""
-        (part,) = prepared.batch.parts
-        if part.weighting.divided_once and not part.weighting.divisor:
-            raise ValueError(
-                "the class weights of all targets of a batch are 0, and with label smoothing it has a loss all the same, "
-                "which no mean of it says: make the batches larger, or leave those samples out"
-            )
-        if part.weighting.divisor:
-            self._begin(prepared)
-            total.add(self.evaluate().item(), self._grad, part.weighting)
-            self._changes = None
+        return full_gradient(self._function, data, self.evaluate)
 
     def objective(self) -> FlatObjective:
         """f of the loaded batch as a function of a flat NumPy vector, for solvers outside of torch: `FlatObjective`,
         with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`."""
-        return FlatObjective(self, self._owner, self._ready)
+        return FlatObjective(self._function, self.evaluate)
 
     @exclusive
     def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:
@@ -297,14 +374,75 @@ class BatchOptimizer(Curved):
         precision leaves. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
         run, in this process too. The batch has to be loaded anew.
         """
-        return examine(self, inputs, targets, options)
+        return examine(self._function, self.evaluate, inputs, targets, options)
+
+    # ---- workers
+
+    @property
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
+        return self._function.workers.infos
+
+    @property
+    def prehook(self) -> Hook | None:
+        """The hook before each forward; assigning replaces it in all workers."""
+        return self._function.workers.hooks[0]
+
+    @prehook.setter
+    def prehook(self, hook: Hook | None) -> None:
+        self._function.set_hooks(hook, self.posthook)
+
+    @property
+    def posthook(self) -> Hook | None:
+        """The hook after each backward; assigning replaces it in all workers."""
+        return self._function.workers.hooks[1]
+
+    @posthook.setter
+    def posthook(self, hook: Hook | None) -> None:
+        self._function.set_hooks(self.prehook, hook)
+
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker, *args)` on each worker; the values in rank order.
+
+        Waits for workers that are being replaced. Raises `WorkerError` if the function raises, and `WorkerLostError` if a
+        worker ends in it: what it did there cannot be known, so it is not called again.
+        """
+        return self._function.run_on_workers(function, *args)
+
+    def calibrate(self) -> list[float]:
+        """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
+
+        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the
+        measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
+        they are.
+        """
+        return self._function.calibrate()
+
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None = None) -> None:
+        """Have `parallelize` workers from now on (as in `BatchOptimizer`); for between steps, a batch has to be loaded
+        anew.
+
+        Workers of the lowest ranks are kept, with their `state`; new ones start, and run precode. The optimizer's state
+        and the counters are kept. Where speeds were given, `speeds` of the new workers must be.
+        """
+        self._function.resize(parallelize, speeds)
+
+    def timeline(self) -> AbstractContextManager[Timeline]:
+        """Record who does what when, inside a `with` statement; costs nothing outside of it.
+
+        `with opt.timeline() as timeline: ...`; then `print(timeline)` for each worker's utilisation and split,
+        `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a picture.
+        """
+        return self._function.observers.timeline()
+
+    # ---- saving and the end
 
     def fingerprint(self) -> str:
         """The sha256, in hexadecimal, of the parameters, the counters and all losses so far.
 
         Equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
-        return self._history.fingerprint(self.parameters)
+        return self._function.past.counters.fingerprint(self.parameters)
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
@@ -314,15 +452,14 @@ class BatchOptimizer(Curved):
         Like `save`, `load_state_dict` and `load_checkpoint`, for between steps: called by a hook or a signal handler in the
         middle of one, it raises `BatchoptError`.
         """
-        self._check_between_steps("state_dict")
-        self._follow()
+        self._owner.check_between_steps("state_dict")
         return {
-            "module": self._module.state_dict(),
+            "module": self._function.follow().module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
             "optimizer_class": class_of(self.optimizer),
-            "history": self._history.state_dict(),
-            "speeds": list(self._speeds.values),
-            "seed": self._settings.seed,
+            "history": self._function.past.counters.state_dict(),
+            "speeds": list(self._function.workers.speeds.values),
+            "seed": self._function.settings.seed,
             "weights": dict(self.weights),
         }
 
@@ -334,29 +471,25 @@ class BatchOptimizer(Curved):
         Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is missing
         or is not what `state_dict` returns (or `TypeError`); what torch raises if shapes differ. Then nothing was changed.
         """
-        self._check_open()
-        self._check_between_steps("load_state_dict")
-        check_state(state, self.optimizer, self._settings.seed)
-        terms = self._settings.terms
-        if weights := state.get("weights"):  # older states have none
-            terms = reweighed(terms, weights)
-        self._end_step()
-        before = {key: value.clone() for key, value in self._module.state_dict().items() if torch.is_tensor(value)}
-        self._undo.take()
+        function = self._function
+        function.check_open()
+        self._owner.check_between_steps("load_state_dict")
+        check_state(state, self.optimizer, function.settings.seed)
+        weights = state.get("weights")  # older states have none
+        terms = reweighed(function.terms, weights) if weights else function.terms
+        function.end_step()
+        before = {key: value.clone() for key, value in self.module.state_dict().items() if torch.is_tensor(value)}
+        self._rollback.take()
         try:
-            self._module.load_state_dict(state["module"])
+            self.module.load_state_dict(state["module"])
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
                 check_options(self.optimizer)
-            self._history = History(**state["history"])
-            self._settings = replace(self._settings, terms=terms)
+            function.resume(Counters(**state["history"]), terms, state["speeds"])
         except BaseException:
-            self._module.load_state_dict(before, strict=False)
-            self._undo.back()
+            self.module.load_state_dict(before, strict=False)
+            self._rollback.back()
             raise
-        self._batch = None
-        if len(state["speeds"]) == len(self.workers) and not self._speeds.fixed:
-            self._speeds = Speeds(tuple(state["speeds"]))
 
     @exclusive
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -366,10 +499,10 @@ class BatchOptimizer(Curved):
         and renamed: killed or out of disk at any point, what was at `path` still is, or the new file is complete.
         Raises `CheckpointError`.
         """
-        self._check_open()
-        self._check_between_steps("save")
-        self._end_step()
-        file.write(path, self.state_dict(), self._flat.layout)
+        self._function.check_open()
+        self._owner.check_between_steps("save")
+        self._function.end_step()
+        file.write(path, self.state_dict(), self._function.subject.flat.layout)
 
     @exclusive
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -378,10 +511,31 @@ class BatchOptimizer(Curved):
         Nothing in the file is executed. Raises `CheckpointError` for a file that is damaged, or of a module with other
         parameters (by name and shape), other buffers, another seed or optimizer. Then nothing was changed.
         """
-        self._check_open()
-        self._check_between_steps("load_checkpoint")
-        state = file.read(path, self._flat.layout)
+        self._function.check_open()
+        self._owner.check_between_steps("load_checkpoint")
+        state = file.read(path, self._function.subject.flat.layout)
         try:
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # what torch says of other shapes and names
             raise CheckpointError(f"cannot go on from checkpoint '{os.fsdecode(path)}': {error}") from error
+
+    def close(self) -> None:
+        """End the workers. The module keeps its parameters, in memory of this process alone unless another optimizer
+        shares them; any number of times.
+
+        In a signal handler (or a hook, or a finalizer) that comes while another call is at work, it has that one end: with
+        `BatchoptError`, as soon as it can, and the workers after it. In a fork it does nothing: there are no workers.
+        """
+        self._function.close()
+
+    def __enter__(self: Self) -> Self:
+        self._function.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")

@@ -140,10 +140,11 @@ def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
     """Only a batch that is read ahead, or a worker that is late, needs room beside the present one."""
     (inputs, targets), *_ = batches()
     with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
-        assert isinstance(opt._backend, ProcessBackend)
+        backend = opt._function.workers.backend
+        assert isinstance(backend, ProcessBackend)
         opt.load(inputs, targets)  # measures the workers, so what they answered was heard
         for _ in range(2):
             opt.load(inputs, targets)
-            for child in opt._backend._pool.children.values():
+            for child in backend._pool.children.values():
                 assert select.select([child.channel], [], [], 10)[0]  # answered, and not heard yet
-        assert [slot is not None for slot in opt._backend._slots] == [True, False]
+        assert [slot is not None for slot in backend._slots] == [True, False]

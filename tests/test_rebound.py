@@ -76,7 +76,7 @@ def test_a_loop_that_rebinds_is_the_plain_one(workers: int) -> None:
 
 
 def product(opt: BatchOptimizer) -> None:
-    opt.hvp(torch.ones_like(opt._flat.vector))
+    opt.hvp(torch.ones_like(opt._function.subject.x))
 
 
 def value(opt: BatchOptimizer) -> None:
@@ -111,7 +111,7 @@ def test_every_call_takes_over_what_was_rebound(call: Callable[[BatchOptimizer],
         rebind(module)
         expected = parameters_to_vector(module.parameters()).detach().clone()
         call(opt)
-        assert torch.equal(opt._flat.vector, expected)
+        assert torch.equal(opt._function.subject.x, expected)
         assert is_x(opt)
         opt.load(X, Y)
         assert opt.evaluate().item() == pytest.approx(loss(module), rel=1e-6)

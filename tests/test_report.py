@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from batchopt import BatchOptimizer
+from batchopt._function.observer import Evaluated
 from batchopt._function.report import Report, logger
 from batchopt._mapreduce.answers import Answer
 
@@ -32,7 +33,7 @@ def logging_as_it_was() -> Iterator[None]:
 def evaluate_twice(verbose: int) -> None:
     report = Report(verbose)
     for number in (1, 2):
-        report.evaluated(number, batch=1, loss=1 / 3, seconds=0.0123, answers=ANSWERS)
+        report.evaluated(Evaluated(number, 1, 1 / 3, {}, ANSWERS, [0, 1], 0.0, 0.01, 0.0123))
     report.note("calibrated: %s", "fast")
     report.close()
     report.close()

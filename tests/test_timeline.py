@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
+from batchopt._function.observer import Evaluated
 from batchopt._function.timeline import PARENT, Timeline
 from batchopt._mapreduce.answers import Answer, Span
 
@@ -21,13 +22,12 @@ def made() -> Timeline:
     """Two evaluations of ten samples in five chunks: the first worker has four, the second six."""
     timeline = Timeline()
     for start in (100.0, 110.0):
-        timeline.add(PARENT, "map", start, 4.0)
-        timeline.add(PARENT, "reduce", start + 4, 1.0)
         answers = [
             Answer(0, 4, 2.0, [], spans=[Span(start + 0.5, 2.0, 0, 2)]),
             Answer(1, 6, 3.5, [], spans=[Span(start + 0.5, 1.5, 2, 3), Span(start + 2.0, 2.0, 3, 5)]),
         ]
-        timeline.add_answers(answers, [0, 2, 4, 6, 8, 10])
+        bounds = [0, 2, 4, 6, 8, 10]
+        timeline.evaluated(Evaluated(1, 1, 0.5, {}, answers, bounds, start, start + 4, start + 5))
     return timeline
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from batchopt._function.counters import History
+from batchopt._function.counters import Counters
 
 # What every state has; `weights` and `optimizer_class` are not in older ones.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
@@ -51,7 +51,7 @@ def _check_mapping(what: str, given: Any) -> None:
 
 def _check_history(history: Any) -> None:
     _check_mapping("`history` of the state", history)
-    known = [field.name for field in fields(History)]
+    known = [field.name for field in fields(Counters)]
     unknown = [name for name in history if name not in known]
     if unknown:
         raise ValueError(f"`history` of the state has unknown {unknown}: the entries are {known}")

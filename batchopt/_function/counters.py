@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
-class History:
+class Counters:
     """`evaluations`; `batches` stepped on, and their `samples`; `steps` begun (batches loaded), which number the
     random draws; `products` of the Hessian; the last `loss`, and that of each term by name; and the sha256 chain of all
     losses."""
@@ -25,9 +25,14 @@ class History:
     terms: dict[str, float] = field(default_factory=dict)
     products: int = 0
 
-    def chained(self, loss: float) -> str:
-        """The chain with `loss` at its end."""
-        return hashlib.sha256(bytes.fromhex(self.losses) + struct.pack("<d", loss)).hexdigest()
+    def evaluated(self, loss: float, terms: dict[str, float]) -> Counters:
+        """After an evaluation that found `loss`."""
+        chain = hashlib.sha256(bytes.fromhex(self.losses) + struct.pack("<d", loss)).hexdigest()
+        return replace(self, evaluations=self.evaluations + 1, loss=loss, losses=chain, terms=terms)
+
+    def stepped(self, samples: int) -> Counters:
+        """After a step on a batch of `samples`."""
+        return replace(self, batches=self.batches + 1, samples=self.samples + samples)
 
     def fingerprint(self, parameters: torch.Tensor) -> str:
         """The sha256 of the chain, the counters, and `parameters` (1-D)."""
@@ -36,5 +41,5 @@ class History:
         return hashlib.sha256(bytes.fromhex(self.losses) + counters + vector).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and a string; `History(**state)` is the inverse."""
+        """Numbers and a string; `Counters(**state)` is the inverse."""
         return asdict(self)

@@ -1,305 +1,459 @@
-"""The function of one batch: f(X) and df/dX of a module's loss, evaluated by workers, as often as one asks."""
+"""The function of one batch: f(X), df/dX and Hessian products of a module's loss, evaluated by workers, as often as one
+asks."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from batchopt._data.batches import read_batch
-from batchopt._function.calibrate import measure
-from batchopt._function.counters import History
+from batchopt._data.batches import Readings, read_batch
+from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
+from batchopt._data.terms import Term, reweighed
+from batchopt._function.counters import Counters
 from batchopt._function.cut_check import compare, refuse_frequencies
 from batchopt._function.nonfinite import explain
-from batchopt._function.timeline import PARENT, Timeline
-from batchopt._function.workforce import Workforce
-from batchopt._machine.ownership import exclusive, undisturbed
+from batchopt._function.observer import Evaluated, Observer
+from batchopt._function.observers import Observers
+from batchopt._function.report import Report
+from batchopt._function.settings import Settings
+from batchopt._function.step import Step
+from batchopt._function.trials import Trial
+from batchopt._function.workers import Workers
+from batchopt._machine.ownership import Owner, exclusive, undisturbed
+from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import choose_chunk_size, follow, make_plan
+from batchopt._mapreduce.plan import choose_chunk_size, make_plan
 from batchopt._mapreduce.reduce import reduce_answers, weighed
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
+from batchopt.errors import BatchoptError
 from batchopt_workers import faults
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Kind
+from batchopt_workers.worker import Hook
+
+T = TypeVar("T")
 
 
-class BatchFunction(Workforce):
-    """f and df/dX of whole batches, on workers; `BatchOptimizer` adds an optimizer to it.
+@dataclass(frozen=True)
+class Past:
+    """What was done so far: the counters, and what the posthook returned in the last evaluation. A step that fails goes
+    back to the one that it began with."""
 
-    Raises, when it is made, `TypeError` or `ValueError` for a module that cannot be flattened or sent, before a process
-    starts; `WorkerError` if precode raises.
-    """
+    counters: Counters = field(default_factory=Counters)
+    hook_results: list[Any] = field(default_factory=list)
+
+
+class BatchFunction:
+    """f of whole batches, at X, on workers. `BatchOptimizer` holds one, and says what each method does."""
+
+    def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
+        """Starts the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
+        self.owner = self._owner = Owner()
+        self.subject, self.settings = subject, settings
+        self.workers = Workers(subject, settings)
+        self._readings = self._read_for_workers()
+        self._terms = settings.terms
+        self._report = Report(settings.verbose)
+        self.observers = Observers([self._report])
+        self._checks_cut = settings.check_cut
+        self._step: Step | None = None
+        self._past = Past(counters or Counters())
+        self._term_losses: tuple[float, ...] = ()  # in the last evaluation
+        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._closed = False
+
+    def _read_for_workers(self) -> Readings:
+        return self.settings.readings(None if self.workers.alone else self.subject.x.device)
+
+    # ---- what there is
+
+    @property
+    def past(self) -> Past:
+        """What was done so far."""
+        return self._past
+
+    @property
+    def terms(self) -> dict[str, Term] | None:
+        """The terms, with their present weights."""
+        return self._terms
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each term in f, for the batch that is loaded next; where there are no terms, 1."""
+        return (1.0,) if self._terms is None else tuple(term.weight for term in self._terms.values())
+
+    @exclusive
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Use these with the batch that is loaded next."""
+        self._terms = reweighed(self._terms, weights)
+
+    def check_open(self) -> None:
+        """From here on X is what the module has. Raises `BatchoptError` after `close`, and if that cannot be."""
+        if self._closed:
+            raise BatchoptError("this BatchOptimizer was closed: build a new one")
+        self.subject.follow()
+
+    def follow(self) -> FlatModule:
+        """The module, with X as it has it; after `close`, as it was then."""
+        if not self._closed:
+            self.subject.follow()
+        return self.subject
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X, as the module has it."""
+        return self.follow().x
+
+    def ready(self) -> Step:
+        """The step on the loaded batch, with X as the module has it now."""
+        self.check_open()
+        return self._loaded()
+
+    def _loaded(self) -> Step:
+        if self._step is None:
+            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
+        return self._step
+
+    # ---- batches
 
     @exclusive
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
-        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
-        workers.
-
-        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose first
-        dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the hooks. With
-        `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new step
-        begins: the module, the criterion, loss functions and hooks, with all that they refer to, are taken as they are now,
-        and so are `weights`. Do not change the data before the next `load`: when it is read, at once or when it is needed,
-        depends on the backend. Raises `ValueError` or `TypeError` for data that is no batch, for a program that cannot be
-        sent any more, and if X is no longer the module's.
-        """
-        self._check_open()
-        self._begin(self._prepare(inputs, targets, options))
+        """Make this the batch of the evaluations to come."""
+        self.check_open()
+        self.begin(self.prepare(inputs, targets, options))
 
     @undisturbed
-    def _prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
+    def prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
         """Read the batch, and bring it to where the workers can read it; it has to be the next one that is begun.
         `ahead`: while the present one is still needed; else that one is gone."""
-        with self._doing("read ahead" if ahead else "load"):
+        with self.observers.doing("read ahead" if ahead else "load"):
             batch = read_batch(inputs, targets, options, self._readings)
             if not ahead:
-                self._end_step()
-                self._batch = None
-            return self._backend.prepare(batch, ahead)
+                self.end_step()
+                self._step = None
+            return self.workers.backend.prepare(batch, ahead)
 
     @undisturbed
-    def _begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: Prepared) -> None:
         """Begin a step on what was prepared."""
-        self._flat.check(self._module, self._params)
-        self._end_step()
-        self._grow()
-        batch = prepared.batch
-        with self._doing("load"), self._undone_if_it_fails():
-            self._batch = None
-            self._buffers.begin_step()
-            self._weights = self._settings.weights
-            self._backend.load(prepared, self._weights)
-            self._batch = batch
-            self._history = replace(self._history, steps=self._history.steps + 1)
-            self._speeds = self._speeds.without(worker.rank for worker in self.workers if worker.lost)
-            if not self._speeds.measured and len(self.workers) > 1 and self._prehook is None and self._posthook is None:
-                self._calibrate()
-            self._chunks = choose_chunk_size(batch.size, self._settings.chunk_size, self._settings.deterministic)
-            self._plan = make_plan(batch.size, self._chunks, self._speeds)
-            refuse_frequencies(self._module, len(self.workers), batch, self._plan.cut.chunks)
-            self._report.idle(batch.size, self._chunks and self._plan.cut.chunks, len(self.workers))
-            self._movable = not self._report.cut_matters(self._module, self._plan.cut.chunks)
-            if self._movable:
-                self._check_cut()
+        subject, workers, settings = self.subject, self.workers, self.settings
+        subject.check()
+        self.end_step()
+        workers.grow(self._report.not_grown)
+        with self.observers.doing("load"), self.undone_if_it_fails():
+            self._step = None
+            subject.buffers.begin_step()
+            workers.backend.load(prepared, self.weights)
+            workers.leave_out_the_lost()
+            number, batch = self._past.counters.steps + 1, prepared.batch
+            self._past = replace(self._past, counters=replace(self._past.counters, steps=number))
+            chunk_size = choose_chunk_size(batch.size, settings.chunk_size, settings.deterministic)
+            plan = make_plan(batch.size, chunk_size, workers.speeds)
+            self._step = Step(number, batch, self.weights, chunk_size, plan)
+            if not workers.speeds.measured and len(workers.infos) > 1 and workers.hooks == (None, None):
+                self._measure(self._step)
+                plan = make_plan(batch.size, chunk_size, workers.speeds)
+            refuse_frequencies(subject.module, len(workers.infos), batch, plan.cut.chunks)
+            self._report.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
+            movable = not self._report.cut_matters(subject.module, plan.cut.chunks)
+            self._step = replace(self._step, plan=plan, movable=movable)
+            if movable:
+                self._check_cut(self._step)
 
-    def _check_cut(self) -> None:
-        """Warn if the loss of a few samples depends on how they are cut; once, when it is cut for the first time."""
-        batch, bounds = self._loaded(), self._plan.cut.bounds
-        if not self._settings.check_cut or (len(bounds) == 2 and len(self.workers) == 1):
+    def _check_cut(self, step: Step) -> None:
+        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is cut for the first time."""
+        workers, bounds = self.workers, step.plan.cut.bounds
+        if not self._checks_cut or (len(bounds) == 2 and len(workers.infos) == 1):
             return
-        self._settings = replace(self._settings, check_cut=False)
-        largest = max(stop - start for start, stop in pairwise(bounds))
-        gradients = [parameter.grad for parameter in self._params]
-        try:
-            with self._without_hooks():
-                arguments = self._readings, largest, self._next_number, self._history.steps, self._flat.vector.dtype
-                found = self._learning(lambda: compare(self._backend, batch, *arguments))
-        finally:
-            for parameter, gradient in zip(self._params, gradients, strict=True):
-                parameter.grad = gradient
-        self._report.cut_differs(found)
-
-    @contextmanager
-    def timeline(self) -> Iterator[Timeline]:
-        """Record who does what when, inside a `with` statement; costs nothing outside of it.
-
-        `with opt.timeline() as timeline: ...`; then `print(timeline)` for each worker's utilisation and split,
-        `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a picture.
-        """
-        self._timeline = Timeline()
-        try:
-            yield self._timeline
-        finally:
-            self._timeline.close()
-            self._timeline = None
-
-    def _doing(self, name: str) -> AbstractContextManager[None]:
-        """What is inside, as an event of the timeline."""
-        return nullcontext() if self._timeline is None else self._timeline.doing(name)
-
-    @contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
-        """Counters, draws and buffers of the step's start, if what is inside raises; a batch has to be loaded anew."""
-        history, hook_results = self._history, self.hook_results
-        try:
-            yield
-        except BaseException:
-            self._history, self.hook_results = history, hook_results
-            if self._batch is not None:
-                self._buffers.restore()
-            self._batch = self._changes = None
-            raise
+        self._checks_cut = False
+        largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
+        arguments = step.batch, self._readings, largest, workers.number, step.number, dtype
+        with self.subject.keeping_gradients(), workers.without_hooks():
+            self._report.cut_differs(workers.learning(lambda: compare(workers.backend, *arguments)))
 
     @exclusive
     def calibrate(self) -> list[float]:
-        """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
-
-        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the
-        measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
-        they are.
-        """
-        return self._calibrate()
+        """Time each worker on a part of the loaded batch; the speeds in samples per second."""
+        return self._measure(self.ready())
 
     @undisturbed
-    def _calibrate(self) -> list[float]:
-        samples = self._ready().size
-        if not self._speeds.fixed:
-            with self._without_hooks():
-                measured = self._learning(
-                    lambda: measure(self._backend, samples, self._next_number, self._history.steps)
-                )
-                self._observe(*measured)
-            self._report.note("calibrated: %s samples/s", [round(speed) for speed in self._speeds.relative()])
-        return self._speeds.relative()
+    def _measure(self, step: Step) -> list[float]:
+        speeds = self.workers.calibrate(step.batch.size, step.number)
+        if not self.workers.speeds.fixed:
+            self._report.note("calibrated: %s samples/s", [round(speed) for speed in speeds])
+        return speeds
+
+    def for_each(self, batches: Iterable[Any], use: Callable[[Prepared], T]) -> Iterator[T]:
+        """`use` each of `batches`; the next one is read while the workers compute."""
+        read = as_arguments if self._terms is None else as_batch_of_terms
+        ahead = Ahead(batches, lambda batch: self.prepare(*read(batch), ahead=True))
+        for prepared in ahead:
+            with self.observers.including(_ReadsAhead(ahead)):
+                found = use(prepared)
+            yield found
+
+    # ---- evaluations
 
     @exclusive
     @undisturbed
-    def evaluate(self) -> torch.Tensor:
-        """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
+    def evaluate(
+        self,
+        map: Callable[[], list[Answer]] | None = None,
+        reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """f at X (0-dim, float64), and df/dX, by the two halves `map` and `reduce`: those below, or what overrides
+        them."""
+        with self._owner.amid("an evaluation"):
+            began = time.perf_counter()
+            self.observers.begins()
+            answers = (map or self.map)()
+            mapped = time.perf_counter()
+            faults.point("parent.reduce")
+            loss = (reduce or self.reduce)(answers)
+            self._count(loss.item(), answers, began, mapped)
+            return loss
 
-        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
-        overwritten, not accumulated; a parameter that f does not depend on gets None. Torch's settings and contexts
-        (autocast, default dtype, ...) are those in force here. Raises `WorkerError` if the user's code raised,
-        `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot be in, and for a
-        forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no use.
-        """
-        with self._in_the_middle_of("an evaluation"):
-            return self._evaluate()
-
-    def _evaluate(self) -> torch.Tensor:
-        began = time.perf_counter()
-        if self._trials is not None:
-            self._trials.begin()
-        answers = self.map()
-        mapped = time.perf_counter()
-        faults.point("parent.reduce")
-        loss = self.reduce(answers)
+    def _count(self, loss: float, answers: Sequence[Answer], began: float, mapped: float) -> None:
+        """An evaluation is over: count it, and tell who wants to know."""
+        terms = dict(zip(self._terms or (), self._term_losses, strict=False))
+        counters = self._past.counters.evaluated(loss, terms)
+        self._past = replace(self._past, counters=counters)
+        number, batch, bounds = counters.evaluations, counters.batches + 1, self._loaded().plan.cut.bounds
         ended = time.perf_counter()
-        past, terms = self._history, dict(zip(self._settings.terms or (), self._reduced, strict=False))
-        self._history = replace(
-            past, evaluations=past.evaluations + 1, loss=loss.item(), losses=past.chained(loss.item()), terms=terms
-        )
-        if self._trials is not None:
-            self._trials.end(loss.item(), terms)
-        self._report.evaluated(self.eval_counter, self.batch_counter + 1, self.output, ended - began, answers)
-        if self._timeline is not None:
-            self._timeline.add(PARENT, "map", began, mapped - began, evaluation=self.eval_counter, loss=self.output)
-            self._timeline.add(PARENT, "reduce", mapped, ended - mapped)
-            self._timeline.add_answers(answers, self._plan.cut.bounds)
-        return loss
+        self.observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
 
     @undisturbed
     def map(self) -> list[Answer]:
-        """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
-
-        A subclass may override it, and `reduce`.
-        """
-        self._ready()
-        if self._movable:
-            self._plan = follow(self._plan, self._chunks, self._speeds)
-        answers = self._evaluate_plan(Kind.EVALUATE)
-        samples, seconds = [0] * len(self.workers), [0.0] * len(self.workers)
-        results: dict[int, list[Any]] = {}
-        for answer in answers:
-            samples[answer.rank] += answer.samples
-            seconds[answer.rank] += answer.seconds
-            results.update(answer.results)
-        for worker, its_samples, its_seconds in zip(self.workers, samples, seconds, strict=True):
-            worker.samples += its_samples
-            worker.busy_seconds += its_seconds
-        for rank, (late_samples, late_seconds) in self._backend.late.items():
-            samples[rank] += late_samples
-            seconds[rank] += late_seconds
-        self._speeds = self._speeds.rested(
-            i for i, count in enumerate(self._plan.samples()) if not (count or samples[i])
-        )
-        self._observe(samples, seconds)
-        self.hook_results = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
+        """Partial losses and gradients from every worker that had a share."""
+        step = self._step = self.ready().followed(self.workers.speeds)
+        answers = self.workers.evaluate(step, Kind.EVALUATE, self.observers.busy)
+        self.workers.learn_from(answers, step.plan.samples())
+        results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
+        in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
+        self._past = replace(self._past, hook_results=in_order)
         return answers
-
-    def _evaluate_plan(self, kind: Kind) -> list[Answer]:
-        """What the workers make of the loaded batch, as it is planned."""
-        return self._learning(
-            lambda: self._backend.evaluate(
-                self._plan.cut, self._plan.orders(self._next_number(), self._history.steps, kind), self._while_busy
-            )
-        )
-
-    def _while_busy(self) -> None:
-        """What this process does while the workers compute."""
-        if self._trials is not None:
-            self._trials.look()
-        if self._meanwhile is not None:
-            self._meanwhile()
 
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
-        """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
-        whole = reduce_answers(answers, self._plan.cut.chunks, self._grad)
-        for parameter, view, used in zip(self._params, self._grad_views, whole.used, strict=True):
-            parameter.grad = view if used else None
+        """Merge `answers` into f, which is returned, and df/dX."""
+        step, subject = self._loaded(), self.subject
+        whole = reduce_answers(answers, step.plan.cut.chunks, subject.gradient)
+        subject.show_gradients(whole.used)
         self._changes = whole.changes.clone()
-        loss = weighed(whole.losses, self._weights)
+        loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
-        if not finite and self._settings.on_nonfinite == "raise":
+        if not finite and self.settings.on_nonfinite == "raise":
             self._changes = None
-            numbering = self._loaded().numbering
-            with self._without_hooks():
-                raise explain(self._backend, self._plan.cut, numbering, self._next_number, self._history)
-        self._reduced = whole.losses
+            raise self._not_finite(step, Kind.EVALUATE)
+        self._term_losses = whole.losses
         return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
+
+    def _not_finite(self, step: Step, kind: Kind) -> Exception:
+        """The error that says where it came from."""
+        workers, counters = self.workers, self._past.counters
+        with workers.without_hooks():
+            return explain(workers.backend, step.plan.cut, step.batch.numbering, workers.number, counters, kind)
+
+    @exclusive
+    @undisturbed
+    def hvp(self, v: torch.Tensor) -> torch.Tensor:
+        """The Hessian of f at X times `v`: a new tensor, shape `(n,)`, X's dtype."""
+        step = self.ready()
+        direction = _read_direction(v, self.subject.x)
+        if not bool(direction.isfinite().all()):
+            return torch.full_like(direction, math.nan)
+        with self.observers.doing("product"), self._owner.amid("a product"):
+            self.workers.backend.set_direction(direction)
+            answers = self.workers.evaluate(step, Kind.MULTIPLY, self.observers.busy)
+            product = torch.empty_like(self.subject.x)
+            whole = reduce_answers(answers, step.plan.cut.chunks, product)
+        if not whole.finite and self.settings.on_nonfinite == "raise":
+            raise self._not_finite(step, Kind.MULTIPLY)
+        counters = replace(self._past.counters, products=self._past.counters.products + 1)
+        self._past = replace(self._past, counters=counters)
+        return product
+
+    # ---- what is undone
+
+    @contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """The past and the buffers as they were, if what is inside raises; a batch has to be loaded anew."""
+        before = self._past
+        try:
+            yield
+        except BaseException:
+            self._past = before
+            if self._step is not None:
+                self.subject.buffers.restore()
+            self._forget_batch()
+            raise
+
+    @contextmanager
+    def apart(self, what: str, counted: bool = False) -> Iterator[None]:
+        """The batches inside are of no step: later draws are as before; so are the counters, unless they are `counted` and
+        nothing raises. A batch has to be loaded anew."""
+        self.check_open()
+        self.end_step()
+        before = after = self._past
+        try:
+            with self.owner.amid(what):
+                yield
+            if counted:
+                counters = replace(self._past.counters, steps=before.counters.steps)
+                after = replace(self._past, counters=counters)
+        finally:
+            self._forget_batch()
+            self._past = after
+
+    @contextmanager
+    def under_examination(self) -> Iterator[None]:
+        """What is evaluated inside leaves no trace, but that a batch has to be loaded anew."""
+        checks_cut, self._checks_cut = self._checks_cut, False
+        try:
+            with self.apart("check()"):
+                yield
+        finally:
+            self._checks_cut = checks_cut
+
+    def end_step(self) -> None:
+        """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
+        if self._changes is not None:
+            self.subject.buffers.take_over(self._changes)
+            self._changes = None
+
+    def drop_changes(self) -> None:
+        """Leave the buffers as they were before the last evaluation."""
+        self._changes = None
+
+    def _forget_batch(self) -> None:
+        self._step = self._changes = None
+
+    def stepped(self, left: Trial | None) -> None:
+        """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it leaves."""
+        counters = self._past.counters.stepped(self._loaded().batch.size)
+        if left is not None:
+            counters = replace(counters, loss=left.loss, terms=dict(left.terms))
+        self._past = replace(self._past, counters=counters)
+
+    def resume(self, counters: Counters, terms: dict[str, Term] | None, speeds: Sequence[float | None]) -> None:
+        """Go on from these; from `speeds` if they are of as many workers. A batch has to be loaded anew."""
+        self._terms, self._past = terms, replace(self._past, counters=counters)
+        self._forget_batch()
+        if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
+            self.workers.speeds = Speeds(tuple(speeds))
+
+    # ---- for the doctor
 
     def load_in_chunks(self, least: int, inputs: Any, targets: Any, options: Any) -> tuple[int, int]:
         """Load the batch, cut into `least` chunks or more of a size that stays; returns the numbers of samples in all
         and in a chunk."""
         self.load(inputs, targets, options)
-        size = self._loaded().size
-        self._chunks = self._chunks or math.ceil(size / max(least, len(self.workers)))
-        self._plan = make_plan(size, self._chunks, self._speeds)
-        return size, self._chunks
-
-    @property
-    def program(self) -> Program:
-        """What is evaluated."""
-        return self._program(replace(self._settings, prehook=self._prehook, posthook=self._posthook))
+        step = self.ready()
+        size = step.batch.size
+        chunk_size = step.chunk_size or math.ceil(size / max(least, len(self.workers.infos)))
+        self._step = replace(step, chunk_size=chunk_size, plan=make_plan(size, chunk_size, self.workers.speeds))
+        return size, chunk_size
 
     def twin(self, program: Program, **changes: Any) -> BatchFunction:
         """The same function of another program, in this process, with the same draws in its first step."""
-        settings = self._settings.having(program)
-        alone: dict[str, Any] = {
+        serial: dict[str, Any] = {
             "backend": "serial",
             "parallelize": 1,
             "speeds": None,
-            "options": {},
             "devices": None,
+            "options": {},
             "precode": None,
             "verbose": 0,
             "check_cut": False,
+            "terms": self._terms,
         }
-        return BatchFunction(
-            program.module, replace(settings, **alone, **changes), History(steps=self._history.steps - 1)
-        )
+        settings = replace(self.settings, **serial).having(program)
+        counters = Counters(steps=self._past.counters.steps - 1)
+        return BatchFunction(FlatModule(program.module), replace(settings, **changes), counters)
 
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """What is evaluated inside leaves no trace, but that a batch has to be loaded anew."""
-        self._check_open()
-        self._end_step()
-        kept = self._history, self.hook_results
-        check_cut, self._settings = self._settings.check_cut, replace(self._settings, check_cut=False)
-        try:
-            with self._in_the_middle_of("check()"):
-                yield
-        finally:
-            self._batch = self._changes = None
-            self._history, self.hook_results = kept
-            self._settings = replace(self._settings, check_cut=check_cut)
+    # ---- workers
 
-    def _next_number(self) -> int:
-        return next(self._numbers)
+    @exclusive
+    @undisturbed
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these hooks from now on."""
+        self.check_open()
+        self.workers.set_hooks(prehook, posthook)
+
+    @exclusive
+    @undisturbed
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker, *args)` on each worker; the values in rank order."""
+        self.check_open()
+        return self.workers.backend.run(function, args)
+
+    @exclusive
+    @undisturbed
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
+        """Have `parallelize` workers from now on; a batch has to be loaded anew."""
+        self.check_open()
+
+        def between_steps() -> None:
+            self.end_step()
+            self._step = None
+
+        self.workers.resize(parallelize, speeds, between_steps)
+        self._readings = self._read_for_workers()
+
+    def close(self) -> None:
+        """End the workers, in the middle of another call soon after; X stays, in memory of this process alone."""
+        if not self._owner.is_here or self._closed:
+            return
+        if self._owner.at_last(self._close):
+            self.workers.backend.stop()
+        else:
+            self._close_now()
+
+    @exclusive
+    def _close_now(self) -> None:
+        self._close()
+
+    @undisturbed
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.end_step()
+            self._report.close()
+            self.workers.backend.close()
+            self.subject.leave()
+
+    def __enter__(self) -> BatchFunction:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _ReadsAhead(Observer):
+    """Fetches the next batch while the workers compute."""
+
+    def __init__(self, ahead: Ahead[Prepared]) -> None:
+        self._ahead = ahead
+
+    def busy(self) -> None:
+        with torch_threads(1):  # the workers have the cores
+            self._ahead.fetch()
+
+
+def _read_direction(v: Any, x: torch.Tensor) -> torch.Tensor:
+    """The vector to multiply with, of X's dtype and laid out as in shared memory, for the same bits."""
+    if not isinstance(v, torch.Tensor) or not v.is_floating_point():
+        given = f"a tensor of {v.dtype}" if isinstance(v, torch.Tensor) else type(v).__name__
+        raise TypeError(f"`v` must be a tensor of floating-point numbers, shape ({len(x)},); got {given}")
+    if v.shape != x.shape:
+        raise ValueError(f"`v` must have shape ({len(x)},), as `parameters`; got {tuple(v.shape)}")
+    return torch.empty_like(x).copy_(v.detach())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchopt._function.counters import History
+from batchopt._function.counters import Counters
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import all_finite
 from batchopt._mapreduce.split import runs, split_batch
@@ -34,15 +34,15 @@ def explain(
     cut: Cut,
     numbering: Numbering,
     number: Callable[[], int],
-    history: History,
+    counters: Counters,
     kind: Kind = Kind.EVALUATE,
 ) -> NonFiniteError:
-    """The error for the evaluation, or the product, that follows `history`: evaluates anew, without hooks (which the
+    """The error for the evaluation, or the product, that follows `counters`: evaluates anew, without hooks (which the
     caller has taken off), to find the place. `number` numbers the evaluations."""
-    place = locate(backend, cut, number, history.steps, kind)
+    place = locate(backend, cut, number, counters.steps, kind)
     what = place.what if place is not None else f"loss or {DERIVATIVES[kind]} is not finite"
     chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
-    return NonFiniteError(what, chunk, samples, history.steps, history.evaluations + 1, numbering.within(samples))
+    return NonFiniteError(what, chunk, samples, counters.steps, counters.evaluations + 1, numbering.within(samples))
 
 
 def locate(

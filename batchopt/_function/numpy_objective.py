@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt._function.hessian import Curved
-from batchopt._machine.ownership import Owner, exclusive
+from batchopt._function.function import BatchFunction
+from batchopt._machine.ownership import exclusive
 from batchopt.errors import BatchoptError
 from batchopt_workers.batch import Batch
 
@@ -39,9 +39,9 @@ class FlatObjective:
     dtype), and what `BatchOptimizer.evaluate` raises.
     """
 
-    def __init__(self, function: Curved, owner: Owner, ready: Callable[[], Batch]) -> None:
-        """`ready` returns the batch of the evaluations, or raises."""
-        self._function, self._owner, self._ready = function, owner, ready
+    def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
+        """`evaluate` the function of the loaded batch by this."""
+        self._function, self._owner, self._evaluate = function, function.owner, evaluate
         self._last: _Point | None = None
 
     @property
@@ -68,7 +68,7 @@ class FlatObjective:
     @exclusive
     def hvp(self, x: Any, v: Any) -> Vector:
         """The Hessian at `x` times `v`: a new array; NaN where `v` is not finite, as some solvers try."""
-        self._ready()
+        self._function.ready()
         direction = self._read("v", v, finite=False)
         return _doubles(self._there(self._read("x", x), self._function.hvp, direction))
 
@@ -84,12 +84,12 @@ class FlatObjective:
         )
 
     def _at(self, x: Any) -> _Point:
-        batch, vector = self._ready(), self._read("x", x)
+        batch, vector = self._function.ready().batch, self._read("x", x)
         last = self._last
         if last is None or last.batch() is not batch or not torch.equal(last.x, vector):
             self._last = None
-            loss = self._there(vector, self._function.evaluate).item()
-            last = self._last = _Point(weakref.ref(batch), vector, loss, _doubles(self._function.grad_parameters))
+            loss = self._there(vector, self._evaluate).item()
+            last = self._last = _Point(weakref.ref(batch), vector, loss, _doubles(self._function.subject.gradient))
         return last
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:

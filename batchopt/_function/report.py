@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from batchopt._function.cut_check import Difference
-from batchopt._mapreduce.answers import Answer
+from batchopt._function.observer import Evaluated, Observer
 from batchopt_workers.inspection import name_of, normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
@@ -22,7 +22,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
     monitor_interval = 0  # no thread that outlives the bar
 
 
-class Report:
+class Report(Observer):
     """`verbose` 0: silent. 1: a progress bar of evaluations on stderr. 2: a record for each evaluation, with its time.
     3: each worker's share and time too. Records have level INFO; without any logging set up they go to stderr."""
 
@@ -41,17 +41,20 @@ class Report:
                 self._handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
                 logger.addHandler(self._handler)
 
-    def evaluated(self, number: int, batch: int, loss: float, seconds: float, answers: Sequence[Answer]) -> None:
-        """An evaluation is done: the `number`-th of all, on batch `batch`."""
+    def evaluated(self, found: Evaluated) -> None:
+        """Say what was found, and how long it took."""
         if self._verbose == 1:
             if self._bar is None:
                 self._bar = _Bar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
-            self._bar.set_postfix_str(f"batch {batch}, loss {loss:.6g}", refresh=False)
+            self._bar.set_postfix_str(f"batch {found.batch}, loss {found.loss:.6g}", refresh=False)
             self._bar.update()
         if self._verbose >= 2:
-            logger.info("evaluation %d, batch %d: loss %.9g, %.3f ms", number, batch, loss, seconds * 1e3)
+            milliseconds = (found.ended - found.began) * 1e3
+            logger.info(
+                "evaluation %d, batch %d: loss %.9g, %.3f ms", found.number, found.batch, found.loss, milliseconds
+            )
         if self._verbose >= 3:
-            for answer in answers:
+            for answer in found.answers:
                 logger.info("  worker %d: %d samples, %.3f ms", answer.rank, answer.samples, answer.seconds * 1e3)
 
     def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:

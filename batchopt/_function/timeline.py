@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchopt._mapreduce.answers import Answer
+from batchopt._function.observer import Evaluated, Observer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ class Event(NamedTuple):
     details: dict[str, Any]
 
 
-class Timeline:
+class Timeline(Observer):
     """The events of some evaluations: one lane a worker, one for this process.
 
     In the parent's lane `map` is an evaluation until the last worker has answered, `reduce` the putting together;
@@ -58,11 +58,14 @@ class Timeline:
         if self._open:
             self.events.append(Event(lane, name, began, seconds, details))
 
-    def add_answers(self, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
-        """Record what the workers did for an evaluation of a batch that was cut at `bounds`."""
-        for answer in answers:
+    def evaluated(self, found: Evaluated) -> None:
+        """Record the two halves of an evaluation, and what the workers did for it."""
+        mapped = found.mapped
+        self.add(PARENT, "map", found.began, mapped - found.began, evaluation=found.number, loss=found.loss)
+        self.add(PARENT, "reduce", mapped, found.ended - mapped)
+        for answer in found.answers:
             for span in answer.spans:
-                samples = bounds[span.last] - bounds[span.first]
+                samples = found.bounds[span.last] - found.bounds[span.first]
                 self.add(
                     answer.rank, "chunks", span.began, span.seconds, chunks=span.last - span.first, samples=samples
                 )

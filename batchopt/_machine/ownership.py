@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from batchopt.errors import BatchoptError
@@ -29,6 +30,7 @@ class Owner:
         self._user = ""
         self._running: tuple[str, ...] = ()  # the methods that may not be disturbed now, the outermost first
         self._last: Callable[[], None] | None = None  # to be called when that one is over
+        self._amid = ""  # what is being done as a whole
 
     @property
     def is_here(self) -> bool:
@@ -82,6 +84,24 @@ class Owner:
         if not before and self._last is not None:
             last, self._last = self._last, None
             last()
+
+    @contextmanager
+    def amid(self, what: str) -> Iterator[None]:
+        """What is inside is done as a whole: what enters there (a hook, a callback, a signal handler) finds half of it done."""
+        outer, self._amid = self._amid, self._amid or what
+        try:
+            yield
+        finally:
+            self._amid = outer
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise `BatchoptError` if the method `what` was called while something is half done."""
+        if self._amid:
+            raise BatchoptError(
+                f"{what}() was called in the middle of {self._amid}, by a hook, a callback or a signal handler: half of the "
+                "state is of before, and half of after; call it between steps (a signal handler can set a flag, to be "
+                "looked at after step())"
+            )
 
     def at_last(self, function: Callable[[], None]) -> bool:
         """Have `function` called once what may not be disturbed is over; False if there is no such thing now. Raises as

@@ -9,7 +9,7 @@ import torch
 from batchopt.optim.curvature import Curvature
 
 
-class Undo:
+class Rollback:
     """Keeps X and the state of an optimizer as they were when last `take`n.
 
     Of the tensors in the optimizer's state copies are kept, in memory that is used again; of lists (L-BFGS's history) the

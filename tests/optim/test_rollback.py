@@ -10,7 +10,7 @@ import torch
 
 import batchopt
 from batchopt.optim.curvature import Curvature
-from batchopt.optim.rollback import Undo
+from batchopt.optim.rollback import Rollback
 
 LENGTHS = [3, 2]
 Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -23,7 +23,7 @@ class Problem:
         self.vector = torch.linspace(-1.5, 1.25, sum(LENGTHS), dtype=torch.float64)
         self.parameters = [torch.nn.Parameter(view) for view in torch.split(self.vector, LENGTHS)]
         self.optimizer = None if make is None else make(self.parameters)
-        self.undo = Undo(self.vector, self.optimizer)
+        self.undo = Rollback(self.vector, self.optimizer)
 
     def f(self) -> torch.Tensor:
         x, y = self.parameters
@@ -227,7 +227,7 @@ def test_without_an_optimizer_the_parameters_alone_are_restored() -> None:
     assert problem.present() == before
 
 
-def kept_memory(undo: Undo) -> list[int]:
+def kept_memory(undo: Rollback) -> list[int]:
     """Where the copies of tensors are."""
     values = [value for state in undo._state.values() for value in state.values()]
     return [undo._copy.data_ptr(), *(value.data_ptr() for value in values if isinstance(value, torch.Tensor))]

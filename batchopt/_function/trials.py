@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from batchopt._function.observer import Evaluated, Observer
+
 # Words of 8 bytes that are summed at a time: they, and what becomes of them, stay in the processor's cache.
 BLOCK = 2**14
 _ODD = np.random.default_rng(0).integers(2**63, size=BLOCK, dtype=np.uint64) * 2 + 1
@@ -36,7 +38,7 @@ class Trial(NamedTuple):
     terms: Mapping[str, float]
 
 
-class Trials:
+class Trials(Observer):
     """The evaluations of one step; which one is of the parameters that are left, the optimizer says, or a checksum of X.
     A step that evaluates once costs nothing."""
 
@@ -51,22 +53,22 @@ class Trials:
         """Of all that X may be written through."""
         return [tensor._version for tensor in (self._x, *self._parameters)]
 
-    def begin(self) -> None:
+    def begins(self) -> None:
         """An evaluation begins."""
         self._here = None
         self._trials.append(None)
 
-    def look(self) -> None:
+    def busy(self) -> None:
         """Note where X is; in time that costs nothing, while the workers compute."""
         if self._told or self._here is not None:
             return
         if len(self._trials) > 1 or self._versions() != self._start:
             self._here = checksum(self._x)
 
-    def end(self, loss: float, terms: Mapping[str, float]) -> None:
-        """What the evaluation has found."""
-        self.look()
-        self._trials[-1] = Trial(self._here, loss, terms)
+    def evaluated(self, found: Evaluated) -> None:
+        """Keep what was found."""
+        self.busy()
+        self._trials[-1] = Trial(self._here, found.loss, found.terms)
 
     def number(self, of_last: int, last: int) -> Trial | None:
         """The evaluation that is number `of_last` of the `last` ones, from 1 on."""

@@ -16,7 +16,8 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
-from batchopt.optim.trials import BLOCK, Trials, checksum
+from batchopt._function.observer import Evaluated
+from batchopt._function.trials import BLOCK, Trials, checksum
 from tests.workloads import Mlp, mlp
 
 
@@ -150,9 +151,9 @@ def test_wherever_it_was_evaluated_in_the_step(places: list[float], to: float) -
 def test_one_evaluation_costs_nothing() -> None:
     x = torch.zeros(3, device="meta")  # which cannot be looked at
     trials = Trials(x, [x], told=False)
-    trials.begin()
-    trials.look()
-    trials.end(1.0, {})
+    trials.begins()
+    trials.busy()
+    trials.evaluated(Evaluated(1, 1, 1.0, {}, [], [0, 1], 0.0, 0.0, 0.0))
     assert trials.left(x) is None
 
 

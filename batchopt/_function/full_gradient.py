@@ -1,0 +1,71 @@
+"""f and df/dX of data that comes in several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from batchopt._function.function import BatchFunction
+from batchopt.backends.base import Prepared
+from batchopt_workers.weighting import Weighting
+
+
+class Total:
+    """The sum over batches, in float64, in the order in which they come: a mean counts by what it divides by."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        """For gradients like `x`: shape `(n,)`."""
+        self._loss, self._divisor = 0.0, 0.0
+        self._gradient = torch.zeros_like(x, dtype=torch.float64)
+        self._dtype = x.dtype
+
+    def add(self, loss: float, gradient: torch.Tensor, weighting: Weighting) -> None:
+        """Take in f and df/dX (shape `(n,)`) of a batch that is weighed so."""
+        self._loss += weighting.divisor * loss
+        self._gradient.add_(gradient, alpha=weighting.divisor)
+        self._divisor = 1.0 if weighting.reduction == "sum" else self._divisor + weighting.divisor
+
+    def whole(self) -> tuple[float, torch.Tensor]:
+        """f and df/dX of all batches as one; the gradient in the dtype of `x`. Raises `ValueError` if nothing counts."""
+        if not self._divisor:
+            raise ValueError("there is no sample that counts: no batch, or the denominators of all samples are 0")
+        return self._loss / self._divisor, (self._gradient / self._divisor).to(self._dtype)
+
+
+def full_gradient(
+    function: BatchFunction, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
+) -> tuple[float, torch.Tensor]:
+    """f and df/dX of all batches of `data` as one, each by `evaluate`; documented at `BatchOptimizer.full_gradient`."""
+    subject, total = function.subject, Total(function.subject.x)
+    if function.terms is not None and len(function.terms) > 1:
+        raise ValueError(
+            "full_gradient needs an objective of one term: the means of several divide by different denominators, "
+            f"and there are {len(function.terms)}; load all data as one batch and call evaluate()"
+        )
+
+    def add(prepared: Prepared) -> None:
+        (part,) = prepared.batch.parts
+        if _counts(part.weighting):
+            function.begin(prepared)
+            total.add(evaluate().item(), subject.gradient, part.weighting)
+            function.drop_changes()
+
+    with function.apart("full_gradient()", counted=True):
+        for _ in function.for_each(data, add):
+            pass
+        whole = total.whole()
+    subject.gradient.copy_(whole[1])
+    subject.show_gradients()
+    return whole
+
+
+def _counts(weighting: Weighting) -> bool:
+    """Whether anything in a batch counts. Raises `ValueError` where nothing does and it has a loss all the same."""
+    if weighting.divided_once and not weighting.divisor:
+        raise ValueError(
+            "the class weights of all targets of a batch are 0, and with label smoothing it has a loss all the same, "
+            "which no mean of it says: make the batches larger, or leave those samples out"
+        )
+    return bool(weighting.divisor)

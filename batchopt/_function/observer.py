@@ -1,0 +1,41 @@
+"""What is told of each evaluation: the report, a timeline, the trials of a step, the reading ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from batchopt._mapreduce.answers import Answer
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A finished evaluation.
+
+    The `number`-th of all, on the `batch`-th batch, found `loss` (f) and that of each term by name. The map took from
+    `began` to `mapped`, the reduce from there to `ended` (`time.perf_counter`); the workers gave `answers`, of a batch
+    that was cut at `bounds`.
+    """
+
+    number: int
+    batch: int
+    loss: float
+    terms: Mapping[str, float]
+    answers: Sequence[Answer]
+    bounds: Sequence[int]
+    began: float
+    mapped: float
+    ended: float
+
+
+class Observer:
+    """Is told of each evaluation; does nothing unless a subclass does."""
+
+    def begins(self) -> None:
+        """An evaluation begins."""
+
+    def busy(self) -> None:
+        """The workers compute: this process has time to do something."""
+
+    def evaluated(self, found: Evaluated) -> None:
+        """An evaluation is over."""

@@ -1,0 +1,29 @@
+"""The loaded batch, and how it is evaluated until the next one is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from batchopt._mapreduce.plan import Plan, follow
+from batchopt._mapreduce.speeds import Speeds
+from batchopt_workers.batch import Batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch. Random draws depend on its `number`; its terms count in f with `weights`.
+
+    `chunk_size` None: chunks are as large as the workers' speeds make them. `movable`: whether shares may change while the
+    batch is evaluated; not where that would change f.
+    """
+
+    number: int
+    batch: Batch
+    weights: tuple[float, ...]
+    chunk_size: int | None
+    plan: Plan
+    movable: bool = True
+
+    def followed(self, speeds: Speeds) -> Step:
+        """The same for the next evaluation: with another plan if `speeds` make one noticeably faster."""
+        return replace(self, plan=follow(self.plan, self.chunk_size, speeds)) if self.movable else self

@@ -1,0 +1,230 @@
+"""The workers that a function is evaluated on: started, given hooks, measured, more or fewer of them, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import TypeVar
+
+from batchopt._data import arguments
+from batchopt._function.calibrate import measure
+from batchopt._function.cut_check import refuse_frequencies
+from batchopt._function.settings import Settings
+from batchopt._function.step import Step
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._program.flat_module import FlatModule
+from batchopt._program.program import check_trained
+from batchopt.backends import backend_class
+from batchopt.backends.base import Backend, Meanwhile, Setup, WorkerInfo
+from batchopt.errors import WorkerError, WorkerStartError
+from batchopt_workers.evaluate import Program
+from batchopt_workers.messages import Kind
+from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.watch import StateWritten
+from batchopt_workers.worker import Hook
+
+T = TypeVar("T")
+
+
+def program_of(subject: FlatModule, settings: Settings) -> Program:
+    """What workers evaluate."""
+    return Program(
+        subject.module,
+        settings.criterion,
+        settings.loss_fns,
+        settings.seed,
+        settings.prehook,
+        settings.posthook,
+        module_hooks(),
+        subject.buffers.state,
+    )
+
+
+def setup_of(subject: FlatModule, settings: Settings) -> Setup:
+    """What a backend needs to start. Raises for what cannot work, as far as that is known without starting anything."""
+    refuse_frequencies(subject.module, settings.parallelize)
+    setup = Setup(
+        workers=settings.parallelize,
+        fixed_bits=settings.fixed_bits,
+        timeout=settings.timeout,
+        restarts=settings.max_restarts,
+        threads=settings.threads_per_worker,
+        devices=settings.devices,
+        precode=settings.precode,
+        program=program_of(subject, settings),
+        flat=subject.flat,
+        parameters=subject.parameters,
+        buffers=subject.buffers,
+        options=settings.options,
+    )
+    settings.backend_class.check(setup)
+    return setup
+
+
+def anticipate(subject: FlatModule, settings: Settings) -> None:
+    """Check all that can be checked without starting anything, then let begin what takes long to start."""
+    setup = setup_of(subject, settings)
+    check_trained(setup.program, subject.parameters)
+    settings.backend_class.anticipate(setup)
+
+
+class Workers:
+    """A backend, the speeds of its workers, and the hooks that they run."""
+
+    def __init__(self, subject: FlatModule, settings: Settings) -> None:
+        self._subject, self._settings = subject, settings
+        self.backend = self._start(settings)
+        self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
+        self._numbers = count(1)
+
+    def _start(self, settings: Settings) -> Backend:
+        return settings.backend_class(setup_of(self._subject, settings))
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """What the user may know of each worker, in rank order."""
+        return self.backend.workers
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the worker."""
+        return self._settings.alone
+
+    def number(self) -> int:
+        """A number for the next evaluation, different from all before."""
+        return next(self._numbers)
+
+    # ---- hooks
+
+    @property
+    def hooks(self) -> tuple[Hook | None, Hook | None]:
+        """The hooks before each forward and after each backward."""
+        return self._settings.prehook, self._settings.posthook
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these from now on. Raises `TypeError` for what is no hook, or cannot be sent."""
+        arguments.check_hooks(prehook=prehook, posthook=posthook)
+        self.backend.set_hooks(prehook, posthook)
+        self._settings = replace(self._settings, prehook=prehook, posthook=posthook)
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Hooks do not run inside."""
+        self.backend.use_hooks(False)
+        try:
+            yield
+        finally:
+            self.backend.use_hooks(True)
+
+    @property
+    def program(self) -> Program:
+        """What they evaluate."""
+        return program_of(self._subject, self._settings)
+
+    # ---- evaluations
+
+    def evaluate(self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None) -> list[Answer]:
+        """What the workers make of a loaded batch, as it is planned; raises what `Backend.evaluate` raises."""
+        return self.learning(
+            lambda: self.backend.evaluate(step.plan.cut, step.plan.orders(self.number(), step.number, kind), meanwhile)
+        )
+
+    def learning(self, evaluate: Callable[[], T]) -> T:
+        """What `evaluate` returns; repeated where it shows that a forward writes more of the module than was known, and
+        that can be kept apart for each chunk."""
+        buffers = self._subject.buffers
+        while True:
+            try:
+                return evaluate()
+            except StateWritten as found:
+                if buffers.state.issuperset(found.names):
+                    raise
+                buffers.include(found.names)
+                self.backend.include_state(found.names)
+
+    # ---- speeds
+
+    def calibrate(self, samples: int, step: int) -> list[float]:
+        """Measure the workers on a part of the loaded batch of `samples`; the speeds in samples per second."""
+        if not self.speeds.fixed:
+            with self.without_hooks():
+                self.observe(*self.learning(lambda: measure(self.backend, samples, self.number, step)))
+        return self.speeds.relative()
+
+    def observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
+        """Worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""
+        self.set_speeds(self.speeds.observed(samples, seconds))
+
+    def learn_from(self, answers: Iterable[Answer], planned: Sequence[int]) -> None:
+        """Count what the workers did for an evaluation in which they were to evaluate so many samples each, and take it for
+        a measurement."""
+        samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
+        for answer in answers:
+            samples[answer.rank] += answer.samples
+            seconds[answer.rank] += answer.seconds
+        for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
+            worker.samples += its_samples
+            worker.busy_seconds += its_seconds
+        for rank, (late_samples, late_seconds) in self.backend.late.items():
+            samples[rank] += late_samples
+            seconds[rank] += late_seconds
+        self.speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
+        self.observe(samples, seconds)
+
+    def set_speeds(self, speeds: Speeds) -> None:
+        """Split by these from now on."""
+        self.speeds = speeds
+        for worker, speed in zip(self.infos, speeds.values, strict=True):
+            worker.speed = speed
+
+    def leave_out_the_lost(self) -> None:
+        """Give nothing to workers that will not come back."""
+        self.speeds = self.speeds.without(worker.rank for worker in self.infos if worker.lost)
+
+    # ---- how many
+
+    def check_resize(self, speeds: Sequence[float] | None) -> None:
+        """Raise `ValueError` where the number of workers cannot change like that."""
+        if self.speeds.fixed and speeds is None:
+            raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
+        if self._settings.devices is not None:
+            raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
+
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None, before: Callable[[], None]) -> None:
+        """Have `parallelize` workers from now on; `before` is called once all was checked."""
+        self.check_resize(speeds)
+        asked = backend_class(self._settings.backend).read_workers(parallelize)
+        workers = len(self.infos) + self.backend.room() if asked is None else asked
+        given = arguments.read_speeds(speeds, workers)
+        settings = replace(self._settings, parallelize=asked)
+        before()
+        if settings.alone != self.alone:
+            backend = self._start(settings)
+            self.backend.close()
+            self.backend = backend
+        else:
+            self.backend.resize(workers)
+        self._settings = settings
+        self.set_speeds(self.speeds.resized(workers) if given is None else given)
+
+    def grow(self, refused: Callable[[int, Exception], None]) -> None:
+        """Use machines that have joined, if there are to be as many workers as there is room for. If new workers do not
+        start, `refused` is told, and it is not tried again: those that are there are enough."""
+        if self._settings.parallelize is not None or self.speeds.fixed:
+            return
+        more = self.backend.room()
+        if more <= 0:
+            return
+        workers = len(self.infos) + more
+        try:
+            self.backend.resize(workers)
+        except ValueError:  # somebody else took the room
+            return
+        except (WorkerStartError, WorkerError) as error:
+            self._settings = replace(self._settings, parallelize=len(self.infos))
+            refused(more, error)
+            return
+        self.set_speeds(self.speeds.resized(workers))

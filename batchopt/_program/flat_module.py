@@ -1,0 +1,66 @@
+"""The user's module as an optimizer sees it: one vector of parameters, one of gradients, and the state beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from batchopt._program.flatten import check_places, flatten, places
+from batchopt_workers.buffers import StepBuffers
+
+
+class FlatModule:
+    """A module whose trainable `parameters` are views of `flat.vector` (X), and whose gradients are views of `gradient`
+    (df/dX); `buffers` is its state during a step."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Raises `TypeError` or `ValueError` for a module that cannot be flattened, before it is touched."""
+        self.module = module
+        self.flat, self.parameters = flatten(module)
+        self.flat.enter(self)
+        self._places = places(module, self.parameters)
+        self.gradient = torch.zeros_like(self.flat.vector)
+        self._views = self.flat.layout.views(self.gradient)
+        self.buffers = StepBuffers(module)
+
+    @property
+    def x(self) -> torch.Tensor:
+        """X: shape `(n,)`."""
+        return self.flat.vector
+
+    def follow(self) -> None:
+        """Take over into X the values of parameters that were given other memory.
+
+        Raises `BatchoptError` where that cannot be, and for a parameter that is another object than before.
+        """
+        check_places(self._places)
+        self.flat.follow(self.module, self.parameters)
+
+    def check(self) -> None:
+        """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook."""
+        self.flat.check(self.module, self.parameters)
+
+    def bind(self) -> None:
+        """Make all parameters views of X again, whatever they hold."""
+        self.flat.bind(self.parameters)
+
+    def show_gradients(self, used: bytes | None = None) -> None:
+        """Make every parameter's `.grad` the view of df/dX; None where `used`, of each parameter, is 0."""
+        for i, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            parameter.grad = view if used is None or used[i] else None
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Whatever `.grad` is set to inside is forgotten."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def leave(self) -> None:
+        """Need no workers any more: X becomes memory of this process alone, unless others still share it."""
+        self.flat.leave(self)
