@@ -27,6 +27,7 @@ from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
+from batchopt._program.flatten import trainable
 from batchopt.backends.base import Prepared, WorkerInfo
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
@@ -133,7 +134,7 @@ class BatchOptimizer:
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings.read(locals())
-        check_choice(optimizer)
+        check_choice(optimizer, [parameter for _, parameter in trainable(module)])
         subject = FlatModule(module)
         anticipate(subject, settings)  # torch's optimizers import for a second, too
         self.optimizer = choose_optimizer(optimizer, subject.parameters)

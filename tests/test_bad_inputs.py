@@ -435,6 +435,54 @@ def as_a_daemon(parent: Any) -> None:
         parent.send((str(error), step()))
 
 
+BEFORE_ANYTHING = """
+import psutil
+from batchopt.backends.process import forkserver
+from tests.test_bad_inputs import ARGUMENTS, MODULES
+for name, case in {**MODULES, **ARGUMENTS}.items():
+    if name.startswith(("22", "27 groups", "29")):  # found by pickling, or by the user's own factory
+        continue
+    try:
+        case.provoke()
+    except case.error:
+        pass
+    assert forkserver._latest is None and not psutil.Process().children(), name
+print("done")
+"""
+
+
+def test_all_checks_come_before_a_process() -> None:
+    """Not even the process that workers are forked from is started."""
+    ended = subprocess.run([sys.executable, "-c", BEFORE_ANYTHING], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.endswith("done\n"), ended.stderr
+
+
+WITHOUT_A_CLUSTER = """
+import torch, batchopt, ray
+from torch import nn
+for given in (
+    {"criterion": nn.MSELoss},
+    {"criterion": nn.MSELoss(), "prehook": "look"},
+    {"terms": {}},
+    {"criterion": nn.MSELoss(), "ray_options": {"num_cpus": -1}},
+    {"criterion": nn.MSELoss(), "optimizer": "newton"},
+    {"criterion": nn.MSELoss(), "module": nn.Linear(2, 1).requires_grad_(False)},
+):
+    try:
+        batchopt.BatchOptimizer(**{"module": nn.Linear(2, 1), "backend": "ray", "parallelize": "auto", **given})
+    except (TypeError, ValueError):
+        assert not ray.is_initialized(), given
+    else:
+        raise AssertionError(given)
+print("done")
+"""
+
+
+def test_all_checks_come_before_a_cluster_is_joined_or_started() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_A_CLUSTER], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.endswith("done\n"), ended.stderr
+
+
 WITHOUT_PROC = """
 import torch
 from batchopt import BatchOptimizer, BatchoptError

@@ -349,7 +349,7 @@ class BatchFunction:
         self._terms, self._past = terms, replace(self._past, counters=counters)
         self._forget_batch()
         if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
-            self.workers.speeds = Speeds(tuple(speeds))
+            self.workers.set_speeds(Speeds(tuple(speeds)))
 
     # ---- for the doctor
 

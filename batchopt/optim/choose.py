@@ -24,8 +24,9 @@ def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
     return {**found, **_OURS}
 
 
-def check_choice(choice: OptimizerChoice) -> None:
-    """Raise `ValueError` for an unknown name, `TypeError` for what is no name, no factory and no optimizer."""
+def check_choice(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise `ValueError` for an unknown name, and for an instance that is not over `parameters` or goes nowhere;
+    `TypeError` for what is no name, no factory and no optimizer."""
     if isinstance(choice, str):
         if choice not in (kinds := _by_name()):
             raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
@@ -36,6 +37,8 @@ def check_choice(choice: OptimizerChoice) -> None:
             f"; pass an instance, or lambda params: {choice.__name__}(params, ...)" if isinstance(choice, type) else ""
         )
         raise TypeError(f"`optimizer` must be a name, a factory, an instance or None; got {choice!r}{hint}")
+    elif isinstance(choice, torch.optim.Optimizer):
+        _check_optimizer(choice, parameters)
 
 
 def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -46,7 +49,7 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
     `ValueError` for parameters that are not the module's and for a learning rate or a number of iterations that goes
     nowhere, and `TypeError` for a factory that returns no optimizer.
     """
-    check_choice(choice)
+    check_choice(choice, parameters)
     if choice is None:
         return None
     optimizer: torch.optim.Optimizer
@@ -60,12 +63,11 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
             raise TypeError(
                 f"the factory given as `optimizer` returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
             )
-    _check_parameters(optimizer, parameters)
-    check_options(optimizer)
+    _check_optimizer(optimizer, parameters)
     return optimizer
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
     ours = {id(parameter) for parameter in parameters}
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ours and p.requires_grad]
     if strange:
@@ -73,6 +75,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[tor
             f"{len(strange)} parameters of `optimizer` are not trainable parameters of the module (first: shape {tuple(strange[0].shape)}): "
             "nothing would compute their gradients"
         )
+    check_options(optimizer)
 
 
 def check_options(optimizer: torch.optim.Optimizer) -> None:
