@@ -18,14 +18,14 @@ from batchopt_workers.batch import map_tensors
 from batchopt_workers.inspection import normalises_by_chunk, written
 
 CHUNKS = 4  # of the batch where a cut is tried
-# Of the finite difference, relative to the size of X; in single precision a hundred times as long. In steps as short as the
-# first `FINE` of them, a fourth difference of f is nothing but noise.
+# Of the finite difference, relative to the size of X; in single precision a hundred times as long. In steps as short as
+# the first `FINE` of them, a fourth difference of f is nothing but noise.
 STEPS = (1e-5, 1e-6, 1e-4, 1e-3, 1e-2)
 FINE = 3
-# Relative, beside what noise leaves uncertain: of the slope, of the cut, and of the cut in single precision. A solver with a
-# tolerance of its own takes other steps for other parameters, which its gradient does not know of, and for other samples:
-# so a cut may be off by `LOOSER` times as much as its slope, up to `MOST`. (An adaptive Runge-Kutta method of tolerance 1e-4,
-# at 36 points: the cut was off by up to 250 times as much as the slope, and by 8e-4 at most.)
+# Relative, beside what noise leaves uncertain: of the slope, of the cut, and of the cut in single precision. A solver
+# with a tolerance of its own takes other steps for other parameters, which its gradient does not know of, and for other
+# samples: so a cut may be off by `LOOSER` times as much as its slope, up to `MOST`. (An adaptive Runge-Kutta method of
+# tolerance 1e-4, at 36 points: the cut was off by up to 250 times as much as the slope, and by 8e-4 at most.)
 SLOPE_TOLERANCE, CUT_TOLERANCE, SINGLE = 1e-3, 1e-5, 1e-3
 LOOSER, MOST = 1000, 2e-3
 
@@ -37,10 +37,22 @@ class Culprit(Enum):
     """What makes f and its gradient no single function; the value says what to do."""
 
     NONE = "none found"
-    STATE = "the module keeps something from one evaluation to the next: make it a buffer of few real numbers, which starts each step afresh, or drop it"
-    RANDOMNESS = "something random that is not seeded: draw from torch's, NumPy's or random's global generator, which are seeded for each chunk"
-    HOOK = "a hook changes the gradient or the loss (clipping, say): what a line search sees is no function; do it to the step instead"
-    GRADIENT = "the gradient is not that of the loss: look for detach(), no_grad() or a custom backward on the way from parameters to loss"
+    STATE = (
+        "the module keeps something from one evaluation to the next: make it a buffer of few real numbers, which "
+        "starts each step afresh, or drop it"
+    )
+    RANDOMNESS = (
+        "something random that is not seeded: draw from torch's, NumPy's or random's global generator, which are "
+        "seeded for each chunk"
+    )
+    HOOK = (
+        "a hook changes the gradient or the loss (clipping, say): what a line search sees is no function; do it to "
+        "the step instead"
+    )
+    GRADIENT = (
+        "the gradient is not that of the loss: look for detach(), no_grad() or a custom backward on the way from "
+        "parameters to loss"
+    )
     BATCH_NORM = "a layer normalises by the statistics of a chunk: call module.eval(), or use GroupNorm or LayerNorm"
     REDUCTION = "the loss of some samples is their sum, not their mean: pass reduction='sum'"
     CUT = "the loss of the whole batch is not the mean of its samples' losses: pass `denominators`, or reduction='sum'"
@@ -96,7 +108,8 @@ def _difference(one: Value, two: Value) -> float:
 
 class Stencil(NamedTuple):
     """f at five points, `step` apart, and what follows: the slope `measured` there and `claimed` by the gradient, each
-    with its fourth difference, in which nothing but noise is left; and `noise`, that of f and its gradient, relative."""
+    with its fourth difference, in which nothing but noise is left; and `noise`, that of f and its gradient,
+    relative."""
 
     step: float
     measured: float

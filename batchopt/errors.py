@@ -82,11 +82,11 @@ class WorkerStartError(WorkerLostError):
 
 
 class PoisonChunkError(WorkerLostError):
-    """The same chunk was at hand each time when three workers died or hung (six, by signals that may have come from somebody
-    else), the last time with one worker that had nothing else to do; it is not tried again.
+    """The same chunk was at hand each time when three workers died or hung (six, by signals that may have come from
+    somebody else), the last time with one worker that had nothing else to do; it is not tried again.
 
-    `chunk` and `samples` (positions in the batch; with `terms`, as in `WorkerError`) name it. Evaluate those samples alone in one process to see
-    why; if they need more memory than there is, use a smaller `chunk_size`.
+    `chunk` and `samples` (positions in the batch; with `terms`, as in `WorkerError`) name it. Evaluate those samples
+    alone in one process to see why; if they need more memory than there is, use a smaller `chunk_size`.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class PoisonChunkError(WorkerLostError):
         self.chunk = chunk
         self.samples, self.terms = samples, dict(terms)
         super().__init__(
-            f"chunk {chunk} ({_where(samples, terms)}) ended {deaths} workers and is not tried again; the last one: {ending}"
+            f"chunk {chunk} ({_where(samples, terms)}) ended {deaths} workers and is not tried again; the last one: "
+            f"{ending}"
         )
 
     def __reduce__(self) -> tuple[type[PoisonChunkError], tuple[int, range, str, dict[str, range], int]]:
@@ -113,8 +114,8 @@ class AllWorkersLostError(WorkerLostError):
 class NonFiniteError(BatchoptError):
     """The loss or its gradient is infinite or NaN; raised before the optimizer sees it.
 
-    Look at the samples named (`samples`; with `terms`, as in `WorkerError`), or at the last step's length; with `on_nonfinite="return"` the optimizer gets an infinite
-    loss instead, for a line search that can back off.
+    Look at the samples named (`samples`; with `terms`, as in `WorkerError`), or at the last step's length; with
+    `on_nonfinite="return"` the optimizer gets an infinite loss instead, for a line search that can back off.
     """
 
     def __init__(

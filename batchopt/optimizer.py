@@ -45,21 +45,24 @@ class BatchOptimizer:
     """Evaluates `criterion(module(inputs), targets)` and its gradient over whole batches on `parallelize` workers.
 
     Args:
-        module: its trainable parameters become views of one vector, `parameters`. Tensors that viewed their memory before
+        module: its trainable parameters become views of one vector, `parameters`. Tensors that viewed their memory
+        before
             (`p.data`, `p.detach()`) are no part of it. One that is given other memory later (`p.data = ...`) is copied
             into it at the next call; `BatchoptError` if it has another shape, dtype or device, is another Parameter
             (`load_state_dict(assign=True)`), or a tensor still views the memory that it had.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
         optimizer: `"lbfgs"`, the default, `"cg"` or `"ssbroyden"` for those of batchopt; the name of another class of
-            `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to only
-            evaluate.
-        parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each step
+            `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to
+            only evaluate.
+        parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each
+        step
             anew. 1, the default, is this process itself, except on Ray.
-        backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of a
+        backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of
+        a
             Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
             `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine.
-        loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
-        terms: for an objective of several terms, each over data of its own, instead of a criterion or `loss_fn`: a `Term`
+        loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion. terms: for an objective of
+        several terms, each over data of its own, instead of a criterion or `loss_fn`: a `Term`
             under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for each:
             its inputs, or a tuple of inputs, targets and options.
         reduction: `"mean"` or `"sum"`: what the loss of some samples is. Default: the criterion's own, else the mean.
@@ -72,21 +75,25 @@ class BatchOptimizer:
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of
             `(input, target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one
             forward a sample.
-        precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules as their
-            files are: what your program has changed in them (settings of a library, a patched method) is done here, too.
+        precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules as
+        their
+            files are: what your program has changed in them (settings of a library, a patched method) is done here,
+            too.
         prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook
             returns is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
         threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
             process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
-        devices: of each worker, as `["cuda:0", "cuda:1", "cpu"]`, two or more; it settles `parallelize`. The module, the
-            batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses
-            with each order: once an evaluation, and for chunks that it takes over from another worker. Unequal devices are balanced by their measured speed, and are equal to rounding only.
-            Default: all workers on the cores of this machine.
+        devices: of each worker, as `["cuda:0", "cuda:1", "cpu"]`, two or more; it settles `parallelize`. The module,
+        the
+            batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses with
+            each order: once an evaluation, and for chunks that it takes over from another worker. Unequal devices are
+            balanced by their measured speed, and are equal to rounding only. Default: all workers on the cores of this
+            machine.
         timeout: seconds that a worker may make no progress (evaluate no chunk to its end, or be in one function of
-            `run_on_workers`) before it is replaced. Default: 20 times what a chunk should take by its measured speed, but no
-            less than 30 s, and 600 s before anything was measured; functions may take any time. What a worker does
-            before it can work (precode) may take 60 s or `timeout`, whichever is longer; 600 s without a timeout.
+            `run_on_workers`) before it is replaced. Default: 20 times what a chunk should take by its measured speed,
+            but no less than 30 s, and 600 s before anything was measured; functions may take any time. What a worker
+            does before it can work (precode) may take 60 s or `timeout`, whichever is longer; 600 s without a timeout.
         max_restarts: how many workers may be replaced in all, before `AllWorkersLostError`. Default: 4 for each worker.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
@@ -100,9 +107,9 @@ class BatchOptimizer:
             (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
             actor, such as `runtime_env`, for the actor that holds a machine's workers.
 
-    Raises `TypeError` or `ValueError` for arguments that cannot work, and for a tensor that requires grad, is reached by the
-    criterion or a loss function, and is none of the module's parameters (it would never be trained), before a process
-    starts; `WorkerError` if precode raises.
+    Raises `TypeError` or `ValueError` for arguments that cannot work, and for a tensor that requires grad, is reached
+    by the criterion or a loss function, and is none of the module's parameters (it would never be trained), before a
+    process starts; `WorkerError` if precode raises.
     """
 
     def __init__(
@@ -148,13 +155,13 @@ class BatchOptimizer:
         """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
         workers.
 
-        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose first
-        dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the hooks. With
-        `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and options. A new
-        step begins: the module, the criterion, loss functions and hooks, with all that they refer to, are taken as they
-        are now, and so are `weights`. Do not change the data before the next `load`: when it is read, at once or when it
-        is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no batch, for a program that
-        cannot be sent any more, and if X is no longer the module's.
+        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose
+        first dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the
+        hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and
+        options. A new step begins: the module, the criterion, loss functions and hooks, with all that they refer to,
+        are taken as they are now, and so are `weights`. Do not change the data before the next `load`: when it is read,
+        at once or when it is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no
+        batch, for a program that cannot be sent any more, and if X is no longer the module's.
         """
         self._function.load(inputs, targets, options)
 
@@ -164,8 +171,9 @@ class BatchOptimizer:
         Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
         overwritten, not accumulated; a parameter that f does not depend on gets None. Torch's settings and contexts
         (autocast, default dtype, ...) are those in force here. Raises `WorkerError` if the user's code raised,
-        `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot be in, and for a
-        forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no use.
+        `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot be in, and
+        for a forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no
+        use.
         """
         return self._function.evaluate(self.map, self.reduce)
 
@@ -183,13 +191,13 @@ class BatchOptimizer:
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
         """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.
 
-        `v` is 1-D, as long as `parameters`, of any floating dtype; where it is not finite in X's dtype the product is NaN,
-        and nothing is evaluated. The product is of the function that `evaluate` sees: the same chunks, draws and buffers;
-        with `chunk_size` bit for bit for any number of workers. It takes two to three times as long as an evaluation, and
-        keeps the graph of the first backward too. Gradients, `output` and counters other than `product_counter` are
-        untouched; prehook runs, posthook does not. Raises `TypeError` or `ValueError` for another `v`, what `evaluate`
-        raises, and `WorkerError` where the module cannot be differentiated twice; with `on_nonfinite="return"` a product
-        that is not finite is returned.
+        `v` is 1-D, as long as `parameters`, of any floating dtype; where it is not finite in X's dtype the product is
+        NaN, and nothing is evaluated. The product is of the function that `evaluate` sees: the same chunks, draws and
+        buffers; with `chunk_size` bit for bit for any number of workers. It takes two to three times as long as an
+        evaluation, and keeps the graph of the first backward too. Gradients, `output` and counters other than
+        `product_counter` are untouched; prehook runs, posthook does not. Raises `TypeError` or `ValueError` for another
+        `v`, what `evaluate` raises, and `WorkerError` where the module cannot be differentiated twice; with
+        `on_nonfinite="return"` a product that is not finite is returned.
         """
         return self._function.hvp(v)
 
@@ -198,8 +206,8 @@ class BatchOptimizer:
         """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
         ways.
 
-        A parameter that was given other memory (`p.data = ...`) is copied into X and is a view of it again, here and with
-        every other call. Raises `BatchoptError` where that cannot be: see `BatchOptimizer`.
+        A parameter that was given other memory (`p.data = ...`) is copied into X and is a view of it again, here and
+        with every other call. Raises `BatchoptError` where that cannot be: see `BatchOptimizer`.
         """
         return self._function.parameters
 
@@ -245,8 +253,8 @@ class BatchOptimizer:
 
     @property
     def output(self) -> float:
-        """The loss of the parameters that the last step left, if it evaluated there; else that of the last evaluation. 0
-        before the first one."""
+        """The loss of the parameters that the last step left, if it evaluated there; else that of the last evaluation.
+        0 before the first one."""
         return self._function.past.counters.loss
 
     @property
@@ -273,12 +281,12 @@ class BatchOptimizer:
 
     @exclusive
     def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
-        """Load the batch and optimize on it once; returns `output`: the loss of the parameters that are left, wherever in
-        the step they were evaluated.
+        """Load the batch and optimize on it once; returns `output`: the loss of the parameters that are left, wherever
+        in the step they were evaluated.
 
-        An optimizer that moves after its last evaluation (SGD, and whatever goes fixed steps) leaves parameters that were not
-        evaluated: then it is the loss of the last evaluation.
-        Whatever it raises, Ctrl-C included: parameters, buffers, counters and the optimizer's state are as before.
+        An optimizer that moves after its last evaluation (SGD, and whatever goes fixed steps) leaves parameters that
+        were not evaluated: then it is the loss of the last evaluation. Whatever it raises, Ctrl-C included: parameters,
+        buffers, counters and the optimizer's state are as before.
         """
         return self._step(lambda: self.load(inputs, targets, options))
 
@@ -317,9 +325,10 @@ class BatchOptimizer:
         """Step on each of `batches`, and yield its loss; while the workers compute, the next batch is read, and copied
         to where they will read it.
 
-        Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as a `DataLoader`
-        makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for each term. What `batches` raises is raised when its turn has come. Raises what `step`
-        raises. Between two steps nothing else may load a batch.
+        Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as a
+        `DataLoader` makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for
+        each term. What `batches` raises is raised when its turn has come. Raises what `step` raises. Between two steps
+        nothing else may load a batch.
         """
         return self._function.for_each(batches, self._step_on)
 
@@ -338,8 +347,8 @@ class BatchOptimizer:
 
     @property
     def _fixes_threads(self) -> bool:
-        """Whether the optimizer's own sums would have other bits with other numbers of threads. `Descent`'s have not, and long
-        vectors are worth more than equal bits."""
+        """Whether the optimizer's own sums would have other bits with other numbers of threads. `Descent`'s have not,
+        and long vectors are worth more than equal bits."""
         function = self._function
         alike = not function.workers.alone or function.settings.fixed_bits
         return alike and function.subject.x.numel() < LARGE and not isinstance(self.optimizer, Descent)
@@ -350,11 +359,11 @@ class BatchOptimizer:
 
         Exactly those of one batch with all samples: batches may differ in size, and count by what their mean divides
         by. Summed in float64, in the order of the batches; with `chunk_size` the same bits for any number of workers.
-        It is left in `grad_parameters` and every `.grad`, too. X, buffers, later draws and the counters of batches are as
-        before; each batch is an evaluation, and `output` is the last one's. A batch has to be loaded anew. Raises `ValueError` where there is no sample, or
-        more than one term: each has a mean of its own, and in a batch's gradient they are summed already; and where all
-        targets of a batch have class weight 0 under label smoothing. Raises what `load` and `evaluate` raise, and what
-        `data` does; then the counters are as before, too.
+        It is left in `grad_parameters` and every `.grad`, too. X, buffers, later draws and the counters of batches are
+        as before; each batch is an evaluation, and `output` is the last one's. A batch has to be loaded anew. Raises
+        `ValueError` where there is no sample, or more than one term: each has a mean of its own, and in a batch's
+        gradient they are summed already; and where all targets of a batch have class weight 0 under label smoothing.
+        Raises what `load` and `evaluate` raise, and what `data` does; then the counters are as before, too.
         """
         return full_gradient(self._function, data, self.evaluate)
 
@@ -368,12 +377,12 @@ class BatchOptimizer:
         """Examine whether f and its gradient describe one function on this batch, and whether the parallel one is the
         serial one.
 
-        Evaluates twice for equal bits; compares the gradient with finite differences, in float64 where the module
-        can be evaluated there; the batch in chunks with the whole; workers with this process. How precise f is, of a module
-        that computes in single precision inside or solves an equation to a tolerance, is measured, and differences that it
-        explains are none: it finds a slope that is off by a thousandth, and a cut by a hundred-thousandth, or what that
-        precision leaves. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are as before; hooks
-        run, in this process too. The batch has to be loaded anew.
+        Evaluates twice for equal bits; compares the gradient with finite differences, in float64 where the module can
+        be evaluated there; the batch in chunks with the whole; workers with this process. How precise f is, of a module
+        that computes in single precision inside or solves an equation to a tolerance, is measured, and differences that
+        it explains are none: it finds a slope that is off by a thousandth, and a cut by a hundred-thousandth, or what
+        that precision leaves. Returns a `Diagnosis`: `healthy`, `culprit`, and a report when printed. Parameters,
+        counters and later draws are as before; hooks run, in this process too. The batch has to be loaded anew.
         """
         return examine(self._function, self.evaluate, inputs, targets, options)
 
@@ -405,8 +414,8 @@ class BatchOptimizer:
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on each worker; the values in rank order.
 
-        Waits for workers that are being replaced. Raises `WorkerError` if the function raises, and `WorkerLostError` if a
-        worker ends in it: what it did there cannot be known, so it is not called again.
+        Waits for workers that are being replaced. Raises `WorkerError` if the function raises, and `WorkerLostError` if
+        a worker ends in it: what it did there cannot be known, so it is not called again.
         """
         return self._function.run_on_workers(function, *args)
 
@@ -450,8 +459,8 @@ class BatchOptimizer:
         """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step and the weights
         of the terms; no code.
 
-        Like `save`, `load_state_dict` and `load_checkpoint`, for between steps: called by a hook or a signal handler in the
-        middle of one, it raises `BatchoptError`.
+        Like `save`, `load_state_dict` and `load_checkpoint`, for between steps: called by a hook or a signal handler in
+        the middle of one, it raises `BatchoptError`.
         """
         self._owner.check_between_steps("state_dict")
         return {
@@ -469,8 +478,9 @@ class BatchOptimizer:
         """Take over what `state_dict` returned; speeds only if the number of workers is the same. A batch has to be
         loaded anew.
 
-        Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is missing
-        or is not what `state_dict` returns (or `TypeError`); what torch raises if shapes differ. Then nothing was changed.
+        Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is
+        missing or is not what `state_dict` returns (or `TypeError`); what torch raises if shapes differ. Then nothing
+        was changed.
         """
         function = self._function
         function.check_open()
@@ -496,9 +506,9 @@ class BatchOptimizer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict` to the file `path`: whole, or not at all.
 
-        The file holds no code, and loads with `torch.load(path, weights_only=True)`. It is written beside `path`, synced,
-        and renamed: killed or out of disk at any point, what was at `path` still is, or the new file is complete.
-        Raises `CheckpointError`.
+        The file holds no code, and loads with `torch.load(path, weights_only=True)`. It is written beside `path`,
+        synced, and renamed: killed or out of disk at any point, what was at `path` still is, or the new file is
+        complete. Raises `CheckpointError`.
         """
         self._function.check_open()
         self._owner.check_between_steps("save")
@@ -524,8 +534,9 @@ class BatchOptimizer:
         """End the workers. The module keeps its parameters, in memory of this process alone unless another optimizer
         shares them; any number of times.
 
-        In a signal handler (or a hook, or a finalizer) that comes while another call is at work, it has that one end: with
-        `BatchoptError`, as soon as it can, and the workers after it. In a fork it does nothing: there are no workers.
+        In a signal handler (or a hook, or a finalizer) that comes while another call is at work, it has that one end:
+        with `BatchoptError`, as soon as it can, and the workers after it. In a fork it does nothing: there are no
+        workers.
         """
         self._function.close()
 

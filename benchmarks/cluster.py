@@ -1,9 +1,9 @@
 """What does an evaluation over several machines cost beside the computing?
 
-A Ray cluster of one or two nodes, all on this machine, with one to four workers each; linear layers of 10,000 and 8.4 million
-parameters on eight samples, so that there is little to compute. Ours; the same by hand with Ray tasks, which keep their
-module and their samples; DistributedDataParallel over gloo with as many ranks. The overhead is what an arm takes longer than
-as many processes that have nothing in common.
+A Ray cluster of one or two nodes, all on this machine, with one to four workers each; linear layers of 10,000 and 8.4
+million parameters on eight samples, so that there is little to compute. Ours; the same by hand with Ray tasks, which
+keep their module and their samples; DistributedDataParallel over gloo with as many ranks. The overhead is what an arm
+takes longer than as many processes that have nothing in common.
 
     python -m benchmarks.cluster [--rounds 8]
 """

@@ -1,7 +1,7 @@
 """What a direction of L-BFGS costs: ours in compact form, and torch's recursion.
 
-Two sizes: 10,000 parameters with a history of 100, float32 and float64, where Python and caches count; and 8.4 million with 50, where
-memory does: beside the time to read the history twice, by all threads, measured in the same run.
+Two sizes: 10,000 parameters with a history of 100, float32 and float64, where Python and caches count; and 8.4 million
+with 50, where memory does: beside the time to read the history twice, by all threads, measured in the same run.
 
     python -m benchmarks.directions
 """

@@ -1,8 +1,9 @@
-"""What does it cost to have the workers' program be the user's: to look whether anything has changed, and to send what has?
+"""What does it cost to have the workers' program be the user's: to look whether anything has changed, and to send what
+has?
 
-A step of one evaluation on two workers, on a batch that stays: as it is; where an attribute is another one each time, so
-that the program is pickled and sent anew; and, for scale, one evaluation. Three modules: one linear layer; 481 parts, as an
-interatomic potential has; 8.4 million parameters, and as many numbers that the loss function captured.
+A step of one evaluation on two workers, on a batch that stays: as it is; where an attribute is another one each time,
+so that the program is pickled and sent anew; and, for scale, one evaluation. Three modules: one linear layer; 481
+parts, as an interatomic potential has; 8.4 million parameters, and as many numbers that the loss function captured.
 
     python -m benchmarks.following [--rounds 30]
 """

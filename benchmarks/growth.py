@@ -2,7 +2,8 @@
 
 Each worker sleeps 20 ms in its forward, all at once; so the machine needs no cores for it, and what grows with the
 number of workers is the asking, the answering and the putting together, and each worker's own few kernels, which all
-want a core at the same moment. The slope of a line through the medians: of the whole, and of what this process computes.
+want a core at the same moment. The slope of a line through the medians: of the whole, and of what this process
+computes.
 
     python -m benchmarks.growth [--workers 2 4 8 16 32] [--repeats 30]
 """

@@ -1,8 +1,8 @@
 """How long does a whole L-BFGS run take?
 
-Thirty iterations from the same start: our L-BFGS, and torch's (strong Wolfe), over `parallelize=N`; torch's over plain torch on all
-cores, and over DistributedDataParallel with one rank a core, which works as long as all ranks see the same bits; and
-SciPy's L-BFGS-B around plain torch on all cores. In turn, each in a process of its own.
+Thirty iterations from the same start: our L-BFGS, and torch's (strong Wolfe), over `parallelize=N`; torch's over plain
+torch on all cores, and over DistributedDataParallel with one rank a core, which works as long as all ranks see the same
+bits; and SciPy's L-BFGS-B around plain torch on all cores. In turn, each in a process of its own.
 
     python -m benchmarks.runs [--workloads mlp pinn] [--rounds 5]
 """

@@ -1,11 +1,12 @@
 """What happens when a worker becomes slow in the middle of a full-batch L-BFGS run?
 
 Two workers, each bound to a core; before evaluation 30 somebody else begins to compute on the second core. How many
-evaluations later is the time of an evaluation within a tenth of what it settles at, and how far is that from the ideal; and is the path of the line searches the
-one that it takes when nothing happens: with `chunk_size` to the last bit, without to rounding (float64).
+evaluations later is the time of an evaluation within a tenth of what it settles at, and how far is that from the ideal;
+and is the path of the line searches the one that it takes when nothing happens: with `chunk_size` to the last bit,
+without to rounding (float64).
 
-And six workers that sleep instead of computing, of which one becomes five times slower (without `chunk_size`): so much more
-than that what it does always comes too late.
+And six workers that sleep instead of computing, of which one becomes five times slower (without `chunk_size`): so much
+more than that what it does always comes too late.
 
     python -m benchmarks.slowdown [--workload pinn] [--iterations 80] [--only-sleeping]
 """

@@ -2,9 +2,9 @@
 
 For a minute a random worker is killed every 50 ms (one that works, if there is one; now and then one is stopped
 instead, or killed while it starts). Meanwhile a signal handler uses the optimizer whenever it comes, the process that
-workers are forked from is stopped, and so is this one, for longer than a worker may make no progress. Afterwards the same steps are made undisturbed, in one process, and parameters,
-losses and counters are compared bit for bit. Exits with 1 for a difference, an error, a step that took too long, or a
-process or a name in /dev/shm that is left.
+workers are forked from is stopped, and so is this one, for longer than a worker may make no progress. Afterwards the
+same steps are made undisturbed, in one process, and parameters, losses and counters are compared bit for bit. Exits
+with 1 for a difference, an error, a step that took too long, or a process or a name in /dev/shm that is left.
 
     python -m benchmarks.soak [--seconds 60] [--parallelize 3] [--every 0.05] [--seed 0] [--optimizer lbfgs]
 """

@@ -1,9 +1,9 @@
 """Which optimizer solves which standard problem, in how many evaluations.
 
-Each of `problems.py`, from its published start, in float64 and float32: ours, L-BFGS-B and CG of SciPy, L-BFGS of torch (strong
-Wolfe), all with their own histories, and without tolerances that would stop them early. A problem is solved by the first
-evaluation that comes down to the published minimum where the run ends: to 1e-6 of it, plus 1e-8 of the way there or 1e-8 (float32: 1e-3, and 1e-5).
-Who needs more than 10,000 evaluations has not solved it.
+Each of `problems.py`, from its published start, in float64 and float32: ours, L-BFGS-B and CG of SciPy, L-BFGS of torch
+(strong Wolfe), all with their own histories, and without tolerances that would stop them early. A problem is solved by
+the first evaluation that comes down to the published minimum where the run ends: to 1e-6 of it, plus 1e-8 of the way
+there or 1e-8 (float32: 1e-3, and 1e-5). Who needs more than 10,000 evaluations has not solved it.
 
     python -m benchmarks.solvers
 """
@@ -189,8 +189,8 @@ def judge(table: Table, precision: str) -> list[Finding]:
 
 
 def draw(tables: dict[str, Table], path: Path) -> None:
-    """The performance profiles of Dolan and More (2002): the part of the problems that a solver solves within so many times the
-    evaluations of the best one."""
+    """The performance profiles of Dolan and More (2002): the part of the problems that a solver solves within so many
+    times the evaluations of the best one."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -17,8 +17,8 @@ _kept: dict[bytes, Workload] = {}  # in the processes of tasks
 
 
 def evaluate(key: bytes, case: list[Any], x: Any) -> tuple[float, Any]:
-    """A task: the loss of its part of the batch at X, and the gradient. What is behind the reference in `case` is fetched
-    once a process."""
+    """A task: the loss of its part of the batch at X, and the gradient. What is behind the reference in `case` is
+    fetched once a process."""
     torch.set_num_threads(1)
     if key not in _kept:
         _kept[key] = cloudpickle.loads(ray.get(case[0]))

@@ -1,12 +1,13 @@
-"""A physics-informed network learns the solution of Burgers' equation, u_t + u u_x = (0.01 / pi) u_xx for -1 <= x <= 1 and
-0 <= t <= 1, u(0, x) = -sin(pi x), u(t, -1) = u(t, 1) = 0, from the equation and 100 initial and boundary values.
+"""A physics-informed network learns the solution of Burgers' equation, u_t + u u_x = (0.01 / pi) u_xx for -1 <= x <= 1
+and 0 <= t <= 1, u(0, x) = -sin(pi x), u(t, -1) = u(t, 1) = 0, from the equation and 100 initial and boundary values.
 
 The problem, the network and the points are those of Raissi, Perdikaris and Karniadakis, "Physics informed deep learning
-(part I)", arXiv:1711.10561, 2017: 10,000 residual points by Latin hypercube sampling, 9 layers of 20, 3,021 parameters. The error
-is relative to the solution by Cole and Hopf, in the L2 norm on a grid of 100 x 256.
+(part I)", arXiv:1711.10561, 2017: 10,000 residual points by Latin hypercube sampling, 9 layers of 20, 3,021 parameters.
+The error is relative to the solution by Cole and Hopf, in the L2 norm on a grid of 100 x 256.
 
-Each run's curve and network go to a folder; what is there already is not run again. Then prints a table of all runs there, up
-to so many evaluations, and how long each took to the loss that torch's came to; and draws the solution of the best one.
+Each run's curve and network go to a folder; what is there already is not run again. Then prints a table of all runs
+there, up to so many evaluations, and how long each took to the loss that torch's came to; and draws the solution of the
+best one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Data = dict[str, Any]
 
 
 def exact(t: Array, x: Array) -> Array:
-    """The solution, by Gauss-Hermite quadrature of the formula of Cole and Hopf (Basdevant and others, "Spectral and finite
-    difference solutions of the Burgers equation", Computers and Fluids 14, 1986)."""
+    """The solution, by Gauss-Hermite quadrature of the formula of Cole and Hopf (Basdevant and others, "Spectral and
+    finite difference solutions of the Burgers equation", Computers and Fluids 14, 1986)."""
     nodes, weights = np.polynomial.hermite.hermgauss(200)
     y = x[..., None] - np.sqrt(4 * NU * t)[..., None] * nodes
     exponent = -np.cos(np.pi * y) / (2 * np.pi * NU)
@@ -64,7 +65,8 @@ def network(seed: int) -> torch.nn.Module:
 
 
 def points(seed: int) -> Data:
-    """100 of the 456 initial and boundary points of the grid with their values; these, and 10,000 more, for the residual."""
+    """100 of the 456 initial and boundary points of the grid with their values; these, and 10,000 more, for the
+    residual."""
     random = np.random.default_rng(seed)
     known = torch.cat((GRID[0], GRID[:, 0], GRID[:, -1]))
     values = torch.cat((SOLUTION[0], torch.zeros(200, dtype=torch.float64)))
@@ -199,7 +201,8 @@ def run(name: str, seed: int, evaluations: int, parallelize: int, folder: Path) 
 
 
 def table(runs: list[dict[str, Any]], most: int) -> str:
-    """One line an optimizer: medians over its seeds, the lowest and the highest error, after `most` evaluations at most."""
+    """One line an optimizer: medians over its seeds, the lowest and the highest error, after `most` evaluations at
+    most."""
     lines = [f"{'':12}{'seeds':>6}{'evaluations':>12}{'loss':>10}{'error':>10}{'lowest':>10}{'highest':>10}"]
     for name in sorted({run["name"] for run in runs}):
         ends = [[row for row in run["curve"] if row[0] <= most][-1] for run in runs if run["name"] == name]

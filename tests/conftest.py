@@ -30,7 +30,8 @@ def named_memory() -> set[str]:
 
 
 def shared_memory() -> set[str]:
-    """The names in /dev/shm, but for those that programs other than this one have open or map: we make none that lives on."""
+    """The names in /dev/shm, but for those that programs other than this one have open or map: we make none that lives
+    on."""
     names = named_memory()
     return names - of_others() if names else names
 

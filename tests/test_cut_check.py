@@ -1,5 +1,5 @@
-"""A loss that is not the mean, or the sum, of its samples' is named once it is cut; what is right, or cannot be known, is
-not."""
+"""A loss that is not the mean, or the sum, of its samples' is named once it is cut; what is right, or cannot be known,
+is not."""
 
 from __future__ import annotations
 

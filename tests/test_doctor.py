@@ -90,8 +90,8 @@ def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> Non
 
 
 class Counts(Mlp):
-    """Adds how often it was called: as a frozen parameter, in a buffer that is too large to be kept apart, in an object of
-    a part of it."""
+    """Adds how often it was called: as a frozen parameter, in a buffer that is too large to be kept apart, in an object
+    of a part of it."""
 
     count: torch.Tensor
 

@@ -1,5 +1,5 @@
-"""The doctor is silent on right models of many kinds, whatever their precision: each is written small here as its kind is in
-the libraries that have it."""
+"""The doctor is silent on right models of many kinds, whatever their precision: each is written small here as its kind
+is in the libraries that have it."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ class _Temporary(io.FileIO):
 
 
 def replace_file(target: str, content: dict[str, Any]) -> None:
-    """Make `target` a file of torch.save of `content`; raises `OSError`, and whenever it does, or is killed, the old file
-    is there, or the new one whole."""
+    """Make `target` a file of torch.save of `content`; raises `OSError`, and whenever it does, or is killed, the old
+    file is there, or the new one whole."""
     folder_name, name = os.path.split(target)
     folder = os.open(folder_name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -118,8 +118,8 @@ def _has_marks(tensor: torch.Tensor) -> bool:
 
 
 def digest(value: Any) -> str:
-    """The sha256 of every type, key, dtype, shape and bit in plain data as `_Copies` makes it; raises
-    `CheckpointError` for anything else, such as a list that is in two places: with some that hold others it has no end."""
+    """The sha256 of every type, key, dtype, shape and bit in plain data as `_Copies` makes it; raises `CheckpointError`
+    for anything else, such as a list that is in two places: with some that hold others it has no end."""
     sha = hashlib.sha256()
     _feed(sha, value, set())
     return sha.hexdigest()

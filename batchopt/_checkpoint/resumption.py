@@ -107,6 +107,6 @@ def _check_optimizer(state: Any, kind: Any, optimizer: torch.optim.Optimizer | N
         lacking = sorted(name for name in group if name not in other)
         if lacking:
             raise ValueError(
-                f"the optimizer of the state does not say its class, and lacks the options {lacking} of {here}: it is of "
-                "another class; build the BatchOptimizer with the optimizer that wrote it"
+                f"the optimizer of the state does not say its class, and lacks the options {lacking} of {here}: it is "
+                "of another class; build the BatchOptimizer with the optimizer that wrote it"
             )

@@ -162,16 +162,19 @@ def check_criterion(criterion: Any, loss_fn: Any) -> None:
     """Raise `TypeError` or `ValueError` unless there is at most one of the two, each callable and no class."""
     if criterion is not None and loss_fn is not None:
         raise ValueError(
-            "`criterion` and `loss_fn` are both given: the loss is either criterion(module(inputs), targets) or loss_fn's"
+            "`criterion` and `loss_fn` are both given: the loss is either criterion(module(inputs), targets) or "
+            "loss_fn's"
         )
     if isinstance(criterion, type):
         raise TypeError(
-            f"`criterion` must be an instance; got the class {criterion.__name__} - did you mean {criterion.__name__}()?"
+            f"`criterion` must be an instance; got the class {criterion.__name__} - did you mean "
+            f"{criterion.__name__}()?"
         )
     if criterion is not None and not callable(criterion):
         raise TypeError(f"`criterion` must be callable as criterion(output, targets); got {type(criterion).__name__}")
     check_loss_fn(loss_fn)
     if isinstance(criterion, torch.nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         raise ValueError(
-            "`criterion` has trainable parameters, which would not be trained: make it a part of the module, with loss_fn"
+            "`criterion` has trainable parameters, which would not be trained: make it a part of the module, with "
+            "loss_fn"
         )

@@ -91,10 +91,10 @@ def _read_term(name: str, entry: Any, reading: Reading) -> Part:
 def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part:
     """The data that `inputs`, `targets` (or None) and `options` (or None) make up.
 
-    A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list is either one entry a
-    sample or, when its entries are tensors of one length, such columns: the number of targets and options decides.
-    Raises `TypeError` or `ValueError` for data without samples, of different lengths, that the workers cannot take,
-    or that can be read both ways.
+    A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list
+    is either one entry a sample or, when its entries are tensors of one length, such columns: the number of targets and
+    options decides. Raises `TypeError` or `ValueError` for data without samples, of different lengths, that the workers
+    cannot take, or that can be read both ways.
     """
     options = _read_options(options)
     try:
@@ -103,7 +103,8 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
         all_targets = _readings("targets", targets, reading) if targets is not None else [None]
     except RecursionError:
         raise ValueError(
-            "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or list of them"
+            "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or "
+            "list of them"
         ) from None
     fitting = [
         (read_inputs, read_targets)
@@ -158,8 +159,8 @@ def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
 
 
 def as_tensors(data: Any) -> Any:
-    """The same with tensors over the memory of its NumPy arrays of numbers. Where there are tensors too, arrays beside them
-    stay what they are; and so do the samples of a list."""
+    """The same with tensors over the memory of its NumPy arrays of numbers. Where there are tensors too, arrays beside
+    them stay what they are; and so do the samples of a list."""
     if isinstance(data, list) or next(tensors_in(data), None) is not None:
         return data
     return map_tensors(_as_tensor, data, lambda item: isinstance(item, np.ndarray) and item.dtype.kind in "biufc")
@@ -173,15 +174,18 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 def _instead(data: Any) -> str:
     """What to do with something that has samples in it in some way."""
     if isinstance(data, torch.utils.data.DataLoader):
-        return ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all of them"
+        return (
+            ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all of "
+            "them"
+        )
     if isinstance(data, torch.utils.data.TensorDataset):
         return ": pass its tensors, (*dataset.tensors,)"
     if isinstance(data, torch.utils.data.Dataset):
         return ": pass its samples as lists, inputs = [x for x, _ in dataset] and targets = [y for _, y in dataset]"
     if hasattr(data, "to_data_list"):  # torch_geometric's Batch
         return (
-            ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be cut "
-            "(and with targets: collate_fn=lambda pairs: (Batch.from_data_list([g for g, _ in pairs]), ...))"
+            ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be "
+            "cut (and with targets: collate_fn=lambda pairs: (Batch.from_data_list([g for g, _ in pairs]), ...))"
         )
     return ""
 
@@ -233,8 +237,9 @@ def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]
         return fitting[0]
     columns = next(inputs for inputs, _ in fitting if isinstance(inputs, Columns))
     raise ValueError(
-        f"`inputs` is a list of {len(columns.data)} tensors, each of length {len(columns)}: pass a tuple if they are columns; if each "
-        "is a sample, pass `targets` as a list with one entry a sample, or `options` with one (None) a sample, or a `collate_fn`"
+        f"`inputs` is a list of {len(columns.data)} tensors, each of length {len(columns)}: pass a tuple if they are "
+        "columns; if each is a sample, pass `targets` as a list with one entry a sample, or `options` with one "
+        "(None) a sample, or a `collate_fn`"
     )
 
 

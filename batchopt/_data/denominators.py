@@ -67,8 +67,8 @@ def given_denominators(function: Denominators, inputs: Any, targets: Any, sample
 
 
 def is_torchs_own(criterion: Any) -> bool:
-    """Whether `criterion` is a loss of `torch.nn`, with the forward that torch gave it: a subclass, or an instance, whose
-    forward is another one computes something else."""
+    """Whether `criterion` is a loss of `torch.nn`, with the forward that torch gave it: a subclass, or an instance,
+    whose forward is another one computes something else."""
     kind = type(criterion)
     if not isinstance(criterion, torch.nn.Module) or "forward" in vars(criterion):
         return False
@@ -108,8 +108,8 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
 
 
 def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[str, torch.Tensor]:
-    """The criterion's `weight` and `pos_weight`, those that have one row for each sample of the batch; one of features has
-    none."""
+    """The criterion's `weight` and `pos_weight`, those that have one row for each sample of the batch; one of features
+    has none."""
     if not isinstance(criterion, _OF_ENTRIES) or not is_torchs_own(criterion) or not targets:
         return {}
     one = targets.sample(0)

@@ -63,9 +63,10 @@ def as_arguments(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise ValueError(
-            f"a batch must be (inputs,), (inputs, targets) or (inputs, targets, options); got {len(batch)} items. Lists of "
-            "samples are inputs or targets themselves: of pairs, with the DataLoader's collate_fn=lambda pairs: "
-            "tuple(map(list, zip(*pairs))); of inputs alone (graphs), with collate_fn=lambda samples: (samples,)"
+            f"a batch must be (inputs,), (inputs, targets) or (inputs, targets, options); got {len(batch)} items. "
+            "Lists of samples are inputs or targets themselves: of pairs, with the DataLoader's collate_fn=lambda "
+            "pairs: tuple(map(list, zip(*pairs))); of inputs alone (graphs), with collate_fn=lambda samples: "
+            "(samples,)"
         )
     inputs, targets, options = (*batch, None, None)[:3]
     return inputs, targets, options

@@ -16,7 +16,8 @@ from batchopt_workers.objective import LossFunction
 
 @dataclass(frozen=True)
 class Term:
-    """One term of an objective: f is the sum over the terms of `weight` times the mean (or sum) over the term's samples.
+    """One term of an objective: f is the sum over the terms of `weight` times the mean (or sum) over the term's
+    samples.
 
     Args:
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`; `targets` is None where the term's data has none.

@@ -1,8 +1,8 @@
 """Is the loss of some samples what it says it is, the mean or the sum of theirs? A few samples tell, once.
 
-A loss function of the user's own may be the mean of something else than samples (tokens that are no padding, atoms, pixels
-in a mask): cut into chunks, it is another function. Nobody can read that in it; so a few samples are evaluated in one
-go, and in two parts.
+A loss function of the user's own may be the mean of something else than samples (tokens that are no padding, atoms,
+pixels in a mask): cut into chunks, it is another function. Nobody can read that in it; so a few samples are evaluated
+in one go, and in two parts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ COARSE = 5e-2
 
 @dataclass(frozen=True)
 class Difference:
-    """A term (None where there are no terms) whose loss of `samples` samples is `whole`, and `parted` where they are cut into
-    two parts of so many."""
+    """A term (None where there are no terms) whose loss of `samples` samples is `whole`, and `parted` where they are
+    cut into two parts of so many."""
 
     term: str | None
     reduction: str
@@ -44,8 +44,8 @@ class Difference:
         of_term = "" if self.term is None else f" of term {self.term!r}"
         one, two = self.parts
         return (
-            f"the loss{of_term} of {one + two} samples is {self.whole:.9g} in one forward, and {self.parted:.9g} as the "
-            f"{self.reduction} over {one} and {two} of them"
+            f"the loss{of_term} of {one + two} samples is {self.whole:.9g} in one forward, and {self.parted:.9g} as "
+            f"the {self.reduction} over {one} and {two} of them"
         )
 
 
@@ -74,8 +74,8 @@ def compare(
 ) -> list[Difference]:
     """The terms of the loaded batch whose loss depends on the cut, as far as the first samples of each can tell.
 
-    Evaluates them on one worker, without hooks (which the caller has taken off): in one go, in two parts, and, where that
-    differs, with other draws. Nothing is said of a term that draws random numbers, raises, or is not finite, nor
+    Evaluates them on one worker, without hooks (which the caller has taken off): in one go, in two parts, and, where
+    that differs, with other draws. Nothing is said of a term that draws random numbers, raises, or is not finite, nor
     of torch's own criteria. `number` numbers the evaluations.
     """
     tolerance = TOLERANCES.get(dtype, COARSE)
@@ -116,17 +116,17 @@ def _is_asked(part: Part, reading: Reading) -> bool:
 def refuse_frequencies(
     module: torch.nn.Module, workers: int | None, batch: Batch | None = None, chunks: int = 1
 ) -> None:
-    """Raise `ValueError` for a layer whose gradient counts how often an entry is in a forward, where the batch takes more
-    than one."""
+    """Raise `ValueError` for a layer whose gradient counts how often an entry is in a forward, where the batch takes
+    more than one."""
     terms = 1 if batch is None else len(batch.parts)
     forwards = chunks if batch is None else max(chunks, _forwards(batch) - terms + 1)
     if workers == 1 and forwards == 1:
         return
     for part in filter(counts_frequencies, module.modules()):
         raise ValueError(
-            f"'{name_of(part, module)}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how often an entry is in a "
-            "forward, which has a chunk of the batch; use parallelize=1 without chunk_size (and with collate_fn for a "
-            "list of samples), or scale_grad_by_freq=False"
+            f"'{name_of(part, module)}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how "
+            "often an entry is in a forward, which has a chunk of the batch; use parallelize=1 without chunk_size "
+            "(and with collate_fn for a list of samples), or scale_grad_by_freq=False"
         )
 
 

@@ -28,7 +28,8 @@ class Total:
         self._divisor = 1.0 if weighting.reduction == "sum" else self._divisor + weighting.divisor
 
     def whole(self) -> tuple[float, torch.Tensor]:
-        """f and df/dX of all batches as one; the gradient in the dtype of `x`. Raises `ValueError` if nothing counts."""
+        """f and df/dX of all batches as one; the gradient in the dtype of `x`. Raises `ValueError` if nothing
+        counts."""
         if not self._divisor:
             raise ValueError("there is no sample that counts: no batch, or the denominators of all samples are 0")
         return self._loss / self._divisor, (self._gradient / self._divisor).to(self._dtype)

@@ -170,7 +170,8 @@ class BatchFunction:
                 self._check_cut(self._step)
 
     def _check_cut(self, step: Step) -> None:
-        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is cut for the first time."""
+        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is cut for the first
+        time."""
         workers, bounds = self.workers, step.plan.cut.bounds
         if not self._checks_cut or (len(bounds) == 2 and len(workers.infos) == 1):
             return
@@ -299,8 +300,8 @@ class BatchFunction:
 
     @contextmanager
     def apart(self, what: str, counted: bool = False) -> Iterator[None]:
-        """The batches inside are of no step: later draws are as before; so are the counters, unless they are `counted` and
-        nothing raises. A batch has to be loaded anew."""
+        """The batches inside are of no step: later draws are as before; so are the counters, unless they are `counted`
+        and nothing raises. A batch has to be loaded anew."""
         self.check_open()
         self.end_step()
         before = after = self._past
@@ -338,7 +339,8 @@ class BatchFunction:
         self._step = self._changes = None
 
     def stepped(self, left: Trial | None) -> None:
-        """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it leaves."""
+        """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it
+        leaves."""
         counters = self._past.counters.stepped(self._loaded().batch.size)
         if left is not None:
             counters = replace(counters, loss=left.loss, terms=dict(left.terms))

@@ -79,8 +79,9 @@ class FlatObjective:
 
     def __reduce__(self) -> NoReturn:
         raise BatchoptError(  # a `TypeError` would be taken for one of the function
-            "this evaluates on the workers of a BatchOptimizer and cannot be copied, or sent to processes of a solver: have the "
-            "solver call it in this process (differential_evolution(..., workers=1)); each call is parallel already"
+            "this evaluates on the workers of a BatchOptimizer and cannot be copied, or sent to processes of a "
+            "solver: have the solver call it in this process (differential_evolution(..., workers=1)); each call is "
+            "parallel already"
         )
 
     def _at(self, x: Any) -> _Point:

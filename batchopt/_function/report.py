@@ -65,9 +65,9 @@ class Report(Observer):
         if norm is not None and not self._warned:
             self._warned = True
             _warn(
-                f"'{name_of(norm, module)}' ({type(norm).__name__}) {_why(norm)}: it normalises by the statistics of a chunk, so "
-                "the loss depends on how the batch is cut. Call module.eval() (with running statistics), or "
-                "use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
+                f"'{name_of(norm, module)}' ({type(norm).__name__}) {_why(norm)}: it normalises by the statistics of "
+                "a chunk, so the loss depends on how the batch is cut. Call module.eval() (with running statistics), "
+                "or use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
             )
         return norm is not None
 
@@ -75,9 +75,9 @@ class Report(Observer):
         """Warn of terms whose loss depends on the cut."""
         if found:
             _warn(
-                f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over something else "
-                "than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a sum, "
-                "reduction='sum'. `check()` says more; check_cut=False leaves this comparison out"
+                f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over "
+                "something else than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of "
+                "it; if it is a sum, reduction='sum'. `check()` says more; check_cut=False leaves this comparison out"
             )
 
     def idle(self, samples: int, chunks: int | None, workers: int) -> None:

@@ -26,7 +26,8 @@ class Settings:
     """The arguments of `BatchOptimizer`, by the same names and as documented there, as `read` has checked them.
 
     `parallelize` None: as many workers as there is room for, at any time. `threads_per_worker` None: as many as the
-    backend thinks right. `deterministic`: torch was told to use deterministic algorithms. `options` are the backend's own.
+    backend thinks right. `deterministic`: torch was told to use deterministic algorithms. `options` are the backend's
+    own.
     """
 
     criterion: Callable[..., Any] | None
@@ -134,8 +135,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the backend that is asked for, an argument called `<backend>_options`; raises `ValueError` if there
-    are those of another one."""
+    """The options of the backend that is asked for, an argument called `<backend>_options`; raises `ValueError` if
+    there are those of another one."""
     options: dict[str, Any] = {}
     for name in given:
         owner, _, rest = name.rpartition("_")

@@ -13,8 +13,8 @@ from batchopt_workers.batch import Batch
 class Step:
     """One batch. Random draws depend on its `number`; its terms count in f with `weights`.
 
-    `chunk_size` None: chunks are as large as the workers' speeds make them. `movable`: whether shares may change while the
-    batch is evaluated; not where that would change f.
+    `chunk_size` None: chunks are as large as the workers' speeds make them. `movable`: whether shares may change while
+    the batch is evaluated; not where that would change f.
     """
 
     number: int

@@ -32,8 +32,9 @@ class Timeline(Observer):
     """The events of some evaluations: one lane a worker, one for this process.
 
     In the parent's lane `map` is an evaluation until the last worker has answered, `reduce` the putting together;
-    `load` brings a batch to the workers, `read ahead` the next one; `product` is one of the Hessian with a vector; what of a `step` is none of these is the
-    optimizer's own. A worker's lane has a `chunk` event for each run of chunks; between them it waits.
+    `load` brings a batch to the workers, `read ahead` the next one; `product` is one of the Hessian with a vector; what
+    of a `step` is none of these is the optimizer's own. A worker's lane has a `chunk` event for each run of chunks;
+    between them it waits.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,8 @@ _NEXT = 0x9E3779B97F4A7C15
 
 
 def checksum(x: torch.Tensor) -> int:
-    """64 bits that say whether two vectors (1-D) are the same, bit for bit; by NumPy, which leaves no thread spinning."""
+    """64 bits that say whether two vectors (1-D) are the same, bit for bit; by NumPy, which leaves no thread
+    spinning."""
     octets = x.detach().cpu().view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
     words, rest = octets[:whole].view(np.uint64), octets[whole:]
@@ -39,8 +40,8 @@ class Trial(NamedTuple):
 
 
 class Trials(Observer):
-    """The evaluations of one step; which one is of the parameters that are left, the optimizer says, or a checksum of X.
-    A step that evaluates once costs nothing."""
+    """The evaluations of one step; which one is of the parameters that are left, the optimizer says, or a checksum of
+    X. A step that evaluates once costs nothing."""
 
     def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], told: bool) -> None:
         """`x`: the vector of the `parameters`, at the start of the step. `told`: the optimizer will say."""
@@ -75,7 +76,8 @@ class Trials(Observer):
         return self._trials[len(self._trials) - last + of_last - 1]
 
     def left(self, start: torch.Tensor) -> Trial | None:
-        """The evaluation of X as it is now, where there were several and one was there; `start`: X when the step began."""
+        """The evaluation of X as it is now, where there were several and one was there; `start`: X when the step
+        began."""
         trials = [trial for trial in self._trials if trial is not None]
         if len(trials) < 2:
             return None

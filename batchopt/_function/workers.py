@@ -159,8 +159,8 @@ class Workers:
         self.set_speeds(self.speeds.observed(samples, seconds))
 
     def learn_from(self, answers: Iterable[Answer], planned: Sequence[int]) -> None:
-        """Count what the workers did for an evaluation in which they were to evaluate so many samples each, and take it for
-        a measurement."""
+        """Count what the workers did for an evaluation in which they were to evaluate so many samples each, and take it
+        for a measurement."""
         samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
         for answer in answers:
             samples[answer.rank] += answer.samples

@@ -19,8 +19,8 @@ def usable_cores() -> int:
 
 
 def share_cores(workers: int, threads: int | None) -> list[int]:
-    """The threads of each worker: `threads`; or if that is None, the usable cores, spread as evenly as they go, at least
-    1 for each."""
+    """The threads of each worker: `threads`; or if that is None, the usable cores, spread as evenly as they go, at
+    least 1 for each."""
     if threads is not None:
         return [threads] * workers
     each, more = divmod(usable_cores(), workers)

@@ -1,9 +1,9 @@
-"""One process and one thread at a time use an optimizer, and nothing that interrupts it: anything else is an error, not a
-race.
+"""One process and one thread at a time use an optimizer, and nothing that interrupts it: anything else is an error, not
+a race.
 
-Calls may be nested (a step evaluates, and so does what its optimizer calls back), but not while the inner one is at work:
-what comes then comes from a signal handler, a finalizer or a hook, and would find things half done, or wait for what cannot
-happen before it returns.
+Calls may be nested (a step evaluates, and so does what its optimizer calls back), but not while the inner one is at
+work: what comes then comes from a signal handler, a finalizer or a hook, and would find things half done, or wait for
+what cannot happen before it returns.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Owner:
 
     def _disturbed(self) -> BatchoptError:
         return BatchoptError(
-            f"this BatchOptimizer is in the middle of {self._running[0]}(), and cannot be used by what runs meanwhile (a signal "
-            "handler, a finalizer, a hook, a loader): set a flag there, and act on it once the call has returned; only "
-            "close() is possible, which ends it"
+            f"this BatchOptimizer is in the middle of {self._running[0]}(), and cannot be used by what runs meanwhile "
+            "(a signal handler, a finalizer, a hook, a loader): set a flag there, and act on it once the call has "
+            "returned; only close() is possible, which ends it"
         )
 
     def _take(self) -> None:
         if not self.is_here:
             raise BatchoptError(
-                f"this BatchOptimizer belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, and has "
-                "no workers: build a new one here"
+                f"this BatchOptimizer belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, "
+                "and has no workers: build a new one here"
             )
         if not self._lock.acquire(blocking=False):
             raise BatchoptError(
@@ -87,7 +87,8 @@ class Owner:
 
     @contextmanager
     def amid(self, what: str) -> Iterator[None]:
-        """What is inside is done as a whole: what enters there (a hook, a callback, a signal handler) finds half of it done."""
+        """What is inside is done as a whole: what enters there (a hook, a callback, a signal handler) finds half of it
+        done."""
         outer, self._amid = self._amid, self._amid or what
         try:
             yield
@@ -98,9 +99,9 @@ class Owner:
         """Raise `BatchoptError` if the method `what` was called while something is half done."""
         if self._amid:
             raise BatchoptError(
-                f"{what}() was called in the middle of {self._amid}, by a hook, a callback or a signal handler: half of the "
-                "state is of before, and half of after; call it between steps (a signal handler can set a flag, to be "
-                "looked at after step())"
+                f"{what}() was called in the middle of {self._amid}, by a hook, a callback or a signal handler: half "
+                "of the state is of before, and half of after; call it between steps (a signal handler can set a "
+                "flag, to be looked at after step())"
             )
 
     def at_last(self, function: Callable[[], None]) -> bool:

@@ -12,8 +12,8 @@ import torch
 def torch_threads(count: int | None) -> Iterator[None]:
     """Run with `count` intra-op threads, and leave the caller's number as it was; None changes nothing.
 
-    After each use torch's threads spin for some milliseconds. While workers have all cores, or are about to have them, one
-    thread is faster.
+    After each use torch's threads spin for some milliseconds. While workers have all cores, or are about to have them,
+    one thread is faster.
     """
     before = torch.get_num_threads()
     if count is None or count == before:

@@ -11,8 +11,9 @@ from batchopt_workers.tree import Node
 
 
 class Partial(NamedTuple):
-    """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite until the next
-    evaluation), the changes of buffers, and which parameters had a gradient. Of a product, its sum takes the place of the gradient's."""
+    """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite
+    until the next evaluation), the changes of buffers, and which parameters had a gradient. Of a product, its sum takes
+    the place of the gradient's."""
 
     losses: tuple[float, ...]
     gradient: torch.Tensor
@@ -31,8 +32,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one worker contributed to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of two
-    answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy."""
+    """What one worker contributed to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
+    two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy."""
 
     rank: int
     samples: int

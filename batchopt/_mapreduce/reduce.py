@@ -27,8 +27,8 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Whole(NamedTuple):
-    """What the partials of all chunks sum to: the loss of each term, the changes of buffers, which parameters have a gradient, and
-    whether the losses and each element of the gradient are finite."""
+    """What the partials of all chunks sum to: the loss of each term, the changes of buffers, which parameters have a
+    gradient, and whether the losses and each element of the gradient are finite."""
 
     losses: tuple[float, ...]
     changes: torch.Tensor
@@ -51,8 +51,8 @@ def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tenso
 
 
 def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:
-    """Sum the partials of some of `chunks` chunks as far as their tree goes, in the workers' memory: what is left, in chunk
-    order. With the same bits, however often and by whom that is done on the way to the whole."""
+    """Sum the partials of some of `chunks` chunks as far as their tree goes, in the workers' memory: what is left, in
+    chunk order. With the same bits, however often and by whom that is done on the way to the whole."""
     fold, pairs = _merged(answers, chunks)
     if pairs:
         last, _ = pairs[-1]

@@ -11,9 +11,11 @@ from batchopt._mapreduce.split import split_batch
 
 # A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
 LARGEST_RATIO = 1024.0
-# The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves nothing.
+# The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves
+# nothing.
 RECENT = 5
-# By how much the estimate of a worker rises with each evaluation that has no work for it: what made it slow may be over.
+# By how much the estimate of a worker rises with each evaluation that has no work for it: what made it slow may be
+# over.
 RECOVERY = 1.1
 
 
@@ -74,8 +76,8 @@ class Speeds:
         return replace(self, values=tuple(values), recent=tuple(recent))
 
     def rested(self, workers: Iterable[int]) -> Speeds:
-        """The speeds after an evaluation in which these workers had nothing to do. One that is so slow that it gets nothing
-        is by and by thought as fast as the median again, until it gets a sample and is measured."""
+        """The speeds after an evaluation in which these workers had nothing to do. One that is so slow that it gets
+        nothing is by and by thought as fast as the median again, until it gets a sample and is measured."""
         values, middle = list(self.values), statistics.median(self.relative())
         recent = list(self.recent) or [() if value is None else (value,) for value in values]
         for i in workers:
@@ -85,7 +87,8 @@ class Speeds:
         return replace(self, values=tuple(values), recent=tuple(recent))
 
     def gain(self, shares: Sequence[int], worthwhile: float = 0.0) -> float:
-        """The part of an evaluation in `shares` that splitting anew would save; 0 where it is less than `worthwhile`."""
+        """The part of an evaluation in `shares` that splitting anew would save; 0 where it is less than
+        `worthwhile`."""
         speeds = self.relative()
 
         def makespan(counts: Sequence[int]) -> float:

@@ -1,1 +1,2 @@
-"""The user's program (module, criterion, losses, hooks): its parameters as one vector, its state, and its way to workers."""
+"""The user's program (module, criterion, losses, hooks): its parameters as one vector, its state, and its way to
+workers."""

@@ -17,8 +17,8 @@ from batchopt_workers.evaluate import Program
 
 
 def copied(program: Program) -> Program:
-    """Module and criterion anew, and functions that refer to the new ones where they referred to the old. What a forward
-    has left in an attribute comes without its graph, which cannot be copied."""
+    """Module and criterion anew, and functions that refer to the new ones where they referred to the old. What a
+    forward has left in an attribute comes without its graph, which cannot be copied."""
     whole = (program.module, program.criterion)
     parts = [part for one in whole if isinstance(one, torch.nn.Module) for part in one.modules()]
     left = [tensor for part in parts for tensor in tensors_in(vars(part)) if not tensor.is_leaf]

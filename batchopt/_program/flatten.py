@@ -46,8 +46,9 @@ def check_places(places: list[Place]) -> None:
         if owner._parameters.get(key) is not parameter:
             raise BatchoptError(
                 f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "
-                "module.to(device)), since this BatchOptimizer was built: keep the Parameter and give it values (p.copy_ under "
-                "torch.no_grad(), p.data = ..., load_state_dict without assign), or build a new BatchOptimizer"
+                "module.to(device)), since this BatchOptimizer was built: keep the Parameter and give it values "
+                "(p.copy_ under torch.no_grad(), p.data = ..., load_state_dict without assign), or build a new "
+                "BatchOptimizer"
             )
 
 
@@ -111,8 +112,8 @@ class Flat:
         """
         if self.vector.data_ptr() != self._base:
             raise BatchoptError(
-                "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory that "
-                "workers read; send a clone of it, and build a new BatchOptimizer"
+                "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory "
+                "that workers read; send a clone of it, and build a new BatchOptimizer"
             )
         if strayed := self._strayed(parameters):
             self._take_over(module, parameters, strayed)
@@ -125,8 +126,8 @@ class Flat:
             if was != now:
                 raise BatchoptError(
                     f"parameter '{slots[i].name}' was {_form(*was)} when this BatchOptimizer was built, and is now "
-                    f"{_form(*now)}: give it values of that kind (p.data = ..., p.copy_ under torch.no_grad()), or build "
-                    "a new BatchOptimizer"
+                    f"{_form(*now)}: give it values of that kind (p.data = ..., p.copy_ under torch.no_grad()), or "
+                    "build a new BatchOptimizer"
                 )
         try:
             _check_memory([(slot.name, p) for slot, p in zip(slots, parameters, strict=True)], module)
@@ -137,9 +138,10 @@ class Flat:
         for i in strayed:
             if self._is_viewed(i):
                 raise BatchoptError(
-                    f"parameter '{slots[i].name}' was given other memory (p.data = ...), and another tensor still views "
-                    "that which it had, which is a part of X and would change: keep a clone instead (p.data.clone(), "
-                    "copy.deepcopy(module.state_dict())), or delete it first; p.copy_ under torch.no_grad() needs neither"
+                    f"parameter '{slots[i].name}' was given other memory (p.data = ...), and another tensor still "
+                    "views that which it had, which is a part of X and would change: keep a clone instead "
+                    "(p.data.clone(), copy.deepcopy(module.state_dict())), or delete it first; p.copy_ under "
+                    "torch.no_grad() needs neither"
                 )
         views = self.layout.views(self.vector)
         for i in strayed:
@@ -161,8 +163,8 @@ class Flat:
         return True
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`, and
-        `ValueError` for one that was given a hook; `follow`s them."""
+        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`,
+        and `ValueError` for one that was given a hook; `follow`s them."""
         forget_copies()
         ours = {id(parameter) for parameter in parameters}
         for owner in module.modules():  # without names, which take long to make
@@ -170,7 +172,8 @@ class Flat:
                 if parameter is not None and parameter.requires_grad and id(parameter) not in ours:
                     name = next(name for name, other in module.named_parameters() if other is parameter)
                     raise BatchoptError(
-                        f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
+                        f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new "
+                        "one"
                     )
         _check_hooks([(slot.name, p) for slot, p in zip(self.layout.slots, parameters, strict=True)])
         self.follow(module, parameters)
@@ -193,7 +196,8 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """
     if isinstance(module, type):
         raise TypeError(
-            f"`module` must be a torch.nn.Module instance; got the class {module.__name__} - did you mean {module.__name__}()?"
+            f"`module` must be a torch.nn.Module instance; got the class {module.__name__} - did you mean "
+            f"{module.__name__}()?"
         )
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"`module` must be a torch.nn.Module instance; got {type(module).__name__}")
@@ -219,8 +223,8 @@ def _check_scripts(module: torch.nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
             what = f"'{name}'" if name else "`module`"
             raise TypeError(
-                f"{what} was made by torch.jit ({type(part).__name__}), whose parameters cannot be made views of X, nor sent "
-                "to workers: pass the module that it was made of"
+                f"{what} was made by torch.jit ({type(part).__name__}), whose parameters cannot be made views of X, "
+                "nor sent to workers: pass the module that it was made of"
             )
 
 
@@ -242,15 +246,17 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
         if any(p.is_complex() for _, p in named):
             example = next(name for name, p in named if p.is_complex())
             raise ValueError(
-                f"trainable parameters have dtypes {dict(dtypes)}, and X has one: store the complex ones ('{example}') as real "
-                "ones, torch.view_as_real(p), and use torch.view_as_complex(p) in forward"
+                f"trainable parameters have dtypes {dict(dtypes)}, and X has one: store the complex ones "
+                f"('{example}') as real ones, torch.view_as_real(p), and use torch.view_as_complex(p) in forward"
             )
         raise ValueError(
-            f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is {rarest}): cast the module with module.to(dtype)"
+            f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is {rarest}): cast the module with "
+            "module.to(dtype)"
         )
     if named[0][1].dtype not in _DTYPES:
         raise ValueError(
-            f"trainable parameters are {named[0][1].dtype}; they must be float64, float32, bfloat16 or float16 (store complex ones with torch.view_as_real)"
+            f"trainable parameters are {named[0][1].dtype}; they must be float64, float32, bfloat16 or float16 (store "
+            "complex ones with torch.view_as_real)"
         )
 
 
@@ -258,8 +264,9 @@ def _check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
     for name, parameter in named:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"parameter '{name}' has a hook; hooks on tensors do not travel to workers, and would see the gradient of a chunk: "
-                "register it on worker.module in a prehook, or hook the module that owns the parameter"
+                f"parameter '{name}' has a hook; hooks on tensors do not travel to workers, and would see the "
+                "gradient of a chunk: register it on worker.module in a prehook, or hook the module that owns the "
+                "parameter"
             )
 
 

@@ -108,11 +108,11 @@ def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) ->
             continue
         if met.tensor.requires_grad and id(met.tensor) not in ours and (_is_parameter(met) or not met.in_module):
             raise ValueError(
-                f"'{met.path}' is a {'parameter' if _is_parameter(met) else 'tensor'} of shape {tuple(met.tensor.shape)} that "
-                "requires grad and is not among the parameters of `module`: it would never be trained. Hold both in one "
-                "module (torch.nn.ModuleDict, register_parameter) and pass that; or, if it is not to be trained, call "
-                "requires_grad_(False) on it, and requires_grad_() on a detached copy inside the loss where it is "
-                "differentiated by"
+                f"'{met.path}' is a {'parameter' if _is_parameter(met) else 'tensor'} of shape "
+                f"{tuple(met.tensor.shape)} that requires grad and is not among the parameters of `module`: it would "
+                "never be trained. Hold both in one module (torch.nn.ModuleDict, register_parameter) and pass that; "
+                "or, if it is not to be trained, call requires_grad_(False) on it, and requires_grad_() on a "
+                "detached copy inside the loss where it is differentiated by"
             )
 
 

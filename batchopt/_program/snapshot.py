@@ -82,8 +82,8 @@ class _Item(NamedTuple):
 
 
 class Snapshot:
-    """Everything that is reached from `roots` as pickling reaches it: attributes, items, what functions capture, and the
-    globals that functions use which are sent by value.
+    """Everything that is reached from `roots` as pickling reaches it: attributes, items, what functions capture, and
+    the globals that functions use which are sent by value.
 
     `tensors` are all that were met, each once; what is in them is not looked at. Objects whose inside Python cannot see
     are compared as they are pickled. Never raises for an object that is odd: then `holds` never says yes.

@@ -1,7 +1,7 @@
 """Sums and products of long vectors: on all cores, and with the same bits for any number of them.
 
-A vector is cut into blocks that its length alone fixes; each block is worked on by one thread, and what the blocks yield
-is summed in their order, in float64. The threads are Python's: torch's own would spin for milliseconds after each
+A vector is cut into blocks that its length alone fixes; each block is worked on by one thread, and what the blocks
+yield is summed in their order, in float64. The threads are Python's: torch's own would spin for milliseconds after each
 operation, on cores that the workers need.
 """
 
@@ -121,8 +121,8 @@ def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor
 
 
 def products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """The product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU. The rows
-    are read once."""
+    """The product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU. The
+    rows are read once."""
     if not _on_cpu(rows):
         return torch.mv(rows, vector).double().cpu()
     found = _blocks(len(vector), lambda part: torch.mv(rows[:, part], vector[part]).double(), rows.numel())

@@ -15,8 +15,8 @@ from batchopt.optim.options import check_choice
 
 
 class _Products:
-    """The scalar products that the formulas are made of: of the gradients g before and h after a step, y = h - g, and the
-    direction d of the step."""
+    """The scalar products that the formulas are made of: of the gradients g before and h after a step, y = h - g, and
+    the direction d of the step."""
 
     def __init__(self, g: torch.Tensor, h: torch.Tensor, d: torch.Tensor, y: torch.Tensor) -> None:
         self.gg, self.hh, self.dd, self.yy = dot(g, g), dot(h, h), dot(d, d), dot(y, y)
@@ -53,13 +53,15 @@ class CG(Descent):
     """Nonlinear conjugate gradients: each direction is the steepest descent plus `beta` times the one before.
 
     Args:
-        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`; max_iter 200 by
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`;
+        max_iter 200 by
             default.
-        beta: `"hager-zhang"`, the default (Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an
-            efficient line search", SIAM Journal on Optimization 16, 2005); `"polak-ribiere"`, not less than 0 (Polak and
-            Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and Stiefel 1952);
-            `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The Computer
-            Journal 7, 1964), begun anew where two gradients are far from orthogonal (Powell 1977).
+        beta: `"hager-zhang"`, the default (Hager and Zhang, "A new conjugate gradient method with guaranteed descent
+        and an
+            efficient line search", SIAM Journal on Optimization 16, 2005); `"polak-ribiere"`, not less than 0 (Polak
+            and Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and Stiefel
+            1952); `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The
+            Computer Journal 7, 1964), begun anew where two gradients are far from orthogonal (Powell 1977).
 
     Takes the memory of few vectors of parameters, and more evaluations than `LBFGS`. `result`, and what becomes of the
     parameters, as there. Raises `ValueError` or `TypeError` for options that cannot work.
@@ -121,8 +123,8 @@ class CG(Descent):
         return self._memory.pop("direction", None) is not None
 
     def _first(self, slope: float, length: float) -> float:
-        """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization", 2006,
-        equation 3.60)."""
+        """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization",
+        2006, equation 3.60)."""
         if "direction" in self._memory:
             first: float = self._memory["decrease"] / slope
             return first

@@ -72,8 +72,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in ours and p.requires_grad]
     if strange:
         raise ValueError(
-            f"{len(strange)} parameters of `optimizer` are not trainable parameters of the module (first: shape {tuple(strange[0].shape)}): "
-            "nothing would compute their gradients"
+            f"{len(strange)} parameters of `optimizer` are not trainable parameters of the module (first: shape "
+            f"{tuple(strange[0].shape)}): nothing would compute their gradients"
         )
     check_options(optimizer)
 

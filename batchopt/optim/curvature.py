@@ -59,12 +59,12 @@ class Curvature:
     """The last `most` pairs of s (a step) and y (what the gradient changed by), and the matrix H that they make.
 
     H is the approximation to the inverse Hessian of Byrd, Nocedal and Schnabel, "Representations of quasi-Newton
-    matrices and their use in limited memory methods", Mathematical Programming 63, 1994, equation 3.1. All pairs are rows
-    of one matrix, s and y in turn (shape `(2 * most, size)`), which is read twice for a product: once for the scalar
-    products of all rows with the vector, once for the combination of all rows.
+    matrices and their use in limited memory methods", Mathematical Programming 63, 1994, equation 3.1. All pairs are
+    rows of one matrix, s and y in turn (shape `(2 * most, size)`), which is read twice for a product: once for the
+    scalar products of all rows with the vector, once for the combination of all rows.
 
-    The products of the old rows with a new y are differences of those with two gradients (section 3.3 there), unless y is
-    so much shorter than the gradients that digits would be lost: then the rows are read once more.
+    The products of the old rows with a new y are differences of those with two gradients (section 3.3 there), unless y
+    is so much shorter than the gradients that digits would be lost: then the rows are read once more.
     """
 
     def __init__(self, size: int, most: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -86,8 +86,8 @@ class Curvature:
         self._known, self._pair, self._seen = _NOTHING, None, None
 
     def add(self, s: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> bool:
-        """Take in the step `s` and the gradients `before` and `after` it (shapes `(size,)`), in place of the oldest pair
-        if there are `most`. Returns False, and changes nothing, if the curvature along `s` is not positive.
+        """Take in the step `s` and the gradients `before` and `after` it (shapes `(size,)`), in place of the oldest
+        pair if there are `most`. Returns False, and changes nothing, if the curvature along `s` is not positive.
 
         `after` has to stay as it is until H is multiplied with it, or another pair is added.
         """

@@ -137,9 +137,9 @@ class Descent(torch.optim.Optimizer):
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
         """Go from the present parameters to better ones, until there is a reason to stop, which `result` tells.
 
-        `closure()` evaluates f at the parameters, puts df/dX into their `.grad`, and returns f. Returns what it returned
-        first. Whatever it raises is raised, and the parameters are the best ones seen; but a `NonFiniteError`, like an
-        infinite or NaN f, away from the start only makes the step shorter.
+        `closure()` evaluates f at the parameters, puts df/dX into their `.grad`, and returns f. Returns what it
+        returned first. Whatever it raises is raised, and the parameters are the best ones seen; but a `NonFiniteError`,
+        like an infinite or NaN f, away from the start only makes the step shorter.
         """
         if not callable(closure):
             raise TypeError(f"`closure` must be a function that evaluates f and df/dX and returns f; got {closure!r}")
@@ -255,8 +255,8 @@ class Descent(torch.optim.Optimizer):
         return NOISE * torch.finfo(self._vector.dtype).eps * abs(run.best)
 
     def _learn_noise(self, run: Run, start: Sample, samples: list[Sample]) -> bool:
-        """After a search in vain: what f differs by from what the slopes say, where they say the same at both ends. Returns
-        whether that is more than was thought of as noise."""
+        """After a search in vain: what f differs by from what the slopes say, where they say the same at both ends.
+        Returns whether that is more than was thought of as noise."""
         if self._line_search != "strong_wolfe":
             return False
         noise = 2 * max((discrepancy(start, sample) for sample in samples), default=0.0)
@@ -315,8 +315,8 @@ class Descent(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Raises `ValueError` (or `TypeError`), and changes nothing, for another number
-        of parameters and for options that cannot work.
+        """Take over what `state_dict` returned. Raises `ValueError` (or `TypeError`), and changes nothing, for another
+        number of parameters and for options that cannot work.
 
         Of a state of `torch.optim.LBFGS` the options and counts are taken; the curvature is gathered anew.
         """

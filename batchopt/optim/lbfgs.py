@@ -21,11 +21,12 @@ class LBFGS(Descent):
         lr: the first step that a line search tries, 1 by default; the step itself without a line search. The very first
             one, and any along the steepest descent, is `lr` or what moves the parameters by `lr` (Euclidean), whichever
             is shorter.
-        max_iter: iterations in one call of `step`; None: no limit. Default 20.
-        max_eval: evaluations in one call of `step`, which may end it in the middle of a line search. Default None: no limit.
-        tolerance_grad: ends a step once no element of the gradient is larger (absolute). Default 1e-7; 0 is only met by a
+        max_iter: iterations in one call of `step`; None: no limit. Default 20. max_eval: evaluations in one call of
+        `step`, which may end it in the middle of a line search. Default None: no limit. tolerance_grad: ends a step
+        once no element of the gradient is larger (absolute). Default 1e-7; 0 is only met by a
             gradient of 0.
-        tolerance_change: ends a step once f changes by less than this, or no parameter by more (absolute). Default 1e-9; 0
+        tolerance_change: ends a step once f changes by less than this, or no parameter by more (absolute). Default
+        1e-9; 0
             never ends it.
         history_size: pairs (a step, and what the gradient changed by) that are kept, 100 by default; each takes the
             memory of two vectors of parameters.
@@ -33,16 +34,18 @@ class LBFGS(Descent):
             search, the step is `lr`.
         l1: adds `l1` times the sum of the parameters' absolute values to f, which the closure does not include;
             parameters become exactly 0. The line search is then the projected one of OWL-QN. Default 0.
-        callback: `callback(iteration)` after each accepted point, with an `Iteration`; ends the step if it returns True.
+        callback: `callback(iteration)` after each accepted point, with an `Iteration`; ends the step if it returns
+        True.
 
     `result` tells how the last call of `step` went. A further call goes on where the last one ended, with the same
-    curvature, unless f is another function there. The parameters that a call leaves are always the best ones that it saw.
-    A search that finds nothing better is repeated once along the steepest descent, with an empty history.
+    curvature, unless f is another function there. The parameters that a call leaves are always the best ones that it
+    saw. A search that finds nothing better is repeated once along the steepest descent, with an empty history.
 
-    Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45, 1989;
-    the direction in compact form, see `Curvature`; the line search of More and Thuente, 1994, with the approximate Wolfe conditions of
-    Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized log-linear models", ICML 2007.
-    Raises `ValueError` or `TypeError` for options that cannot work, and parameters that are no one vector.
+    Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
+    1989; the direction in compact form, see `Curvature`; the line search of More and Thuente, 1994, with the
+    approximate Wolfe conditions of Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized
+    log-linear models", ICML 2007. Raises `ValueError` or `TypeError` for options that cannot work, and parameters that
+    are no one vector.
     """
 
     def __init__(

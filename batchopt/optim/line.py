@@ -18,8 +18,8 @@ Closure = Callable[[], "torch.Tensor | float"]
 
 @dataclass
 class Point:
-    """Parameters `x`, and f and its gradient there (shapes `(n,)`); memory that is used again. `number`: of the evaluation,
-    from 1 on."""
+    """Parameters `x`, and f and its gradient there (shapes `(n,)`); memory that is used again. `number`: of the
+    evaluation, from 1 on."""
 
     x: torch.Tensor
     gradient: torch.Tensor

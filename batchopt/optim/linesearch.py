@@ -37,9 +37,9 @@ NARROW = 1e-10
 
 
 class Accept(NamedTuple):
-    """The strong Wolfe conditions; or, where the difference of f is below `noise` and says nothing any more, the approximate
-    ones of Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an efficient line search",
-    SIAM Journal on Optimization 16, 2005, equation 4.1."""
+    """The strong Wolfe conditions; or, where the difference of f is below `noise` and says nothing any more, the
+    approximate ones of Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an efficient line
+    search", SIAM Journal on Optimization 16, 2005, equation 4.1."""
 
     start: Sample
     flat: float
@@ -162,16 +162,16 @@ def _cubic(one: Sample, other: Sample) -> float | None:
 
 
 def discrepancy(start: Sample, trial: Sample) -> float:
-    """What the change of f differs by from what both slopes, which are about the same, say that it is; 0 where they are not:
-    then it may be curvature."""
+    """What the change of f differs by from what both slopes, which are about the same, say that it is; 0 where they are
+    not: then it may be curvature."""
     if not trial.finite or abs(trial.slope - start.slope) > 0.5 * abs(start.slope):
         return 0.0
     return abs(trial.f - start.f - 0.5 * trial.step * (start.slope + trial.slope))
 
 
 def armijo(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | None:
-    """The first step, going back from `first`, that decreases f by a part of what the slope promises (Armijo 1966); each
-    is the minimum of a parabola through the one before, but a tenth of it at least, and half at most.
+    """The first step, going back from `first`, that decreases f by a part of what the slope promises (Armijo 1966);
+    each is the minimum of a parabola through the one before, but a tenth of it at least, and half at most.
 
     None if there is none within `evaluations`.
     """

@@ -12,8 +12,8 @@ from batchopt.optim.curvature import Curvature
 class Rollback:
     """Keeps X and the state of an optimizer as they were when last `take`n.
 
-    Of the tensors in the optimizer's state copies are kept, in memory that is used again; of lists (L-BFGS's history) the
-    items, which are appended and dropped but not written.
+    Of the tensors in the optimizer's state copies are kept, in memory that is used again; of lists (L-BFGS's history)
+    the items, which are appended and dropped but not written.
     """
 
     def __init__(self, vector: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
@@ -59,8 +59,8 @@ class Rollback:
 
 
 def _kept(value: Any, room: Any) -> Any:
-    """A copy of a tensor, in `room` if it fits there; of a list; what can go back by itself, told to remember; anything else
-    as it is."""
+    """A copy of a tensor, in `room` if it fits there; of a list; what can go back by itself, told to remember; anything
+    else as it is."""
     if isinstance(value, Curvature):
         value.mark()
         return value

@@ -22,14 +22,15 @@ class SSBroyden(Descent):
     times an iteration.
 
     Args:
-        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`; max_iter 200
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`;
+        max_iter 200
             by default.
 
     Each update is of Broyden's family, scaled, with the factors of Al-Baali and Khalfan, "A wide interval for efficient
-    self-scaling quasi-Newton algorithms", Optimization Methods and Software 20, 2005, as Urban, Stefanou and Pons proposed it for
-    physics-informed networks: "Unveiling the optimization process of physics informed neural networks", Journal of
-    Computational Physics 523, 2025. `result`, and what becomes of the parameters, as of `LBFGS`. Raises `ValueError` or
-    `TypeError` for options that cannot work.
+    self-scaling quasi-Newton algorithms", Optimization Methods and Software 20, 2005, as Urban, Stefanou and Pons
+    proposed it for physics-informed networks: "Unveiling the optimization process of physics informed neural networks",
+    Journal of Computational Physics 523, 2025. `result`, and what becomes of the parameters, as of `LBFGS`. Raises
+    `ValueError` or `TypeError` for options that cannot work.
     """
 
     def __init__(
@@ -93,11 +94,12 @@ class SSBroyden(Descent):
 
 
 def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float, float, float, float] | None:
-    """What the inverse Hessian H is multiplied with, and the weights of Hy (Hy)', of Hy s' + s (Hy)' and of s s' that are
-    added then.
+    """What the inverse Hessian H is multiplied with, and the weights of Hy (Hy)', of Hy s' + s (Hy)' and of s s' that
+    are added then.
 
-    `sy` is s'y, `curvature` s'Bs with the inverse B of H, `yhy` y'Hy. None where rounding leaves no update that is positive
-    definite. The formulas are of Al-Baali and Khalfan 2005, with their names: b, h, a, c, rho, theta, sigma, tau.
+    `sy` is s'y, `curvature` s'Bs with the inverse B of H, `yhy` y'Hy. None where rounding leaves no update that is
+    positive definite. The formulas are of Al-Baali and Khalfan 2005, with their names: b, h, a, c, rho, theta, sigma,
+    tau.
     """
     b, h = curvature / sy, yhy / sy
     a = b * h - 1.0

@@ -15,19 +15,20 @@ class Status(Enum):
     EVALUATIONS = "max_eval evaluations were made"
     CALLBACK = "the callback said so"
     NO_DECREASE = (
-        "no lower point was found, along the steepest descent either: f has no more digits to lose here (float64 has more), "
-        "or the gradient is not that of f"
+        "no lower point was found, along the steepest descent either: f has no more digits to lose here (float64 has "
+        "more), or the gradient is not that of f"
     )
     NOT_FINITE = "f or its gradient is not finite at the start"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a step did: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute element of its
-    gradient at the parameters that it left, and the length (Euclidean) of the last change of the parameters.
+    """What a step did: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute element of
+    its gradient at the parameters that it left, and the length (Euclidean) of the last change of the parameters.
 
-    `number` says which of these evaluations, from 1 on, was of the parameters that it left. `not_finite` counts the trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names
-    each time that what was known of the function's curvature was dropped, and why.
+    `number` says which of these evaluations, from 1 on, was of the parameters that it left. `not_finite` counts the
+    trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names each time that what
+    was known of the function's curvature was dropped, and why.
     """
 
     status: Status
@@ -43,8 +44,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Iteration:
-    """An accepted point, for `callback`: its number (from 1 on, over all steps), evaluations so far (over all steps), f, the
-    largest absolute element of its gradient, the step along the direction, and the Euclidean length of the change."""
+    """An accepted point, for `callback`: its number (from 1 on, over all steps), evaluations so far (over all steps),
+    f, the largest absolute element of its gradient, the step along the direction, and the Euclidean length of the
+    change."""
 
     number: int
     evaluations: int

@@ -11,19 +11,19 @@ from batchopt.optim.line import Closure
 
 
 class SVRG(torch.optim.Optimizer):
-    """Steps of `base` along g(w) - g(v) + full(v): g is the gradient of a mini-batch, `full` that of all data, and v the
-    parameters at the last snapshot.
+    """Steps of `base` along g(w) - g(v) + full(v): g is the gradient of a mini-batch, `full` that of all data, and v
+    the parameters at the last snapshot.
 
-    The variance of what is stepped along goes to 0 with w - v, so the learning rate of `base` may stay as it is. Each step
-    evaluates the mini-batch twice; a snapshot, one whole pass.
+    The variance of what is stepped along goes to 0 with w - v, so the learning rate of `base` may stay as it is. Each
+    step evaluates the mini-batch twice; a snapshot, one whole pass.
 
     Args:
         base: an optimizer that needs no closure, over the parameters to move: `torch.optim.SGD(params, lr=0.1)`.
         update_freq: passes from one snapshot to the next. Default 2.
 
-    `begin_pass(full)` at the start of each pass over the data takes the snapshots. Groups of parameters, and so learning rates
-    and schedulers, are those of `base`. Johnson and Zhang, "Accelerating stochastic gradient descent using predictive
-    variance reduction", NIPS 2013. Raises `TypeError` or `ValueError` for arguments that cannot work.
+    `begin_pass(full)` at the start of each pass over the data takes the snapshots. Groups of parameters, and so
+    learning rates and schedulers, are those of `base`. Johnson and Zhang, "Accelerating stochastic gradient descent
+    using predictive variance reduction", NIPS 2013. Raises `TypeError` or `ValueError` for arguments that cannot work.
     """
 
     def __init__(self, base: torch.optim.Optimizer, update_freq: int = 2) -> None:
@@ -62,8 +62,8 @@ class SVRG(torch.optim.Optimizer):
     def begin_pass(self, full: Callable[[], Any]) -> bool:
         """Say that a pass over the data begins; returns whether a snapshot was taken.
 
-        `full()`, which is called for that only, evaluates f of all data at the present parameters and leaves df/dX in their
-        `.grad`: `lambda: opt.full_gradient(loader)`.
+        `full()`, which is called for that only, evaluates f of all data at the present parameters and leaves df/dX in
+        their `.grad`: `lambda: opt.full_gradient(loader)`.
         """
         memory = self._memory
         due = memory["passes"] % self.update_freq == 0

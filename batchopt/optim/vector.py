@@ -18,8 +18,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """All elements in one row, where they are: None unless each lies next to the one before.
 
-    In main memory an address is enough, whatever storages it belongs to; elsewhere they must be parts of one storage. The
-    row is good for as long as `tensors` are.
+    In main memory an address is enough, whatever storages it belongs to; elsewhere they must be parts of one storage.
+    The row is good for as long as `tensors` are.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
@@ -41,8 +41,8 @@ def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Vector:
-    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they lie as in one,
-    in one go.
+    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they lie as in
+    one, in one go.
 
     `dtype` is that of the vector: the parameters', but single precision at least. Raises `ValueError` for parameters on
     several devices, or of several dtypes.

@@ -1,4 +1,5 @@
-"""Optimizers are copied and pickled as torch's are: the copy moves parameters of its own, and goes on as the first would."""
+"""Optimizers are copied and pickled as torch's are: the copy moves parameters of its own, and goes on as the first
+would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What collate functions make is kept from the second evaluation on, and is never another thing than they would make."""
+"""What collate functions make is kept from the second evaluation on, and is never another thing than they would
+make."""
 
 from __future__ import annotations
 

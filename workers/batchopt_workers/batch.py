@@ -25,8 +25,8 @@ def _is_tensor(item: Any) -> bool:
 
 
 def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = _is_tensor) -> Any:
-    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which keep
-    their types; what is no leaf stays."""
+    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which
+    keep their types; what is no leaf stays."""
     if is_leaf(data):
         return function(data)
     if isinstance(data, tuple) and hasattr(data, "_make"):
@@ -108,9 +108,9 @@ def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Lists, tuples and arrays
-    in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever else is there belongs
-    to every sample."""
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Lists,
+    tuples and arrays in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever
+    else is there belongs to every sample."""
 
     data: Any
 
@@ -219,8 +219,8 @@ class Part:
 
         Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a
         `collate` function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no
-        targets, and returns what the module and the criterion get. That may come from `collation`, where it is kept for the
-        part with the index `term`.
+        targets, and returns what the module and the criterion get. That may come from `collation`, where it is kept for
+        the part with the index `term`.
         """
         if isinstance(self.inputs, Columns):
             targets = self.targets.slice(start, stop) if self.targets is not None else None

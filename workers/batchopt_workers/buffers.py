@@ -70,8 +70,8 @@ def statistics(module: torch.nn.Module, state: Collection[str] = ()) -> list[lis
 
 
 def tensors_of(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Place]]:
-    """Every tensor that a part of `module` has as a buffer, as a parameter or as an attribute, by its name; tied ones in
-    each place."""
+    """Every tensor that a part of `module` has as a buffer, as a parameter or as an attribute, by its name; tied ones
+    in each place."""
     for path, owner in module.named_modules(prefix=prefix):
         for holder in (owner._buffers, owner._parameters, vars(owner)):
             for name, value in holder.items():
@@ -147,8 +147,8 @@ class StepBuffers:
         return self._own
 
     def include(self, names: Collection[str]) -> None:
-        """From now on evaluation may change these, too: they are as at the step's start now. Raises `ValueError` for one
-        that is too large to be copied for each chunk."""
+        """From now on evaluation may change these, too: they are as at the step's start now. Raises `ValueError` for
+        one that is too large to be copied for each chunk."""
         for name, place in tensors_of(self._module):
             if name in names and (elements := compact(place.get()).numel()) > LARGEST_STATISTIC:
                 raise ValueError(
@@ -203,8 +203,8 @@ class StepBuffers:
             if now is not own:
                 if now.shape != own.shape or now.dtype != own.dtype or compact(now).shape != compact(own).shape:
                     raise ValueError(
-                        f"{place} was {tuple(own.shape)} {own.dtype} and was replaced by {tuple(now.shape)} {now.dtype}: "
-                        "what chunks make of it cannot be averaged"
+                        f"{place} was {tuple(own.shape)} {own.dtype} and was replaced by {tuple(now.shape)} "
+                        f"{now.dtype}: what chunks make of it cannot be averaged"
                     )
                 return now
         return own

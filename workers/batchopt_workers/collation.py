@@ -96,9 +96,10 @@ def _random_states() -> tuple[Any, ...]:
 class Collation:
     """The collated pieces of one batch in one cut, as this worker evaluates them.
 
-    From the second time on that a piece is asked for it is kept, so that a batch that is evaluated once costs nothing. It is
-    not where its tensors are written, or its collate function draws random numbers (what is drawn after that would
-    change), or it cannot be pickled; and no more than `LEAST` bytes are, or as many as the `tensors` of the batch have.
+    From the second time on that a piece is asked for it is kept, so that a batch that is evaluated once costs nothing.
+    It is not where its tensors are written, or its collate function draws random numbers (what is drawn after that
+    would change), or it cannot be pickled; and no more than `LEAST` bytes are, or as many as the `tensors` of the batch
+    have.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:

@@ -46,7 +46,8 @@ class Mirror:
     """What a worker has on its `device`: X, as `parameters`; the direction of products; the module's constants;
     gradients; the pieces of the batch that it has evaluated.
 
-    X crosses once an order, the direction once an order for a product, each piece of the batch once, and a gradient for each partial that is reported.
+    X crosses once an order, the direction once an order for a product, each piece of the batch once, and a gradient for
+    each partial that is reported.
     """
 
     def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:

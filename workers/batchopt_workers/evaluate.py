@@ -29,7 +29,8 @@ from batchopt_workers.worker import Hook, Sample, Worker
 
 @dataclass(frozen=True)
 class Program:
-    """What every worker evaluates: a function for each term, None where the loss is the criterion's or the module's own.
+    """What every worker evaluates: a function for each term, None where the loss is the criterion's or the module's
+    own.
 
     Hooks belong to it, for they may share objects with the module and the losses. `module_hooks` are those of all
     modules of a process; `state` names the tensors of the module that a forward writes, beside small buffers.

@@ -84,8 +84,8 @@ class Descriptors(NamedTuple):
 
 
 def main(connection: Connection, parent: int, leash: int = -1) -> None:
-    """Serve process `parent` until it hangs up or ends, or has not needed this process for a while. `leash`: a descriptor
-    whose signal ends this process, in whatever state, when the parent is gone."""
+    """Serve process `parent` until it hangs up or ends, or has not needed this process for a while. `leash`: a
+    descriptor whose signal ends this process, in whatever state, when the parent is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as inherited it may be ignored: then nobody can be waited for
     gc.collect()
     gc.freeze()  # a collection in a worker would write to all that it shares with the others

@@ -13,8 +13,8 @@ _OF_TORCH = ("_parameters", "_buffers", "_modules", "training")
 
 
 def written(worker: Worker) -> dict[str, str]:
-    """A digest of what a forward may write: the buffers, frozen parameters and own attributes of each part of the module, and
-    of the criterion, by name; what cannot be pickled is left out."""
+    """A digest of what a forward may write: the buffers, frozen parameters and own attributes of each part of the
+    module, and of the criterion, by name; what cannot be pickled is left out."""
     found = {}
     for prefix, whole in (("", worker.module), ("criterion", worker.criterion)):
         if isinstance(whole, torch.nn.Module):

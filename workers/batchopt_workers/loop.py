@@ -136,16 +136,16 @@ class Session:
         self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
     ) -> None:
         """Build the module around X and its constants and state (block "program"), in place of the one before; what
-        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`: whether the
-        first one does.
+        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`:
+        whether the first one does.
 
         Raises `RuntimeError` where the module before was given hooks in this worker: they would be lost.
         """
         if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
             raise RuntimeError(
                 "the program was changed in the parent, and workers are given it anew; but hooks were registered on "
-                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with which "
-                "they are sent"
+                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
+                "which they are sent"
             )
         self._private["program"].discard()
         tensors = views(placements, self._private["program"])
@@ -222,8 +222,8 @@ class Session:
             self._mirror.add_rows(count, self._buffers.size)
 
     def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
-        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake` seconds
-        after a short order."""
+        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake`
+        seconds after a short order."""
         self.awake = awake
         self.worker.world_size = size
         torch.set_num_threads(threads[self.worker.rank])
@@ -296,8 +296,8 @@ class _Mailbox:
         """Say something about message `number`."""
         if len(body) + HEAD.size > LARGEST:
             raise ValueError(
-                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less at a time, or "
-                "write it to a file and return its path"
+                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less "
+                "at a time, or write it to a file and return its path"
             )
         frame = HEAD.pack(number, kind) + body
         faults.point("worker.send", chunk)

@@ -1,4 +1,5 @@
-"""Memory that changes what it is, where it is: a mapping is replaced by another with the same content, at the same address.
+"""Memory that changes what it is, where it is: a mapping is replaced by another with the same content, at the same
+address.
 
 So every tensor over it stays. In a process that is forked, memory that was shared becomes a copy, as at the time of the
 fork: its own, as all that is not shared is anyway.
@@ -69,15 +70,15 @@ def _move(source: int, nbytes: int, target: int) -> None:
 
 
 def give_back(fd: int, offset: int, nbytes: int) -> None:
-    """Have the file hold no memory for these bytes, which become zero; it stays as long as it is. Does nothing where the
-    system cannot."""
+    """Have the file hold no memory for these bytes, which become zero; it stays as long as it is. Does nothing where
+    the system cannot."""
     with suppress(AttributeError):
         ctypes.CDLL(None).fallocate(fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
 
 
 def make_private(mapping: mmap.mmap, fd: int) -> None:
-    """Replace a shared mapping of the file `fd`, which nobody else may be using, by memory of this process; it takes a piece
-    more than there was, since the file is emptied on the way."""
+    """Replace a shared mapping of the file `fd`, which nobody else may be using, by memory of this process; it takes a
+    piece more than there was, since the file is emptied on the way."""
     start, nbytes = address_of(mapping), len(mapping)
     with _lock:
         _forget(start)
@@ -106,8 +107,8 @@ def make_shared(mapping: mmap.mmap, fd: int) -> None:
 # Mappings, by address, that tensors of the user view and that a child must not have in common with this process: those
 # are alive for as long as such a tensor.
 _shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-# Of such mappings, by address, copies for children, and their length: processes that are forked one after the other have
-# the pages of one copy in common, until one writes them.
+# Of such mappings, by address, copies for children, and their length: processes that are forked one after the other
+# have the pages of one copy in common, until one writes them.
 _copies: dict[int, tuple[int, int]] = {}
 # Held while copies are made and given back, and while this process forks.
 _lock = threading.RLock()
@@ -124,7 +125,8 @@ def is_shared(mapping: mmap.mmap) -> bool:
 
 
 def forget_copies() -> None:
-    """Give back the copies that were made for the last fork, which a next one could have: what is shared will change."""
+    """Give back the copies that were made for the last fork, which a next one could have: what is shared will
+    change."""
     if _copies and _lock.acquire(blocking=False):
         try:
             for address in [*_copies]:
@@ -165,9 +167,10 @@ def _copy_for_child(address: int, nbytes: int) -> None:
         _copies[address] = _copy(address, nbytes), nbytes
     except OSError as error:
         warnings.warn(
-            f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could not be had "
-            f"({error}): the process that is forked here shares them with this one, and must not write them; fork it before "
-            "the BatchOptimizer is built or after it is closed, or give the machine or the container more memory",
+            f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could "
+            f"not be had ({error}): the process that is forked here shares them with this one, and must not write "
+            "them; fork it before the BatchOptimizer is built or after it is closed, or give the machine or the "
+            "container more memory",
             RuntimeWarning,
             stacklevel=4,
         )

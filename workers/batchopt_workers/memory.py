@@ -56,14 +56,15 @@ def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return OSError(
             errno.EFBIG,
-            f"a block of shared memory needs {nbytes} bytes, and files of this process may have no more than {limit}: raise the "
-            "limit (`ulimit -f`); parameters lie there with parallelize=1, too",
+            f"a block of shared memory needs {nbytes} bytes, and files of this process may have no more than {limit}: "
+            "raise the limit (`ulimit -f`); parameters lie there with parallelize=1, too",
         )
     if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return OSError(
             error.errno,
             f"this system does not let the process make shared memory ({error}): parameters lie there, also with "
-            "parallelize=1; allow memfd_create, fallocate and ftruncate, which a container's seccomp profile may forbid",
+            "parallelize=1; allow memfd_create, fallocate and ftruncate, which a container's seccomp profile may "
+            "forbid",
         )
     return MemoryError(f"{_shortage(nbytes, free)} ({error})")
 
@@ -80,8 +81,8 @@ def _take(fd: int, offset: int, nbytes: int) -> None:
 
 
 def _seal(fd: int) -> None:
-    """The file keeps its length: whoever else has it cannot take away memory that this process would touch, which ends it
-    with SIGBUS. Does nothing where the system cannot."""
+    """The file keeps its length: whoever else has it cannot take away memory that this process would touch, which ends
+    it with SIGBUS. Does nothing where the system cannot."""
     if hasattr(fcntl, "F_ADD_SEALS"):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
@@ -115,7 +116,8 @@ class SharedBlock:
     """
 
     def __init__(self, fd: int, private: bool = False) -> None:
-        """Map the memory behind `fd`, which this object owns from here on. `private`: what is written here stays here."""
+        """Map the memory behind `fd`, which this object owns from here on. `private`: what is written here stays
+        here."""
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, self.nbytes, flags=_PRIVATE if private else mmap.MAP_SHARED)
@@ -172,8 +174,8 @@ class SharedBlock:
         mapping.keep_apart(self._map)
 
     def make_private(self) -> None:
-        """Be memory of this process alone, at the same address: tensors over it stay. For once nobody else uses it; does
-        nothing in a fork, which has its own."""
+        """Be memory of this process alone, at the same address: tensors over it stay. For once nobody else uses it;
+        does nothing in a fork, which has its own."""
         if self._close.alive and mapping.is_shared(self._map):
             mapping.make_private(self._map, self.fd)
             self.release()

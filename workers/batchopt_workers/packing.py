@@ -157,8 +157,8 @@ def dumps(obj: object) -> bytes:
 
 
 def _stride(tensor: torch.Tensor, expanded: bool) -> tuple[int, ...]:
-    """The tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it. Where it is expanded,
-    and is to stay so, 0."""
+    """The tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it. Where it is
+    expanded, and is to stay so, 0."""
     dense = torch.empty_like(tensor, device="meta")
     if not expanded or 0 not in tensor.stride():
         return dense.stride()

@@ -44,9 +44,9 @@ class Node(NamedTuple):
 class Fold(Generic[T]):
     """Partials of some of `count` chunks, merged as far as the tree allows.
 
-    `merge(left, right)` returns the merged partial; it may reuse the memory of either (a worker that adds chunks in order
-    reuses that of `right`, which nobody was told of). Chunks that come in
-    order leave at most about `2 * log2(count)` partials unmerged.
+    `merge(left, right)` returns the merged partial; it may reuse the memory of either (a worker that adds chunks in
+    order reuses that of `right`, which nobody was told of). Chunks that come in order leave at most about `2 *
+    log2(count)` partials unmerged.
     """
 
     def __init__(self, count: int, merge: Callable[[T, T], T]) -> None:
@@ -85,8 +85,8 @@ class Fold(Generic[T]):
 
 @lru_cache(maxsize=1024)
 def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = ()) -> int:
-    """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order by a worker that
-    holds `held`, the one being evaluated included: the rows that it needs."""
+    """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order by a worker
+    that holds `held`, the one being evaluated included: the rows that it needs."""
     fold: Fold[None] = Fold(count, lambda left, right: None)
     for node in held:
         fold.add(node, None)

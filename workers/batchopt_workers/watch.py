@@ -40,7 +40,8 @@ class Watch:
     def __init__(
         self, module: torch.nn.Module, others: Iterable[tuple[str, torch.Tensor]], variable: Iterable[torch.Tensor]
     ) -> None:
-        """`others`: tensors of the program by name, whether or not the module has them; `variable`: those that may change."""
+        """`others`: tensors of the program by name, whether or not the module has them; `variable`: those that may
+        change."""
         known = {id(tensor) for tensor in variable}
         self._constants: list[_Constant] = []
         for name, place in tensors_of(module):
@@ -76,8 +77,8 @@ class Watch:
         self._versions = [_version(constant.tensor) for constant in self._constants]
 
     def check(self) -> None:
-        """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put back
-        is as it was at `begin`."""
+        """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put
+        back is as it was at `begin`."""
         written = [
             constant
             for constant, version in zip(self._constants, self._versions, strict=True)
@@ -94,13 +95,13 @@ class Watch:
         self._originals, self._examines = {}, False
         if new:
             raise ValueError(
-                f"the parameter '{new[0]}' was made by the first forward, and is not in X: call the module once before it is "
-                "given to batchopt"
+                f"the parameter '{new[0]}' was made by the first forward, and is not in X: call the module once "
+                "before it is given to batchopt"
             )
         if made:
             raise ValueError(
-                f"the buffer '{made[0]}' was None, and forward made it a tensor: call the module once before it is given to "
-                "batchopt, or register it with its shape"
+                f"the buffer '{made[0]}' was None, and forward made it a tensor: call the module once before it is "
+                "given to batchopt, or register it with its shape"
             )
         others = [constant.name for constant in written if constant.place is None]
         if others:
@@ -181,7 +182,7 @@ class BatchWatch:
         for (name, tensor), version in zip(self._tensors, self._versions, strict=True):
             if _version(tensor) != version:
                 raise ValueError(
-                    f"forward, or a hook, writes its `{name}` in place (a tensor of shape {tuple(tensor.shape)}): the next "
-                    "evaluation of the step would see other data; write to a copy (x = x / 2, x.clone()), and load the "
-                    "batch anew"
+                    f"forward, or a hook, writes its `{name}` in place (a tensor of shape {tuple(tensor.shape)}): the "
+                    "next evaluation of the step would see other data; write to a copy (x = x / 2, x.clone()), and "
+                    "load the batch anew"
                 )

@@ -30,8 +30,8 @@ class Weighting:
         return float(self.size) if self.running is None else float(self.running[-1].item())
 
     def of(self, start: int, stop: int) -> float:
-        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them, unless `divided_once`; NaN if
-        all denominators are 0."""
+        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them, unless `divided_once`; NaN
+        if all denominators are 0."""
         if self.reduction == "sum":
             return 1.0
         if self.divided_once:

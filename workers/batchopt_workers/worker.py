@@ -28,12 +28,12 @@ class Worker:
 
 @dataclass
 class Sample:
-    """The samples of one forward: `indices` are their positions in the batch or, where there are terms, in that of their
-    `term`, whose name it is.
+    """The samples of one forward: `indices` are their positions in the batch or, where there are terms, in that of
+    their `term`, whose name it is.
 
     A prehook may put other `inputs` and `targets` in place. `output` (what the module returned; None with `loss_fn`)
-    and `loss` (what the criterion returned, a float; of cross entropy with label smoothing and class weights of 0 the sum, in
-    place of the mean) are there for the posthook.
+    and `loss` (what the criterion returned, a float; of cross entropy with label smoothing and class weights of 0 the
+    sum, in place of the mean) are there for the posthook.
     """
 
     inputs: Any
