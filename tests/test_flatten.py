@@ -109,13 +109,13 @@ def test_tied_parameters_stay_tied_and_count_once(module: torch.nn.Module) -> No
 @given(module_trees())
 @settings(deadline=None)
 def test_frozen_parameters_and_buffers_stay_where_they_are(module: torch.nn.Module) -> None:
-    def places() -> dict[str, tuple[int, tuple[int, ...]]]:
+    def registrations() -> dict[str, tuple[int, tuple[int, ...]]]:
         others = [*module.named_parameters(), *module.named_buffers()]
         return {name: (t.data_ptr(), t.stride()) for name, t in others if not t.requires_grad}
 
-    before = places()
+    before = registrations()
     flatten(module)
-    assert places() == before
+    assert registrations() == before
 
 
 @given(module_trees())
@@ -300,7 +300,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else ()
 
 
-def places(module: torch.nn.Module) -> list[tuple[object, ...]]:
+def registrations(module: torch.nn.Module) -> list[tuple[object, ...]]:
     known = [p for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter)]
     return [(id(p), *_memory(p), p._version) for p in known]
 
@@ -308,10 +308,10 @@ def places(module: torch.nn.Module) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_flattened_is_refused_untouched(make: Callable[[], torch.nn.Module], message: str) -> None:
     module = make()
-    before = places(module)
+    before = registrations(module)
     with pytest.raises(ValueError, match=message):
         flatten(module)
-    assert places(module) == before
+    assert registrations(module) == before
 
 
 def test_a_class_is_no_module() -> None:

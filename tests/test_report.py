@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from batchopt import BatchOptimizer
 from batchopt._function.observer import Evaluated
-from batchopt._function.report import Report, logger
+from batchopt._function.reporter import Reporter, logger
 from batchopt._mapreduce.answers import Answer
 
 ANSWERS = [Answer(0, 100, 0.25, []), Answer(2, 50, 0.5, [])]
@@ -31,7 +31,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 def evaluate_twice(verbose: int) -> None:
-    report = Report(verbose)
+    report = Reporter(verbose)
     for number in (1, 2):
         report.evaluated(Evaluated(number, 1, 1 / 3, {}, ANSWERS, [0, 1], 0.0, 0.01, 0.0123))
     report.note("calibrated: %s", "fast")
@@ -83,7 +83,7 @@ def test_at_three_each_worker_has_a_record_of_its_share(caplog: pytest.LogCaptur
 @pytest.mark.parametrize("verbose", [2, 3])
 def test_without_logging_set_up_records_go_to_stderr_once(verbose: int, capsys: pytest.CaptureFixture[str]) -> None:
     logger.propagate = False  # as if no handler were set up above
-    Report(verbose)
+    Reporter(verbose)
     evaluate_twice(verbose)
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -91,7 +91,7 @@ def test_without_logging_set_up_records_go_to_stderr_once(verbose: int, capsys: 
 
 
 def test_with_logging_set_up_no_handler_is_added(caplog: pytest.LogCaptureFixture) -> None:
-    Report(3)
+    Reporter(3)
     assert logger.handlers == []
 
 
@@ -99,13 +99,13 @@ def test_with_logging_set_up_no_handler_is_added(caplog: pytest.LogCaptureFixtur
 def test_the_cut_matters_to_batch_norm_in_training_mode(kind: type[nn.Module]) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(4)))
     with pytest.warns(UserWarning) as caught:
-        assert Report(0).cut_matters(module, 2)
+        assert Reporter(0).cut_matters(module, 2)
     (warning,) = caught
     assert str(warning.message).startswith(f"'1.0' ({kind.__name__}) is in training mode")
 
 
 def test_that_the_cut_matters_is_warned_of_once() -> None:
-    report, module = Report(0), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    report, module = Reporter(0), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     with pytest.warns(UserWarning) as caught:
         found = [report.cut_matters(module, chunks) for chunks in (2, 3)]
     assert found == [True, True]
@@ -113,7 +113,7 @@ def test_that_the_cut_matters_is_warned_of_once() -> None:
 
 
 def test_that_the_cut_matters_is_warned_of_only_once_there_is_a_cut() -> None:
-    report, module = Report(0), nn.BatchNorm1d(4)
+    report, module = Reporter(0), nn.BatchNorm1d(4)
     assert not report.cut_matters(module, 1)
     with pytest.warns(UserWarning):
         assert report.cut_matters(module, 2)
@@ -122,7 +122,7 @@ def test_that_the_cut_matters_is_warned_of_only_once_there_is_a_cut() -> None:
 def test_the_cut_matters_to_batch_norm_without_running_statistics_in_any_mode() -> None:
     module = nn.BatchNorm1d(4, track_running_stats=False).eval()
     with pytest.warns(UserWarning):
-        assert Report(0).cut_matters(module, 2)
+        assert Reporter(0).cut_matters(module, 2)
 
 
 UNCUT: dict[str, nn.Module] = {
@@ -136,7 +136,7 @@ UNCUT: dict[str, nn.Module] = {
 @pytest.mark.parametrize("module", UNCUT.values(), ids=UNCUT)
 def test_the_cut_does_not_matter_to_what_takes_samples_one_by_one(module: nn.Module) -> None:
     with warnings.catch_warnings(record=True) as caught:
-        assert not Report(0).cut_matters(module, 2)
+        assert not Reporter(0).cut_matters(module, 2)
     assert caught == []
 
 
@@ -151,7 +151,7 @@ def test_the_cut_does_not_matter_to_what_takes_samples_one_by_one(module: nn.Mod
     ],
 )
 def test_workers_without_work_are_warned_of_once(samples: int, chunks: int | None, workers: int, message: str) -> None:
-    report = Report(0)
+    report = Reporter(0)
     with pytest.warns(UserWarning) as caught:
         report.idle(samples, chunks, workers)
         report.idle(samples, chunks, workers)
@@ -161,7 +161,7 @@ def test_workers_without_work_are_warned_of_once(samples: int, chunks: int | Non
 
 @pytest.mark.parametrize("samples, chunks, workers", [(8, None, 8), (9, 9, 8), (1, None, 1), (1, 1, 1), (100, 8, 8)])
 def test_as_much_work_as_workers_is_no_concern(samples: int, chunks: int | None, workers: int) -> None:
-    report = Report(0)
+    report = Reporter(0)
     report.idle(samples, chunks, workers)
     with pytest.warns(UserWarning, match="1 idle"):  # not used up
         report.idle(1, 1, 2)
@@ -174,5 +174,5 @@ def test_a_warning_is_of_the_users_line() -> None:
         pytest.warns(UserWarning) as caught,
     ):
         opt.step(torch.rand(8, 2), torch.rand(8, 2))
-        Report(0).idle(1, None, 2)
+        Reporter(0).idle(1, None, 2)
     assert [warning.filename for warning in caught] == [__file__, __file__]

@@ -21,7 +21,7 @@ from batchopt._function.cut_check import compare, refuse_frequencies
 from batchopt._function.nonfinite import explain
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.observers import Observers
-from batchopt._function.report import Report
+from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._function.trials import Trial
@@ -62,8 +62,8 @@ class BatchFunction:
         self.workers = Workers(subject, settings)
         self._readings = self._read_for_workers()
         self._terms = settings.terms
-        self._report = Report(settings.verbose)
-        self.observers = Observers([self._report])
+        self._reporter = Reporter(settings.verbose)
+        self.observers = Observers([self._reporter])
         self._checks_cut = settings.check_cut
         self._step: Step | None = None
         self._past = Past(counters or Counters())
@@ -148,7 +148,7 @@ class BatchFunction:
         subject, workers, settings = self.subject, self.workers, self.settings
         subject.check()
         self.end_step()
-        workers.grow(self._report.not_grown)
+        workers.grow(self._reporter.not_grown)
         with self.observers.doing("load"), self.undone_if_it_fails():
             self._step = None
             subject.buffers.begin_step()
@@ -163,8 +163,8 @@ class BatchFunction:
                 self._measure(self._step)
                 plan = make_plan(batch.size, chunk_size, workers.speeds)
             refuse_frequencies(subject.module, len(workers.infos), batch, plan.cut.chunks)
-            self._report.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
-            movable = not self._report.cut_matters(subject.module, plan.cut.chunks)
+            self._reporter.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
+            movable = not self._reporter.cut_matters(subject.module, plan.cut.chunks)
             self._step = replace(self._step, plan=plan, movable=movable)
             if movable:
                 self._check_cut(self._step)
@@ -179,7 +179,7 @@ class BatchFunction:
         largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
         arguments = step.batch, self._readings, largest, workers.number, step.number, dtype
         with self.subject.keeping_gradients(), workers.without_hooks():
-            self._report.cut_differs(workers.learning(lambda: compare(workers.backend, *arguments)))
+            self._reporter.cut_differs(workers.learning(lambda: compare(workers.backend, *arguments)))
 
     @exclusive
     def calibrate(self) -> list[float]:
@@ -190,7 +190,7 @@ class BatchFunction:
     def _measure(self, step: Step) -> list[float]:
         speeds = self.workers.calibrate(step.batch.size, step.number)
         if not self.workers.speeds.fixed:
-            self._report.note("calibrated: %s samples/s", [round(speed) for speed in speeds])
+            self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in speeds])
         return speeds
 
     def for_each(self, batches: Iterable[Any], use: Callable[[Prepared], T]) -> Iterator[T]:
@@ -429,7 +429,7 @@ class BatchFunction:
         if not self._closed:
             self._closed = True
             self.end_step()
-            self._report.close()
+            self._reporter.close()
             self.workers.backend.close()
             self.subject.leave()
 

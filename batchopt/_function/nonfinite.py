@@ -20,7 +20,7 @@ DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product
 
 
 @dataclass(frozen=True)
-class Place:
+class Origin:
     """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and which of
     the loss and its derivative it is."""
 
@@ -47,7 +47,7 @@ def explain(
 
 def locate(
     backend: Backend, cut: Cut, number: Callable[[], int], step: int, kind: Kind = Kind.EVALUATE
-) -> Place | None:
+) -> Origin | None:
     """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
 
     None if each chunk is finite: a hook did it, or their sum is too large for the dtype.
@@ -74,7 +74,7 @@ def locate(
         except WorkerError:  # the module cannot evaluate so few samples
             return ""
 
-    return Place(chunks.start, _narrow(samples, what_of_samples), reason)
+    return Origin(chunks.start, _narrow(samples, what_of_samples), reason)
 
 
 def _narrow(items: range, what: Callable[[range], str]) -> range:

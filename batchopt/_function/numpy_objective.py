@@ -15,7 +15,7 @@ from batchopt._machine.ownership import exclusive
 from batchopt.errors import BatchoptError
 from batchopt_workers.batch import Batch
 
-Vector = npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 
 
 class _Point(NamedTuple):
@@ -24,7 +24,7 @@ class _Point(NamedTuple):
     batch: weakref.ref[Batch]
     x: torch.Tensor
     loss: float
-    gradient: Vector
+    gradient: Doubles
 
 
 class FlatObjective:
@@ -45,7 +45,7 @@ class FlatObjective:
         self._last: _Point | None = None
 
     @property
-    def x0(self) -> Vector:
+    def x0(self) -> Doubles:
         """The module's parameters as they are now: a new array."""
         return _doubles(self._function.parameters)
 
@@ -55,18 +55,18 @@ class FlatObjective:
         return self._at(x).loss
 
     @exclusive
-    def gradient(self, x: Any) -> Vector:
+    def gradient(self, x: Any) -> Doubles:
         """df/dX at `x`: a new array."""
         return self._at(x).gradient.copy()
 
     @exclusive
-    def value_and_grad(self, x: Any) -> tuple[float, Vector]:
+    def value_and_grad(self, x: Any) -> tuple[float, Doubles]:
         """f and df/dX at `x`."""
         point = self._at(x)
         return point.loss, point.gradient.copy()
 
     @exclusive
-    def hvp(self, x: Any, v: Any) -> Vector:
+    def hvp(self, x: Any, v: Any) -> Doubles:
         """The Hessian at `x` times `v`: a new array; NaN where `v` is not finite, as some solvers try."""
         self._function.ready()
         direction = self._read("v", v, finite=False)
@@ -119,6 +119,6 @@ class FlatObjective:
         return vector
 
 
-def _doubles(vector: torch.Tensor) -> Vector:
-    found: Vector = vector.detach().to("cpu", torch.float64, copy=True).numpy()
+def _doubles(vector: torch.Tensor) -> Doubles:
+    found: Doubles = vector.detach().to("cpu", torch.float64, copy=True).numpy()
     return found

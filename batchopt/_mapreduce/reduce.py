@@ -22,7 +22,7 @@ BLOCK = 2**18
 # Elements from which on it pays to start threads.
 LARGE = 2**20
 
-Vector = npt.NDArray[Any]
+Numbers = npt.NDArray[Any]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -115,7 +115,7 @@ def _sum(pairs: Pairs, root: torch.Tensor, out: torch.Tensor) -> bool:
     return all(finite)
 
 
-def _sum_slice(pairs: Sequence[tuple[Vector, Vector]], root: Vector, out: Vector, part: slice) -> bool:
+def _sum_slice(pairs: Sequence[tuple[Numbers, Numbers]], root: Numbers, out: Numbers, part: slice) -> bool:
     """The same for a part of the vectors."""
     finite = True
     with np.errstate(all="ignore"):  # what overflows is looked at

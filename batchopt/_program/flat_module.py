@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from batchopt._program.flatten import check_places, flatten, places
+from batchopt._program.flatten import check_registrations, flatten, registrations
 from batchopt_workers.buffers import StepBuffers
 
 
@@ -20,7 +20,7 @@ class FlatModule:
         self.module = module
         self.flat, self.parameters = flatten(module)
         self.flat.enter(self)
-        self._places = places(module, self.parameters)
+        self._registrations = registrations(module, self.parameters)
         self.gradient = torch.zeros_like(self.flat.vector)
         self._views = self.flat.layout.views(self.gradient)
         self.buffers = StepBuffers(module)
@@ -35,7 +35,7 @@ class FlatModule:
 
         Raises `BatchoptError` where that cannot be, and for a parameter that is another object than before.
         """
-        check_places(self._places)
+        check_registrations(self._registrations)
         self.flat.follow(self.module, self.parameters)
 
     def check(self) -> None:

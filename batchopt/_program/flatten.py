@@ -20,7 +20,7 @@ from batchopt_workers.memory import SharedBlock
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Place(NamedTuple):
+class Registration(NamedTuple):
     """Where a module registers a parameter of X: `owner._parameters[key]`; `name` is what the whole module calls it."""
 
     owner: torch.nn.Module
@@ -29,20 +29,20 @@ class Place(NamedTuple):
     parameter: torch.nn.Parameter
 
 
-def places(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Place]:
+def registrations(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Registration]:
     """All places of `parameters`; of a tied one each."""
     ours = {id(parameter) for parameter in parameters}
     return [
-        Place(owner, key, f"{prefix}.{key}" if prefix else key, parameter)
+        Registration(owner, key, f"{prefix}.{key}" if prefix else key, parameter)
         for prefix, owner in module.named_modules()
         for key, parameter in owner._parameters.items()
         if parameter is not None and id(parameter) in ours
     ]
 
 
-def check_places(places: list[Place]) -> None:
+def check_registrations(found: list[Registration]) -> None:
     """Raise `BatchoptError` unless each parameter still is the object that it was."""
-    for owner, key, name, parameter in places:
+    for owner, key, name, parameter in found:
         if owner._parameters.get(key) is not parameter:
             raise BatchoptError(
                 f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "

@@ -25,7 +25,7 @@ _PLAIN = (dict, list, tuple, set, frozenset, deque)
 # Steps that the user did not write: they leave no trace in the path.
 _CONTAINERS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 
-Part = tuple[str, Any]  # how it is reached from what holds it: ".name", "[index]", or "" if it goes without saying
+Held = tuple[str, Any]  # how it is reached from what holds it: ".name", "[index]", or "" if it goes without saying
 
 
 def blame(obj: object) -> str | None:
@@ -60,7 +60,7 @@ class _Search:
         self._deadline = deadline
         self._seen: dict[int, object] = {}  # by identity; kept alive, so that no identity is used again
 
-    def inside(self, obj: object, path: str, depth: int) -> Part | None:
+    def inside(self, obj: object, path: str, depth: int) -> Held | None:
         """The path to the part of `obj`, which cannot be pickled, that is to blame, and the part; None if all of its
         faulty parts were seen before: it is held by what it holds."""
         self._seen[id(obj)] = obj
@@ -85,7 +85,7 @@ class _Search:
         return None if only_seen else (path, obj)
 
 
-def _parts(obj: Any) -> Iterator[Part]:
+def _parts(obj: Any) -> Iterator[Held]:
     """What pickling `obj` pickles too, with the way there."""
     if isinstance(obj, FunctionType):
         return _of_function(obj)
@@ -110,7 +110,7 @@ def _parts(obj: Any) -> Iterator[Part]:
     return _of_instance(obj)
 
 
-def _items(container: Any) -> Iterator[Part]:
+def _items(container: Any) -> Iterator[Held]:
     if isinstance(container, dict):
         for key, value in container.items():
             yield f"[{key!r}]", value
@@ -120,7 +120,7 @@ def _items(container: Any) -> Iterator[Part]:
             yield f"[{index}]", value
 
 
-def _attributes(state: dict[str, Any]) -> Iterator[Part]:
+def _attributes(state: dict[str, Any]) -> Iterator[Held]:
     for name, value in state.items():
         yield f".{name}", value
 
@@ -130,7 +130,7 @@ def _is_remade(name: str, member: object) -> bool:
     return name == "_abc_impl" or isinstance(member, (GetSetDescriptorType, MemberDescriptorType))
 
 
-def _of_function(function: FunctionType) -> Iterator[Part]:
+def _of_function(function: FunctionType) -> Iterator[Held]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -159,7 +159,7 @@ def _globals_of(code: CodeType) -> Iterator[str]:
             yield from _globals_of(constant)
 
 
-def _of_instance(obj: Any) -> Iterator[Part]:
+def _of_instance(obj: Any) -> Iterator[Held]:
     """The state of an instance as it would be pickled, then its class."""
     if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
         reduced: Any = (None, (type(obj),), vars(obj))  # as `pack` does it
@@ -179,7 +179,7 @@ def _of_instance(obj: Any) -> Iterator[Part]:
     yield from _items(dict(pairs or ()))
 
 
-def _of_state(obj: Any, state: Any) -> Iterator[Part]:
+def _of_state(obj: Any, state: Any) -> Iterator[Held]:
     both = state if isinstance(state, tuple) and len(state) == 2 else (state, None)  # __dict__ and __slots__
     if not all(part is None or isinstance(part, dict) for part in both):
         yield "", state

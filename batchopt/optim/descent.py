@@ -13,7 +13,7 @@ import torch
 from batchopt.optim.algebra import add, copy, largest, norm
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
-from batchopt.optim.linesearch import FLAT, Sample, armijo, discrepancy, fixed, strong_wolfe
+from batchopt.optim.linesearch import C2, TrialPoint, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.options import as_numbers, check_options
 from batchopt.optim.status import Iteration, Result, Status
 from batchopt.optim.vector import Vector
@@ -33,7 +33,7 @@ SAME_F, SAME_GRADIENT = 1e-3, 1e-2
 
 
 @dataclass
-class Run:
+class Search:
     """One call of `step`, so far."""
 
     function: Function
@@ -60,7 +60,7 @@ class Descent(torch.optim.Optimizer):
     All parameters are one vector, of one group. `result` tells how the last call of `step` went.
     """
 
-    flat = FLAT  # how much flatter phi has to be where a line search ends
+    flat = C2  # how much flatter phi has to be where a line search ends
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
         defaults = as_numbers(defaults)
@@ -121,7 +121,7 @@ class Descent(torch.optim.Optimizer):
     def _function(self, closure: Closure) -> Function:
         return Function(self._vector, closure)
 
-    def _line(self, run: Run) -> Line:
+    def _line(self, run: Search) -> Line:
         return Line(run.function, run.here, self._direction, run.spare)
 
     @property
@@ -146,7 +146,7 @@ class Descent(torch.optim.Optimizer):
         function = self._function(closure)
         begin = self._spare[0]
         first = function.here(begin)
-        run = Run(function, begin, [self._spare[1], self._last_point()])
+        run = Search(function, begin, [self._spare[1], self._last_point()])
         self._recognise(run)
         try:
             status = Status.NOT_FINITE if not begin.finite else self._why_stop(run) or self._descend(run)
@@ -170,7 +170,7 @@ class Descent(torch.optim.Optimizer):
         memory = self._memory
         return Point(memory["x"], memory["gradient"], memory["f"]) if "x" in memory else self._new_point()
 
-    def _recognise(self, run: Run) -> None:
+    def _recognise(self, run: Search) -> None:
         """Forget what belongs to another function: one that differs where the last step ended."""
         here, last = run.here, run.spare[-1]
         f = last.f
@@ -182,7 +182,7 @@ class Descent(torch.optim.Optimizer):
             if self._forget():
                 run.forgotten.append("the function changed between two steps")
 
-    def _descend(self, run: Run) -> Status:
+    def _descend(self, run: Search) -> Status:
         """From point to point, until there is a reason to stop."""
         while True:
             before = run.here
@@ -201,7 +201,7 @@ class Descent(torch.optim.Optimizer):
             if status is not None:
                 return status
 
-    def _why_stop(self, run: Run) -> Status | None:
+    def _why_stop(self, run: Search) -> Status | None:
         group = self._group
         if largest(self._steepest(run.here)) <= group["tolerance_grad"]:
             return Status.GRADIENT
@@ -211,7 +211,7 @@ class Descent(torch.optim.Optimizer):
             return Status.EVALUATIONS
         return None
 
-    def _advance(self, run: Run) -> float | None:
+    def _advance(self, run: Search) -> float | None:
         """Search along the next direction, and go to what was found; returns the step, or None if nothing was."""
         here, direction = run.here, self._direction
         line = self._line(run)
@@ -223,7 +223,7 @@ class Descent(torch.optim.Optimizer):
             slope = line.slope(here)
         if not -math.inf < slope < 0:
             return None
-        start = Sample(0.0, here.f, slope)
+        start = TrialPoint(0.0, here.f, slope)
         run.line = line
         found = self._search(run, line, start)
         if found is None and self._learn_noise(run, start, line.samples):
@@ -238,7 +238,7 @@ class Descent(torch.optim.Optimizer):
         self._learn(here, after, self._change)
         return line.last_step if found is None else found.step
 
-    def _search(self, run: Run, line: Line, start: Sample) -> Sample | None:
+    def _search(self, run: Search, line: Line, start: TrialPoint) -> TrialPoint | None:
         group, kind = self._group, self._line_search
         first = group["lr"] * self._first(start.slope, norm(self._direction))
         if not 0 < first < math.inf:  # what it was made of is as small as numbers get
@@ -251,10 +251,10 @@ class Descent(torch.optim.Optimizer):
         noise = max(run.noise, self._rounding(run))
         return strong_wolfe(line, start, first, evaluations, max(noise - (start.f - run.best), 0.0), self.flat)
 
-    def _rounding(self, run: Run) -> float:
+    def _rounding(self, run: Search) -> float:
         return NOISE * torch.finfo(self._vector.dtype).eps * abs(run.best)
 
-    def _learn_noise(self, run: Run, start: Sample, samples: list[Sample]) -> bool:
+    def _learn_noise(self, run: Search, start: TrialPoint, samples: list[TrialPoint]) -> bool:
         """After a search in vain: what f differs by from what the slopes say, where they say the same at both ends.
         Returns whether that is more than was thought of as noise."""
         if self._line_search != "strong_wolfe":
@@ -265,7 +265,7 @@ class Descent(torch.optim.Optimizer):
         run.noise = noise
         return True
 
-    def _keep_lowest(self, run: Run, before: Point) -> None:
+    def _keep_lowest(self, run: Search, before: Point) -> None:
         if run.here.f <= min(before.f, math.inf if run.lowest is None else run.lowest.f):
             run.lowest = None
         elif run.lowest is None:
@@ -275,7 +275,7 @@ class Descent(torch.optim.Optimizer):
             copy(before.gradient, run.lowest.gradient)
             run.lowest.f, run.lowest.number = before.f, before.number
 
-    def _accept(self, run: Run, f: float, step: float) -> Status | None:
+    def _accept(self, run: Search, f: float, step: float) -> Status | None:
         """An iteration is over; `f` is what it began with."""
         run.iterations += 1
         here, memory = run.here, self._memory
@@ -292,7 +292,7 @@ class Descent(torch.optim.Optimizer):
             return Status.CHANGE
         return None
 
-    def _settle(self, run: Run) -> None:
+    def _settle(self, run: Search) -> None:
         """Leave the best point, in the middle of a search too."""
         if run.line is not None:
             run.here, run.spare = run.line.take(None)

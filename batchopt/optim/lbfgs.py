@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchopt.optim.curvature import Curvature
-from batchopt.optim.descent import Callback, Descent, Run
+from batchopt.optim.descent import Callback, Descent, Search
 from batchopt.optim.line import Closure, Function, Line, Point
 from batchopt.optim.orthant import OrthantLine, PenalisedFunction, project, pseudo_gradient
 
@@ -135,7 +135,7 @@ class LBFGS(Descent):
             return super()._function(closure)
         return PenalisedFunction(self._vector, closure, self._group["l1"])
 
-    def _line(self, run: Run) -> Line:
+    def _line(self, run: Search) -> Line:
         if not self._group["l1"]:
             return super()._line(run)
         return OrthantLine(run.function, run.here, self._direction, run.spare, self._steepest(run.here))

@@ -10,7 +10,7 @@ import torch
 
 from batchopt.errors import NonFiniteError
 from batchopt.optim.algebra import add, dot, largest
-from batchopt.optim.linesearch import Sample
+from batchopt.optim.linesearch import TrialPoint
 from batchopt.optim.vector import Vector
 
 Closure = Callable[[], "torch.Tensor | float"]
@@ -75,9 +75,9 @@ class Line:
         self._last, self._best = spare
         self._last.f = self._best.f = math.inf
         self.last_step = math.nan
-        self.samples: list[Sample] = []
+        self.samples: list[TrialPoint] = []
 
-    def __call__(self, step: float) -> Sample:
+    def __call__(self, step: float) -> TrialPoint:
         """Evaluate at `step`."""
         if self._last.f <= self._best.f:
             self._last, self._best = self._best, self._last
@@ -89,7 +89,7 @@ class Line:
         if not math.isfinite(slope):
             point.f = math.inf
             self._function.not_finite += 1
-        sample = Sample(step, point.f, slope)
+        sample = TrialPoint(step, point.f, slope)
         self.samples.append(sample)
         return sample
 
@@ -101,7 +101,7 @@ class Line:
         """That of phi at a point of the line."""
         return dot(point.gradient, self.direction)
 
-    def take(self, found: Sample | None) -> tuple[Point, list[Point]]:
+    def take(self, found: TrialPoint | None) -> tuple[Point, list[Point]]:
         """The point that a search found, or the best one, which may be `start`; and the memory of the others."""
         points = [self.start, self._best, self._last]
         if found is not None and found.step == self.last_step:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Sample(NamedTuple):
+class TrialPoint(NamedTuple):
     """phi and its slope at a step along a line; the slope may be NaN where it is not known."""
 
     step: float
@@ -20,16 +20,16 @@ class Sample(NamedTuple):
         return math.isfinite(self.f) and math.isfinite(self.slope)
 
 
-Phi = Callable[[float], Sample]
+Phi = Callable[[float], TrialPoint]
 
 # Of a decrease that the slope promises, this much is enough; a slope is flat that is so much smaller.
-DECREASE, FLAT = 1e-4, 0.9
+C1, C2 = 1e-4, 0.9
 # In the approximate conditions, the first of the two (delta of Hager and Zhang).
 APPROXIMATE = 0.1
 # What is tried in place of a step that leads to where f is not finite, as a part of the way there.
-INSIDE = 0.25
+BACKTRACK = 0.25
 # How much farther a step may go than the one before it, at least and at most, while the slope is downhill.
-NEARER, FARTHER = 1.1, 4.0
+GROW_LEAST, GROW_MOST = 1.1, 4.0
 # A bracket that is not smaller than this part of the one before the last is halved.
 SHRINKS = 0.66
 # A bracket is as good as a point when it is smaller than this part of its end.
@@ -41,22 +41,22 @@ class Accept(NamedTuple):
     approximate ones of Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an efficient line
     search", SIAM Journal on Optimization 16, 2005, equation 4.1."""
 
-    start: Sample
+    start: TrialPoint
     flat: float
     noise: float
 
-    def __call__(self, trial: Sample) -> bool:
+    def __call__(self, trial: TrialPoint) -> bool:
         """Whether to stop there."""
         slope = self.start.slope
-        if trial.f <= self.start.f + DECREASE * trial.step * slope:
+        if trial.f <= self.start.f + C1 * trial.step * slope:
             return abs(trial.slope) <= -self.flat * slope
         near = abs(trial.f - self.start.f) <= self.noise
         return near and self.flat * slope <= trial.slope <= (2 * APPROXIMATE - 1) * slope
 
 
 def strong_wolfe(
-    phi: Phi, start: Sample, first: float, evaluations: int, noise: float = 0.0, flat: float = FLAT
-) -> Sample | None:
+    phi: Phi, start: TrialPoint, first: float, evaluations: int, noise: float = 0.0, flat: float = C2
+) -> TrialPoint | None:
     """A step that satisfies the strong Wolfe conditions, tried from `first` on, by the bracketing and interpolation of
     More and Thuente, "Line search algorithms with guaranteed sufficient decrease", ACM TOMS 20, 1994.
 
@@ -73,7 +73,7 @@ def strong_wolfe(
         if trial.finite and accept(trial):
             return trial
         if not trial.finite:
-            wall, step = step, low.step + INSIDE * (step - low.step)
+            wall, step = step, low.step + BACKTRACK * (step - low.step)
             continue
         if low.f < trial.f <= low.f + noise:
             trial = trial._replace(f=low.f)
@@ -92,18 +92,18 @@ def strong_wolfe(
     return low if low.f < start.f else None
 
 
-def _bracket(low: Sample, high: Sample | None, trial: Sample) -> tuple[Sample, Sample | None]:
+def _bracket(low: TrialPoint, high: TrialPoint | None, trial: TrialPoint) -> tuple[TrialPoint, TrialPoint | None]:
     """The best end of the interval that holds a minimum, with `trial`, and the other one."""
     if trial.f > low.f:
         return low, trial
     return trial, (low if _opposite(low, trial) else high)
 
 
-def _opposite(one: Sample, other: Sample) -> bool:
+def _opposite(one: TrialPoint, other: TrialPoint) -> bool:
     return (one.slope < 0) != (other.slope < 0)
 
 
-def _next(low: Sample, high: Sample | None, trial: Sample, wall: float) -> float:
+def _next(low: TrialPoint, high: TrialPoint | None, trial: TrialPoint, wall: float) -> float:
     """What to try after `trial`: the four cases of More and Thuente, section 4."""
     cubic, secant = _cubic(low, trial), _secant(low, trial)
     if trial.f > low.f:
@@ -116,7 +116,7 @@ def _next(low: Sample, high: Sample | None, trial: Sample, wall: float) -> float
     flatter = abs(trial.slope) < abs(low.slope)
     if high is None:
         ahead = trial.step - low.step
-        least, most = trial.step + NEARER * ahead, trial.step + FARTHER * ahead
+        least, most = trial.step + GROW_LEAST * ahead, trial.step + GROW_MOST * ahead
         if wall < math.inf:
             least, most = trial.step, min(most, 0.5 * (trial.step + wall))
         beyond = [step for step in (cubic, secant) if step is not None and step > trial.step] if flatter else []
@@ -133,20 +133,20 @@ def _between(step: float, one: float, other: float) -> bool:
     return min(one, other) < step < max(one, other)
 
 
-def _secant(one: Sample, other: Sample) -> float:
+def _secant(one: TrialPoint, other: TrialPoint) -> float:
     """Where the slope would vanish if it were linear."""
     change = other.slope - one.slope
     return other.step - other.slope * (other.step - one.step) / change if change else math.inf
 
 
-def _quadratic(one: Sample, other: Sample) -> float:
+def _quadratic(one: TrialPoint, other: TrialPoint) -> float:
     """The minimum of the parabola through both values and the slope of `one`."""
     length = other.step - one.step
     bend = other.f - one.f - one.slope * length
     return one.step - 0.5 * one.slope * length * length / bend if bend else one.step + 0.5 * length
 
 
-def _cubic(one: Sample, other: Sample) -> float | None:
+def _cubic(one: TrialPoint, other: TrialPoint) -> float | None:
     """The minimum of the cubic through both values and slopes; None if it has none."""
     length = other.step - one.step
     middle = one.slope + other.slope - 3 * (other.f - one.f) / length
@@ -161,7 +161,7 @@ def _cubic(one: Sample, other: Sample) -> float | None:
     return other.step - length * (other.slope + root - middle) / below if below else None
 
 
-def discrepancy(start: Sample, trial: Sample) -> float:
+def discrepancy(start: TrialPoint, trial: TrialPoint) -> float:
     """What the change of f differs by from what both slopes, which are about the same, say that it is; 0 where they are
     not: then it may be curvature."""
     if not trial.finite or abs(trial.slope - start.slope) > 0.5 * abs(start.slope):
@@ -169,7 +169,7 @@ def discrepancy(start: Sample, trial: Sample) -> float:
     return abs(trial.f - start.f - 0.5 * trial.step * (start.slope + trial.slope))
 
 
-def armijo(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | None:
+def armijo(phi: Phi, start: TrialPoint, first: float, evaluations: int) -> TrialPoint | None:
     """The first step, going back from `first`, that decreases f by a part of what the slope promises (Armijo 1966);
     each is the minimum of a parabola through the one before, but a tenth of it at least, and half at most.
 
@@ -178,17 +178,17 @@ def armijo(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | 
     step = first
     for _ in range(evaluations):
         trial = phi(step)
-        if trial.f <= start.f + DECREASE * step * start.slope and trial.finite:
+        if trial.f <= start.f + C1 * step * start.slope and trial.finite:
             return trial
-        shorter = _quadratic(start, trial) if math.isfinite(trial.f) else INSIDE * step
+        shorter = _quadratic(start, trial) if math.isfinite(trial.f) else BACKTRACK * step
         step = min(max(shorter, 0.1 * step), 0.5 * step)
     return None
 
 
-def fixed(phi: Phi, start: Sample, first: float, evaluations: int) -> Sample | None:
+def fixed(phi: Phi, start: TrialPoint, first: float, evaluations: int) -> TrialPoint | None:
     """`first`, or the first one that is finite of those a quarter as long as the one before; None if there is none."""
     for i in range(evaluations):
-        trial = phi(first * INSIDE**i)
+        trial = phi(first * BACKTRACK**i)
         if trial.finite:
             return trial
     return None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from batchopt.optim.linesearch import Sample, armijo, fixed, strong_wolfe
+from batchopt.optim.linesearch import TrialPoint, armijo, fixed, strong_wolfe
 
 Curve = Callable[[float], tuple[float, float]]
 
@@ -55,19 +55,19 @@ class Phi:
 
     def __init__(self, curve: Curve) -> None:
         self.curve = curve
-        self.samples: list[Sample] = []
+        self.samples: list[TrialPoint] = []
 
-    def __call__(self, step: float) -> Sample:
+    def __call__(self, step: float) -> TrialPoint:
         try:
-            sample = Sample(step, *self.curve(step))
+            sample = TrialPoint(step, *self.curve(step))
         except (OverflowError, ValueError, ZeroDivisionError):
-            sample = Sample(step, math.inf, math.nan)
+            sample = TrialPoint(step, math.inf, math.nan)
         self.samples.append(sample)
         return sample
 
     @property
-    def start(self) -> Sample:
-        return Sample(0.0, *self.curve(0.0))
+    def start(self) -> TrialPoint:
+        return TrialPoint(0.0, *self.curve(0.0))
 
 
 @pytest.mark.parametrize("first", [1e-3, 0.1, 1.0, 10.0, 1e3])
@@ -84,7 +84,7 @@ def test_the_strong_wolfe_conditions_hold(name: str, flat: float, first: float) 
 
 def test_few_evaluations_where_the_first_step_is_good() -> None:
     phi = Phi(CURVES["parabola"])
-    assert strong_wolfe(phi, phi.start, 3.0, 40) == Sample(3.0, 0.0, 0.0)
+    assert strong_wolfe(phi, phi.start, 3.0, 40) == TrialPoint(3.0, 0.0, 0.0)
     assert len(phi.samples) == 1
 
 

@@ -50,7 +50,7 @@ class _Kept:
         return _Unpickler(self.data, leaves).load()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Recorder(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []
@@ -142,7 +142,7 @@ class Collation:
 
     def _keep(self, made: Any) -> _Kept | None:
         file = io.BytesIO()
-        pickler = _Pickler(file)
+        pickler = _Recorder(file)
         try:
             pickler.dump(made)
         except Exception:  # whatever the user's classes raise: it is collated each time, then

@@ -22,7 +22,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
     monitor_interval = 0  # no thread that outlives the bar
 
 
-class Report(Observer):
+class Reporter(Observer):
     """`verbose` 0: silent. 1: a progress bar of evaluations on stderr. 2: a record for each evaluation, with its time.
     3: each worker's share and time too. Records have level INFO; without any logging set up they go to stderr."""
 
