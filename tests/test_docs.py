@@ -33,9 +33,9 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def needs_a_cluster(block: str) -> bool:
-    """Whether `tests/cluster` runs it."""
-    return 'backend="ray"' in block
+def programs(page: Path) -> list[str]:
+    """The blocks of Python, without those that need a cluster: `tests/cluster` runs them."""
+    return [block for block in blocks(page) if 'backend="ray"' not in block]
 
 
 def prose(page: Path) -> str:
@@ -46,13 +46,12 @@ def prose(page: Path) -> str:
 # Programs
 
 
-@pytest.mark.parametrize("page", [page for page in DOCS if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in DOCS if programs(page)], ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = "\n".join(block for block in blocks(page) if not needs_a_cluster(block))
-    exec(compile(program, str(page), "exec"), {"__name__": "program"})
+    exec(compile("\n".join(programs(page)), str(page), "exec"), {"__name__": "program"})
 
 
 def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None:
