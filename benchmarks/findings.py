@@ -70,16 +70,18 @@ def publish(name: str, findings: Sequence[Finding], details: Mapping[str, Any]) 
 
 
 def read(name: str) -> list[Finding]:
-    """The findings that were published last; none if it never ran."""
+    """The findings that were published last; none if it never ran, or keeps results of another kind."""
     path = RESULTS / f"{name}.json"
-    return [Finding(**f) for f in json.loads(path.read_text())["findings"]] if path.exists() else []
+    content = json.loads(path.read_text()) if path.exists() else {}
+    return [Finding(**f) for f in content["findings"]] if "findings" in content else []
 
 
 def main() -> None:
     """Print all findings that were published last."""
     print(machine())
     for path in sorted(RESULTS.glob("*.json")):
-        print(f"\n{path.stem}\n{table(read(path.stem))}")
+        if findings := read(path.stem):
+            print(f"\n{path.stem}\n{table(findings)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Programs of their own that use a cluster: the README's, one that starts a cluster, one that is killed."""
+"""Programs of their own that use a cluster: that of the docs, one that starts a cluster, one that is killed."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.test_readme import README
+from tests.test_docs import ROOT, blocks
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
@@ -88,8 +87,8 @@ def test_calls_that_are_lost_or_executed_and_reported_as_failed(two_nodes: Clust
     assert int(ended.stdout.split()[-1]) > 0
 
 
-def test_the_readmes_program(two_nodes: Cluster, tmp_path: Path) -> None:
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if 'backend="ray"' in b]
+def test_the_program_of_the_page_about_clusters(two_nodes: Cluster, tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "docs" / "cluster.md")
     program = tmp_path / "train.py"
     program.write_text(block)
     environment = os.environ | {"RAY_ADDRESS": two_nodes.address, "PYTHONWARNINGS": "ignore"}

@@ -1,4 +1,4 @@
-"""The options of Torch7's SGD and ASGD, as torch's optimizers have them; the README's table says how."""
+"""The options of Torch7's SGD and ASGD, as torch's optimizers have them; docs/optimizers.md says how."""
 
 from __future__ import annotations
 

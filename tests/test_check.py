@@ -1,0 +1,28 @@
+"""`scripts/check` chooses tests that a change may break."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.check import choose
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("tests/test_split.py", ["tests/test_split.py"]),
+        ("README.md", ["tests/test_docs.py"]),
+        ("workers/batchopt_workers/tree.py", ["tests/workers/test_tree.py", "tests/workers/test_evaluate.py"]),
+        ("batchopt/backends/process/gather.py", ["tests/backends/test_process_gather.py"]),
+        ("batchopt/optim/lbfgs.py", ["tests/optim/test_lbfgs.py"]),
+        ("tests/workloads.py", ["tests/test_exact.py"]),
+        ("batchopt/optimizer.py", ["tests/test_exact.py"]),
+    ],
+)
+def test_a_changed_file_has_these_tests_among_others(changed: str, tests: list[str]) -> None:
+    assert set(tests) <= set(choose([changed]))
+
+
+def test_the_closest_tests_come_first() -> None:
+    chosen = choose(["batchopt/_mapreduce/split.py", "README.md"])
+    assert chosen[0] == "tests/test_split.py" and chosen[-1] == "tests/test_docs.py"

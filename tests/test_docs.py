@@ -1,0 +1,277 @@
+"""The pages for people: their programs run, their tables name what the code has, their numbers were measured, their links
+lead somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import batchopt
+from batchopt import errors
+from batchopt_workers.messages import HEAD, Order
+from benchmarks.findings import RESULTS, read
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    """The blocks of code of a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def programs(page: Path) -> list[str]:
+    """The blocks of Python, without those that need a cluster: `tests/cluster` runs them."""
+    return [block for block in blocks(page) if 'backend="ray"' not in block]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+# Programs
+
+
+@pytest.mark.parametrize("page", [page for page in DOCS if programs(page)], ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_one_after_the_other(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(programs(page)), str(page), "exec"), {"__name__": "program"})
+
+
+def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None:
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join(blocks(ROOT / "README.md")))
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [ended.stdout] == blocks(ROOT / "README.md", "text")
+
+
+# Tables
+
+
+class Table(NamedTuple):
+    """Its cells, row by row without the head; the heading that it is under, and the comment right before it."""
+
+    heading: str
+    comment: str
+    rows: list[list[str]]
+
+
+def tables(page: Path) -> Iterator[Table]:
+    """The tables of a page, in order."""
+    heading, comment, rows = "", "", []
+    for line in [*prose(page).splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+            continue
+        if rows:
+            assert all(re.fullmatch("-+", cell) for cell in rows[1]), f"no head: {rows}"
+            yield Table(heading, comment, rows[2:])
+            comment, rows = "", []
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        if line.startswith("<!--"):
+            comment = line.strip("<!-> ")
+
+
+def column(page: Path, heading: str, index: int = 0) -> list[str]:
+    """All that stands in backticks in a column of the tables under a heading."""
+    cells = [row[index] for table in tables(page) if table.heading == heading for row in table.rows]
+    return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+
+
+ARGUMENTS = ROOT / "docs" / "arguments.md"
+
+
+def test_the_tables_have_every_argument() -> None:
+    arguments = list(inspect.signature(batchopt.BatchOptimizer).parameters)
+    assert sorted(column(ARGUMENTS, "Arguments")) == sorted(arguments)
+
+
+def test_the_tables_have_every_member_and_how_it_is_called() -> None:
+    documented = {member.split("(")[0]: member for member in column(ARGUMENTS, "Members")}
+    for_the_doctor = {"load_in_chunks", "program", "twin", "unobserved"}
+    with batchopt.BatchOptimizer(torch.nn.Linear(1, 1)) as opt:
+        members = {name for name in dir(opt) if not name.startswith("_")}
+    assert documented.keys() == members - for_the_doctor
+    for name, member in documented.items():
+        found = getattr(batchopt.BatchOptimizer, name, None)
+        assert member == (called(name, found) if inspect.isfunction(found) else name)
+
+
+def called(name: str, function: Callable[..., Any]) -> str:
+    """A method and its parameters, as the tables write it."""
+    _, *parameters = inspect.signature(function).parameters.values()
+    plain = [
+        f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name + ("" if p.default is p.empty else f"={p.default!r}")
+        for p in parameters
+    ]
+    return f"{name}({', '.join(plain)})"
+
+
+def test_the_tables_have_every_option_of_the_optimizers_and_its_default() -> None:
+    documented = {
+        (kind, row[0].strip("`"), row[3].strip("`"))
+        for table in tables(ROOT / "docs" / "optimizers.md")
+        if table.heading == "Options"
+        for row in table.rows
+        for kind in re.findall(r"`(\w+)`", row[1])
+    }
+    kinds = (batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.SVRG)
+    assert documented == {(kind.__name__, name, default) for kind in kinds for name, default in defaults(kind)}
+
+
+def test_the_table_of_a_terms_arguments_is_complete() -> None:
+    (table,) = [t for t in tables(ROOT / "docs" / "terms.md") if t.rows[0][0] == "`loss_fn`"]
+    assert [(row[0].strip("`"), row[2].strip("`")) for row in table.rows] == list(defaults(batchopt.Term))
+
+
+def defaults(kind: type) -> Iterator[tuple[str, str]]:
+    """The arguments of a class, and the default of each as it is written; empty where there is none."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        yield name, "" if parameter.default is parameter.empty else repr(parameter.default)
+
+
+def test_every_error_is_in_the_table() -> None:
+    documented = set(column(ROOT / "docs" / "faults.md", "What is reported", 1))
+    raised = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.BatchoptError) and not name.startswith("_")
+    }
+    assert raised <= documented
+
+
+# Numbers
+
+
+def test_an_order_is_as_small_as_the_pages_say() -> None:
+    assert 4 + HEAD.size + len(Order(1, 1, 0, 1).encode()) == 37  # every message begins with its length, of four bytes
+
+
+MEASURED = [
+    pytest.param(table, id=f"{page.stem}-{i}-{Path(table.comment).stem}")
+    for page in PAGES
+    for i, table in enumerate(tables(page))
+    if table.comment
+]
+# Files have seconds; tables may have milliseconds.
+SCALES = (1.0, 1e3)
+
+
+@pytest.mark.parametrize("table", MEASURED)
+def test_the_numbers_of_a_table_are_those_of_its_results(table: Table) -> None:
+    measured = list(numbers(json.loads((ROOT / table.comment).read_text())))
+    for row in table.rows:
+        for cell in row[1:]:
+            if is_number(cell) and cell != "1":
+                assert any(shown(number * scale, cell) for number in measured for scale in SCALES), (cell, row)
+
+
+def numbers(content: Any) -> Iterator[float]:
+    """All numbers in the content of a JSON file."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, list):
+        for part in content:
+            yield from numbers(part)
+    elif isinstance(content, int | float):
+        yield float(content)
+
+
+def shown(number: float, cell: str) -> bool:
+    """Whether a cell is this number, rounded to as many digits as the cell has."""
+    plain = cell.replace(",", "")
+    if "e" in plain:
+        digits = len(plain.split("e")[0].partition(".")[2])
+        return float(f"{number:.{digits}e}") == float(plain)
+    return f"{number:.{len(plain.partition('.')[2])}f}" == plain
+
+
+@pytest.mark.parametrize("result", sorted(path.stem for path in RESULTS.glob("*.json")))
+def test_whatever_falls_short_is_told(result: str) -> None:
+    name = f"benchmarks/results/{result}.json"
+    rows = [row for t in tables(ROOT / "docs" / "benchmarks.md") if t.comment == name for row in t.rows]
+    for finding in read(result):
+        if finding.verdict == "FALLS SHORT":
+            assert any(row[-1] == "falls short" and has(row, finding.value) for row in rows), finding
+
+
+def has(row: Sequence[str], number: float) -> bool:
+    """Whether one of the cells is this number, rounded."""
+    return any(is_number(cell) and shown(number, cell) for cell in row)
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell of a table holds a number and nothing else."""
+    return re.fullmatch(r"[\d.,]*\d(e-?\d+)?", cell) is not None
+
+
+# Links
+
+
+@cache
+def tracked() -> frozenset[str]:
+    """The files that git has, and their folders."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT)
+    files = [Path(line) for line in listed.stdout.splitlines()]
+    return frozenset({str(file) for file in files} | {str(folder) for file in files for folder in file.parents})
+
+
+def anchors(page: Path) -> set[str]:
+    """The places in a page that links can name, as GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_link_and_picture_leads_to_a_file_in_git_and_a_heading(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert str(target.relative_to(ROOT)) in tracked(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.stem)  # the changelog may tell of what was
+def test_every_path_and_test_and_script_that_is_named_exists(page: Path) -> None:
+    text = page.read_text()
+    for path, _, test in re.findall(
+        r"`(?:\./)?((?:batchopt|workers|tests|benchmarks|scripts|docs)/[\w./-]*)(::(\w+))?`", text
+    ):
+        assert path.rstrip("/") in tracked(), path
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), test
+    for name in re.findall(r"python\s+-m\s+benchmarks\.(\w+)", text):
+        assert f"benchmarks/{name}.py" in tracked(), name
+
+
+@each_page
+def test_prose_is_wrapped(page: Path) -> None:
+    for line in prose(page).splitlines():
+        assert len(line) <= 120 or line.startswith(("|", "![")), line
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
