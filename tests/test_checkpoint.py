@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt import BatchOptimizer
+from batchopt import BatchOptimizer, Term
 from batchopt._checkpoint import file
 from batchopt.errors import CheckpointError
 from batchopt_workers import faults
@@ -791,3 +791,35 @@ def test_a_small_file_of_lists_in_lists_is_refused_at_once(saved: Path) -> None:
     torch.save(content, saved)
     with pytest.raises(CheckpointError, match="holds the same list twice"):
         file.read(saved, LAYOUT)
+
+
+# Of earlier versions.
+
+
+def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A term."""
+    loss: torch.Tensor = (module(x) - y).square().mean()
+    return loss
+
+
+def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+    """Another term."""
+    loss: torch.Tensor = module(x).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.filterwarnings("ignore:'2' .BatchNorm1d. is in training mode")
+def test_a_checkpoint_of_version_0_1_0_is_gone_on_from(parallelize: int) -> None:
+    """With batch normalisation, dropout, two terms and L-BFGS's memory; that version had this loss two steps later."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)).double()
+    terms = {"data": Term(misfit), "size": Term(size, weight=0.5)}
+    x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(20, 3)
+    batch = {"data": (x, x.prod(1, keepdim=True)), "size": x[::2]}
+    options: dict[str, Any] = {"chunk_size": 5, "seed": 3, "check_cut": False, "parallelize": parallelize}
+    with BatchOptimizer(module, terms=terms, **options) as opt:
+        opt.load_checkpoint(Path(__file__).parent / "data" / "checkpoint-0.1.0.pt")
+        assert opt.batch_counter == 2
+        for _ in range(2):
+            opt.step(batch)
+        assert opt.output == pytest.approx(0.12487150863914127, rel=1e-6)
