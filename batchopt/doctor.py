@@ -34,7 +34,7 @@ Evaluate = Callable[[], torch.Tensor]
 
 
 class Culprit(Enum):
-    """What makes f and its gradient no single function; the value says what to do."""
+    """The reasons why f and its gradient may not describe one function; each value says what to do."""
 
     NONE = "none found"
     STATE = (
@@ -130,7 +130,7 @@ class Verdict(NamedTuple):
 
 
 def judge(stencils: Sequence[Stencil]) -> Verdict:
-    """What steps of several lengths say together: those count that say it most certainly.
+    """The verdict of steps of several lengths: those count whose result is most certain.
 
     Rounding leaves more uncertain in short steps, and curvature in long ones.
     """
@@ -247,7 +247,7 @@ class Examination:
         return Check(question, difference <= self._tolerance(self._cut_tolerance), f"difference {difference:.1e}")
 
     def _tolerance(self, least: float) -> float:
-        """What a difference may be: `least`, or what the imprecision of f explains."""
+        """The largest difference that is no fault: `least`, or as much as the imprecision of f explains."""
         return max(least, self._imprecision)
 
     def parallel(self) -> Check:

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions.
+"""The exceptions that batchopt raises.
 
     BatchoptError (a RuntimeError)
     ├── WorkerError                the user's code raised in a worker

@@ -248,7 +248,7 @@ class BatchOptimizer:
 
     @property
     def hook_results(self) -> list[Any]:
-        """What the posthook returned in the last evaluation, in sample order."""
+        """Results of the posthook in the last evaluation, in sample order."""
         return self._function.past.hook_results
 
     @property

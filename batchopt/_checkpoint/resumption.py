@@ -1,4 +1,4 @@
-"""Whether one can go on from a state: decided before anything changes."""
+"""Checks that a saved state fits this optimizer, before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _COUNTS = ("evaluations", "batches", "samples", "steps", "products")
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What a state calls the class of an optimizer: its name, of torch's and ours with the library's."""
+    """The name that a state has for the class of an optimizer; with that of the library for torch's classes and
+    ours."""
     if optimizer is None:
         return None
     kind, base = type(optimizer), getattr(optimizer, "base", None)

@@ -1,4 +1,4 @@
-"""Checks of what the user passes: each error names the argument, what it was, and what is needed."""
+"""Checks of arguments: each error names the argument, the value given, and what is needed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_seed(value: Any) -> int:
 
 
 def read_on_nonfinite(value: Any) -> str:
-    """What to do with a loss that is not finite."""
+    """Check `on_nonfinite`: "raise" or "return"."""
     if value not in ("raise", "return"):
         raise ValueError(f"`on_nonfinite` must be 'raise' or 'return', got {value!r}")
     return str(value)

@@ -1,4 +1,4 @@
-"""Reading what the user calls a batch."""
+"""Turns the user's data into a `Batch`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _read_options(options: Any) -> list[Any] | None:
 
 
 def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
-    """What `data` can be read as: columns, samples, or, for a list of tensors of one length, both."""
+    """The ways in which `data` can be read: as columns, as samples, or, a list of tensors of one length, as both."""
     tensors = _check_tensors(name, data, reading.device)
     if isinstance(data, list):
         found: list[Form] = [Samples(data)]
@@ -172,11 +172,11 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _instead(data: Any) -> str:
-    """What to do with something that has samples in it in some way."""
+    """Advice for an object that holds samples but is no batch."""
     if isinstance(data, torch.utils.data.DataLoader):
         return (
-            ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all of "
-            "them"
+            ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all "
+            "of them"
         )
     if isinstance(data, torch.utils.data.TensorDataset):
         return ": pass its tensors, (*dataset.tensors,)"

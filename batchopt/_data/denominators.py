@@ -1,4 +1,4 @@
-"""What the mean of a loss divides by: f is the sum over all samples divided by the sum over all denominators."""
+"""Denominators: a mean is the sum over all samples divided by the sum of their denominators (weights, tokens, ...)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def given_denominators(function: Denominators, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
-    """What the user's `denominators(inputs, targets)` returns, checked: `samples` finite numbers >= 0."""
+    """The checked result of the user's `denominators(inputs, targets)`: `samples` finite numbers >= 0."""
     found = function(inputs, targets)
     try:
         each = torch.as_tensor(found).detach()

@@ -1,4 +1,4 @@
-"""Reading a batch ahead: the next one is fetched while the present one is worked on."""
+"""Prefetching: the next batch is read while the workers compute on the present one."""
 
 from __future__ import annotations
 

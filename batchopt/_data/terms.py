@@ -1,4 +1,4 @@
-"""Objectives of several terms: what each is, and how much it counts in f."""
+"""Objectives of several terms, each with its own loss, data and weight in f."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring each worker's speed on the user's own module and data."""
+"""Measures each worker's speed on the user's own module and data."""
 
 from __future__ import annotations
 

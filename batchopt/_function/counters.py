@@ -1,4 +1,4 @@
-"""What a BatchOptimizer has done so far: counters, the last loss, and a digest of all losses."""
+"""Counters of evaluations, batches and samples, the last loss, and a digest of all losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the loss of some samples what it says it is, the mean or the sum of theirs? A few samples tell, once.
+"""Checks, once and on a few samples, that the loss of a batch is the mean (or the sum) of the losses of its parts.
 
 A loss function of the user's own may be the mean of something else than samples (tokens that are no padding, atoms,
 pixels in a mask): cut into chunks, it is another function. Nobody can read that in it; so a few samples are evaluated

@@ -1,4 +1,4 @@
-"""f and df/dX of data that comes in several batches."""
+"""f and df/dX of all data, where the data comes in several batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The function of one batch: f(X), df/dX and Hessian products of a module's loss, evaluated by workers, as often as one
-asks."""
+"""The function of one batch: f(X), df/dX and Hessian products of a module's loss, evaluated by workers."""
 
 from __future__ import annotations
 
@@ -45,15 +44,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Past:
-    """What was done so far: the counters, and what the posthook returned in the last evaluation. A step that fails goes
-    back to the one that it began with."""
+    """The counters, and the results of the posthook in the last evaluation. A step that fails puts back the record that
+    it began with."""
 
     counters: Counters = field(default_factory=Counters)
     hook_results: list[Any] = field(default_factory=list)
 
 
 class BatchFunction:
-    """f of whole batches, at X, on workers. `BatchOptimizer` holds one, and says what each method does."""
+    """Evaluates f of the loaded batch, and its derivatives, on workers. `BatchOptimizer` holds one and documents its
+    methods for users."""
 
     def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
         """Starts the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
@@ -78,7 +78,7 @@ class BatchFunction:
 
     @property
     def past(self) -> Past:
-        """What was done so far."""
+        """The counters and the last hook results."""
         return self._past
 
     @property
@@ -97,7 +97,7 @@ class BatchFunction:
         self._terms = reweighed(self._terms, weights)
 
     def check_open(self) -> None:
-        """From here on X is what the module has. Raises `BatchoptError` after `close`, and if that cannot be."""
+        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and where X cannot follow."""
         if self._closed:
             raise BatchoptError("this BatchOptimizer was closed: build a new one")
         self.subject.follow()
@@ -287,7 +287,7 @@ class BatchFunction:
 
     @contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
-        """The past and the buffers as they were, if what is inside raises; a batch has to be loaded anew."""
+        """If the body raises, restore the counters and the buffers; a batch has to be loaded again."""
         before = self._past
         try:
             yield
@@ -300,8 +300,9 @@ class BatchFunction:
 
     @contextmanager
     def apart(self, what: str, counted: bool = False) -> Iterator[None]:
-        """The batches inside are of no step: later draws are as before; so are the counters, unless they are `counted`
-        and nothing raises. A batch has to be loaded anew."""
+        """Batches loaded in the body belong to no step: afterwards the random draws go on as if there had been none,
+        and so do the counters, unless evaluations are to be `counted` and nothing was raised. A batch has to be loaded
+        again."""
         self.check_open()
         self.end_step()
         before = after = self._past
@@ -317,7 +318,7 @@ class BatchFunction:
 
     @contextmanager
     def under_examination(self) -> Iterator[None]:
-        """What is evaluated inside leaves no trace, but that a batch has to be loaded anew."""
+        """Evaluations in the body leave no trace, except that a batch has to be loaded again."""
         checks_cut, self._checks_cut = self._checks_cut, False
         try:
             with self.apart("check()"):

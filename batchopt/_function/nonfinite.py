@@ -1,4 +1,4 @@
-"""Finding where a loss or a gradient that is not finite came from."""
+"""Finds the samples that a loss or gradient that is not finite came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The function of the loaded batch as plain mathematics over NumPy vectors: what solvers outside of torch take."""
+"""f of the loaded batch over NumPy vectors, for solvers outside of torch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FlatObjective:
         return last
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """What `evaluate` returns where X is `vector`."""
+        """The result of `evaluate` with X set to `vector`; X is put back."""
         x = self._function.parameters
         before = x.clone()
         try:

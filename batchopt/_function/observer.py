@@ -1,4 +1,4 @@
-"""What is told of each evaluation: the report, a timeline, the trials of a step, the reading ahead."""
+"""The interface of what follows evaluations: the reporter, a timeline, the trials of a step, the prefetching."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evaluated:
 
 
 class Observer:
-    """Is told of each evaluation; does nothing unless a subclass does."""
+    """Follows evaluations: a subclass overrides the events that it needs."""
 
     def begins(self) -> None:
         """An evaluation begins."""

@@ -1,4 +1,4 @@
-"""All observers of a function, and the timeline among them while one is recorded."""
+"""The observers of a function, among them a timeline while one is recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchopt._function.timeline import Timeline
 
 
 class Observers:
-    """Tells each observer; those that came last have their turn first while the workers are busy."""
+    """Passes each event on to all observers; while the workers are busy, the youngest observer comes first."""
 
     def __init__(self, first: Sequence[Observer]) -> None:
         self._all = list(first)
@@ -18,7 +18,7 @@ class Observers:
 
     @contextmanager
     def including(self, observer: Observer) -> Iterator[None]:
-        """`observer` is told of what happens inside, too."""
+        """`observer` follows the evaluations in the body, too."""
         self._all.append(observer)
         try:
             yield
@@ -27,7 +27,7 @@ class Observers:
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """A timeline of what happens inside."""
+        """Record the body in a new timeline."""
         self._timeline = timeline = Timeline()
         try:
             with self.including(timeline):
@@ -37,7 +37,7 @@ class Observers:
             self._timeline = None
 
     def doing(self, name: str) -> AbstractContextManager[None]:
-        """What is inside, as an event of the timeline."""
+        """Record the body as an event of the timeline, if there is one."""
         return nullcontext() if self._timeline is None else self._timeline.doing(name)
 
     def begins(self) -> None:

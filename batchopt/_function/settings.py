@@ -1,4 +1,4 @@
-"""What a BatchOptimizer is told, checked: everything but the module and the optimizer."""
+"""The checked arguments of a BatchOptimizer, all but the module and the optimizer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Settings:
 
     @property
     def backend_class(self) -> type[Backend]:
-        """What evaluates."""
+        """The backend that will evaluate."""
         return effective_backend(self.backend, self.parallelize)
 
     @property

@@ -1,4 +1,4 @@
-"""Who did what when: recorded while one asks for it, saved for a trace viewer, drawn, and summed up in numbers."""
+"""A recording of what the parent and the workers did when: for a trace viewer, as a picture, and in numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Timeline(Observer):
 
     @contextmanager
     def doing(self, name: str, **details: Any) -> Iterator[None]:
-        """What is inside, as an event of the parent's lane."""
+        """Record the body as an event of the parent's lane."""
         began = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The points that one step has evaluated: which of them are the parameters that it leaves."""
+"""The evaluations of one step: finds the one that was made at the parameters that the step leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that a function is evaluated on: started, given hooks, measured, more or fewer of them, ended."""
+"""The workers of a function: their backend, their hooks, their speeds and their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def program_of(subject: FlatModule, settings: Settings) -> Program:
-    """What workers evaluate."""
+    """The program of this module under these settings."""
     return Program(
         subject.module,
         settings.criterion,
@@ -44,7 +44,7 @@ def program_of(subject: FlatModule, settings: Settings) -> Program:
 
 
 def setup_of(subject: FlatModule, settings: Settings) -> Setup:
-    """What a backend needs to start. Raises for what cannot work, as far as that is known without starting anything."""
+    """The setup of a backend. Raises for whatever can be known to fail without starting anything."""
     refuse_frequencies(subject.module, settings.parallelize)
     setup = Setup(
         workers=settings.parallelize,
@@ -72,7 +72,7 @@ def anticipate(subject: FlatModule, settings: Settings) -> None:
 
 
 class Workers:
-    """A backend, the speeds of its workers, and the hooks that they run."""
+    """Evaluates on a backend, keeps the speeds of its workers current, and changes hooks and number on request."""
 
     def __init__(self, subject: FlatModule, settings: Settings) -> None:
         self._subject, self._settings = subject, settings
@@ -85,7 +85,7 @@ class Workers:
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """What the user may know of each worker, in rank order."""
+        """The public record of each worker, in rank order."""
         return self.backend.workers
 
     @property
@@ -121,20 +121,20 @@ class Workers:
 
     @property
     def program(self) -> Program:
-        """What they evaluate."""
+        """The program that the workers evaluate."""
         return program_of(self._subject, self._settings)
 
     # ---- evaluations
 
     def evaluate(self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None) -> list[Answer]:
-        """What the workers make of a loaded batch, as it is planned; raises what `Backend.evaluate` raises."""
+        """Evaluate a loaded batch as planned; raises what `Backend.evaluate` raises."""
         return self.learning(
             lambda: self.backend.evaluate(step.plan.cut, step.plan.orders(self.number(), step.number, kind), meanwhile)
         )
 
     def learning(self, evaluate: Callable[[], T]) -> T:
-        """What `evaluate` returns; repeated where it shows that a forward writes more of the module than was known, and
-        that can be kept apart for each chunk."""
+        """Return `evaluate()`; if it finds that a forward writes module state that was not known before, have the
+        workers reset that state for each chunk too, and evaluate once more."""
         buffers = self._subject.buffers
         while True:
             try:

@@ -87,8 +87,8 @@ class Owner:
 
     @contextmanager
     def amid(self, what: str) -> Iterator[None]:
-        """What is inside is done as a whole: what enters there (a hook, a callback, a signal handler) finds half of it
-        done."""
+        """Mark the body as one operation: whatever enters in its middle (a hook, a callback, a signal handler) finds
+        half of it done."""
         outer, self._amid = self._amid, self._amid or what
         try:
             yield
@@ -117,7 +117,7 @@ class Owner:
 
 
 class Owned(Protocol):
-    """What has an owner."""
+    """An object with an owner."""
 
     _owner: Owner
 

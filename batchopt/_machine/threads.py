@@ -1,4 +1,4 @@
-"""How many threads torch uses in this process."""
+"""The number of threads that torch uses in this process."""
 
 from __future__ import annotations
 

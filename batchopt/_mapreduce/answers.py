@@ -1,4 +1,4 @@
-"""What a worker hands back of an evaluation, and what the reduce merges."""
+"""The result of an evaluation as a worker returns it, and the partials that the reduce merges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one worker contributed to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
+    """The contribution of one worker to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
     two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""Who evaluates what: how a batch is cut, and which chunks each worker is given."""
+"""The plan of an evaluation: how the batch is cut into chunks, and which shard each worker gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchopt_workers.messages import Cut, Kind, Order
 
 @dataclass(frozen=True)
 class Plan:
-    """A cut of the batch, and how many of its chunks each worker gets, in order; `age` is how often it was followed."""
+    """A cut of the batch, and the number of chunks in each worker's shard; `age` counts the evaluations that used
+    it."""
 
     cut: Cut
     shares: tuple[int, ...]
@@ -30,8 +31,8 @@ class Plan:
         return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
 
 
-# A plan gives way to another one that is expected to save more than this part of an evaluation; one that is new, to one
-# that saves much more: its measurements are few.
+# A plan is replaced if another one is expected to save more than WORTHWHILE of an evaluation; a plan younger than NEW
+# evaluations only for a gain above MUCH, since few measurements back it.
 WORTHWHILE, MUCH = 0.02, 0.1
 # Evaluations for which a plan is new.
 NEW = 4

@@ -27,7 +27,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Whole(NamedTuple):
-    """What the partials of all chunks sum to: the loss of each term, the changes of buffers, which parameters have a
+    """The sum of all partials: the loss of each term, the changes of buffers, which parameters have a
     gradient, and whether the losses and each element of the gradient are finite."""
 
     losses: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""How fast the workers are, and whether the shares still fit: decisions on plain numbers."""
+"""Estimates of the speed of each worker, and of the gain of splitting the batch again: pure functions of numbers."""
 
 from __future__ import annotations
 

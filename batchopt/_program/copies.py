@@ -1,4 +1,4 @@
-"""A copy of a program that shares nothing with it that is evaluated, also where a loss function captured the module."""
+"""Deep copies of a program, including modules that a loss function has captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the module's trainable parameters to the one vector X, in shared memory."""
+"""Flattening: a module's trainable parameters become views of one vector X in shared memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The user's program on its way to workers: what it refers to, whether that has changed, and what cannot be sent or
-would not be trained."""
+"""The user's program as it is sent to workers: pickled, pickled again after a change, and checked for parts that cannot
+be sent or would not be trained."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
-    """What the program refers to, with or without its hooks."""
+    """A snapshot of everything that the program refers to, with or without its hooks."""
     many = len(program.loss_fns) > 1
     losses = {f"loss_fn[{i}]" if many else "loss_fn": loss_fn for i, loss_fn in enumerate(program.loss_fns)}
     beside = {name: getattr(program, name) for name in _BESIDE} if hooks else {}

@@ -1,4 +1,4 @@
-"""What some objects refer to, remembered by identity: whether anything was changed since is seen in microseconds."""
+"""A snapshot of an object graph by identity: tells in microseconds whether anything in it was replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of an object keeps it from being sent to another process."""
+"""Finding the part of an object that cannot be pickled, to name it in an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def blame(obj: object) -> str | None:
 
 
 def _fault(obj: object) -> Exception | None:
-    """What pickling `obj` raises."""
+    """The error that pickling `obj` raises; None if it can be pickled."""
     try:
         pack(obj)
     except Exception as error:
@@ -86,7 +86,7 @@ class _Search:
 
 
 def _parts(obj: Any) -> Iterator[Held]:
-    """What pickling `obj` pickles too, with the way there."""
+    """The objects that pickling `obj` descends to, each with its path."""
     if isinstance(obj, FunctionType):
         return _of_function(obj)
     if isinstance(obj, (MethodType, BuiltinMethodType)):

@@ -1,4 +1,4 @@
-"""Which `torch.optim.Optimizer` the user means."""
+"""Choosing the optimizer: from a name, a factory or an instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the last steps tell of a function's curvature: the limited-memory BFGS matrix in compact form."""
+"""The limited-memory BFGS matrix in compact form: an approximate inverse Hessian made from the last steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizers here have in common: from point to point along directions, until there is a reason to stop."""
+"""The base class of the line-search optimizers: choose a direction, search along it, test for convergence, repeat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAME_F, SAME_GRADIENT = 1e-3, 1e-2
 
 @dataclass
 class Search:
-    """One call of `step`, so far."""
+    """The progress of one call of `step`."""
 
     function: Function
     here: Point
@@ -98,7 +98,7 @@ class Descent(torch.optim.Optimizer):
 
     @property
     def _memory(self) -> dict[str, Any]:
-        """What is remembered from step to step."""
+        """State kept between calls of `step`."""
         memory: dict[str, Any] = self.state[self._group["params"][0]]
         return memory
 
@@ -130,7 +130,7 @@ class Descent(torch.optim.Optimizer):
         return kind
 
     def _steepest(self, here: Point) -> torch.Tensor:
-        """What f grows along fastest, and what vanishes at a minimum: the gradient."""
+        """The gradient: the direction of steepest ascent, zero at a minimum."""
         return here.gradient
 
     @torch.no_grad()

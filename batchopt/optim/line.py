@@ -1,4 +1,4 @@
-"""A function along a line: points that were evaluated, and how they are made."""
+"""f along a line, as a line search sees it: a function of the step length, and the points evaluated so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the optimizers here, checked."""
+"""Checks of the options of these optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an L1 penalty changes: the function has a kink where a parameter is 0, so one stays in an orthant at a time.
+"""Minimising with an L1 penalty: f has a kink wherever a parameter is 0, so each step stays within one orthant.
 
 Andrew and Gao, "Scalable training of L1-regularized log-linear models", ICML 2007 (OWL-QN).
 """

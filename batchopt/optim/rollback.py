@@ -1,4 +1,4 @@
-"""Going back to the start of a step: the parameters, and what the optimizer remembers."""
+"""Undoing a step: restores the parameters and the optimizer's state."""
 
 from __future__ import annotations
 

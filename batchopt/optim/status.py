@@ -23,8 +23,9 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What a step did: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute element of
-    its gradient at the parameters that it left, and the length (Euclidean) of the last change of the parameters.
+    """The outcome of a step: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute
+    element of its gradient at the parameters that it left, and the length (Euclidean) of the last change of the
+    parameters.
 
     `number` says which of these evaluations, from 1 on, was of the parameters that it left. `not_finite` counts the
     trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names each time that what

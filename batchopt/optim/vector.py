@@ -1,4 +1,4 @@
-"""The parameters of an optimizer as one vector."""
+"""An optimizer's parameters as one vector."""
 
 from __future__ import annotations
 

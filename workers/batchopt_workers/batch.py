@@ -47,7 +47,7 @@ def is_record(data: Any) -> bool:
 
 
 def items_of(data: Any) -> Iterator[tuple[Any, Any]]:
-    """What is in such a structure, each with its index, key or name; nothing for what is none."""
+    """The items of a tuple, list, mapping or dataclass, each with its index, key or name; none for any other object."""
     if isinstance(data, (tuple, list)):
         yield from enumerate(data)
     elif isinstance(data, Mapping):
@@ -174,7 +174,7 @@ def realigned(data: Columns | Samples) -> Columns | Samples:
 
 @dataclass
 class Piece:
-    """What goes through one forward: consecutive samples, or one sample of a list.
+    """The data of one forward: consecutive samples, or one sample of a list.
 
     `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
     the criterion take the place of its own.

@@ -40,7 +40,7 @@ class Place:
         return tensor
 
     def now(self) -> object:
-        """What is there, whatever it is."""
+        """The object that is there now."""
         return self._holder().get(self.name)
 
     def set(self, tensor: torch.Tensor | None) -> None:
@@ -114,7 +114,7 @@ def _set(places: list[Place], tensor: torch.Tensor) -> None:
 
 
 class StepBuffers:
-    """The state of a module, and its values at the step's start."""
+    """A module's state (running statistics, counters) during a step, and its values at the start of the step."""
 
     def __init__(
         self,

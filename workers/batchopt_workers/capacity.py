@@ -1,4 +1,4 @@
-"""How much memory may still be taken, so that a lack of it is an exception and not the kernel's choice of a victim."""
+"""Free memory, checked before an allocation: an exception instead of a process killed by the kernel."""
 
 from __future__ import annotations
 

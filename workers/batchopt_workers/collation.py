@@ -1,4 +1,4 @@
-"""What collate functions have made of lists of samples, kept while the batch and its cut stay."""
+"""A cache of collated samples, kept while the batch and its cut stay."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Key = tuple[int, int, int]
 
 
 class CannotBeKept(Exception):
-    """It has a tensor of a kind that nobody can tell whether it is written."""
+    """Raised for a tensor of a kind whose writes cannot be detected."""
 
 
 @dataclass
 class _Kept:
-    """What was collated, apart: `data` has the structure, pickled, so that what user code does with one is not seen by
-    the next; `tensors` share the memory, with a flag for those that require grad."""
+    """A collated piece, taken apart: `data` has the structure, pickled, so that what user code does with one is not
+    seen by the next; `tensors` share the memory, with a flag for those that require grad."""
 
     data: bytes
     tensors: list[tuple[torch.Tensor, bool]]
@@ -119,7 +119,7 @@ class Collation:
         self._used = []
 
     def of(self, key: Key, collate: Callable[[], Any]) -> Any:
-        """What `collate` makes, or has made, of these samples."""
+        """These samples, collated now or before."""
         if key in self._never:
             return collate()
         if key not in self._pieces:

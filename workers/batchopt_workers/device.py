@@ -1,4 +1,4 @@
-"""A worker that computes on another device: the module, its data and its gradients there, and what has to cross."""
+"""A worker on an accelerator: copies of X, constants and data there, and the transfers between it and the cpu."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -
 
 
 class Mirror:
-    """What a worker has on its `device`: X, as `parameters`; the direction of products; the module's constants;
-    gradients; the pieces of the batch that it has evaluated.
+    """The copies that a worker keeps on its `device`: X, as `parameters`; the direction of products; the module's
+    constants; gradients; the pieces of the batch that it has evaluated.
 
     X crosses once an order, the direction once an order for a product, each piece of the batch once, and a gradient for
     each partial that is reported.

@@ -29,8 +29,8 @@ from batchopt_workers.worker import Hook, Sample, Worker
 
 @dataclass(frozen=True)
 class Program:
-    """What every worker evaluates: a function for each term, None where the loss is the criterion's or the module's
-    own.
+    """The program that every worker evaluates: a function for each term, None where the loss is the criterion's or the
+    module's own.
 
     Hooks belong to it, for they may share objects with the module and the losses. `module_hooks` are those of all
     modules of a process; `state` names the tensors of the module that a forward writes, beside small buffers.
@@ -84,7 +84,7 @@ class _Sums:
         return _Partial(young.row, losses, bytes(map(max, left.used, right.used)))
 
     def report(self, done: int, began: float) -> Report:
-        """What there is once the chunks before `done` of the order, begun at `began`, were added."""
+        """The report once the chunks before `done` of the order, begun at `began`, were added."""
         summaries = tuple(Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials)
         return Report(self.evaluation, done, time.perf_counter() - began, summaries, began)
 
@@ -181,7 +181,7 @@ class Evaluator:
 
     @property
     def batch(self) -> Batch | None:
-        """What is evaluated; the one before is forgotten."""
+        """Use this batch from now on."""
         return self._batch
 
     @batch.setter
@@ -325,5 +325,5 @@ def _grads_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _part_of(loss: float, piece: Piece) -> float:
-    """What the loss of a piece adds to its term's."""
+    """The contribution of a piece's loss to its term."""
     return loss * piece.weight if piece.weight != 0.0 else 0.0

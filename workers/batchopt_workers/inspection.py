@@ -1,4 +1,5 @@
-"""Looking into a module: what it keeps beside its parameters and buffers, and what looks at a whole batch."""
+"""Inspects modules: state kept outside of parameters and buffers, and layers whose result depends on the whole
+chunk."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def _kept(part: torch.nn.Module) -> dict[str, object]:
 
 
 def name_of(part: torch.nn.Module, module: torch.nn.Module) -> str:
-    """What `module` calls one of its parts."""
+    """The name of a part within `module`."""
     found: str = next(name for name, other in module.named_modules() if other is part)
     return found
 

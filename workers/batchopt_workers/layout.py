@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What partial gradients are summed in: at least single precision."""
+        """The dtype of sums of gradients: at least single precision."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:

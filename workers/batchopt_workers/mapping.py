@@ -1,5 +1,4 @@
-"""Memory that changes what it is, where it is: a mapping is replaced by another with the same content, at the same
-address.
+"""Replaces a memory mapping by another with the same content at the same address: shared by private, or back.
 
 So every tensor over it stays. In a process that is forked, memory that was shared becomes a copy, as at the time of the
 fork: its own, as all that is not shared is anyway.

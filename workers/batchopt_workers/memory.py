@@ -1,4 +1,4 @@
-"""Memory that several processes map: anonymous, without a name in any file system."""
+"""Anonymous shared memory: mapped by several processes, without a name in any file system."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _shortage(nbytes: int, free: int | None) -> str:
 
 
 def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
-    """What to raise instead of `error`, met while `nbytes` were asked for."""
+    """The error to raise in place of `error`, met while `nbytes` were asked for."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return OSError(

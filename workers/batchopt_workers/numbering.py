@@ -1,4 +1,4 @@
-"""How the samples of several terms are numbered through, so that a run of chunks is a range of one index."""
+"""The numbering of the samples of several terms: one index for all, so that a run of chunks is a range."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Numbering:
-    """First all samples of the first term, then those of the next. `names` and `sizes` of the terms, in order; the one
-    term of a batch without terms has no name."""
+    """All samples of the first term, then those of the next. `names` and `sizes` are those of the terms, in order; the
+    only term of a batch without terms has no name."""
 
     names: tuple[str | None, ...]
     sizes: tuple[int, ...]
 
     def split(self, samples: range) -> Iterator[tuple[int, range]]:
-        """Each term, by its index, that has some of `samples`; and which these are within it."""
+        """Yield `(term index, positions within that term)` for every term that overlaps `samples`."""
         first = 0
         for term, size in enumerate(self.sizes):
             part = range(max(samples.start - first, 0), min(samples.stop - first, size))

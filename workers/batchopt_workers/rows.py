@@ -1,4 +1,4 @@
-"""The vectors that a worker sums in: each row holds a gradient, then the changes of the module's buffers."""
+"""A worker's accumulators: each row holds a gradient sum, then the changes of the module's buffers."""
 
 from __future__ import annotations
 

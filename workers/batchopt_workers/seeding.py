@@ -1,4 +1,4 @@
-"""Seeding of every random draw in a worker, so that a step's evaluations see one function."""
+"""Seeds the random generators for each chunk, so that all evaluations of a step see one function."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TOP_SAVED_TENSORS_HOOKS: Callable[[bool], Any] | None = getattr(
 
 
 class TorchSettings(NamedTuple):
-    """What changes what a module computes: settings of the process, and contexts that the caller is in.
+    """The settings and contexts of torch that change the result of a forward.
 
     `autocast`: for each type of device the dtype, and whether casts are cached. `device`: where tensors are made.
     """

@@ -72,7 +72,7 @@ class Fold(Generic[T]):
 
     @property
     def partials(self) -> list[tuple[Node, T]]:
-        """What is held, in chunk order: the root alone once every chunk was added."""
+        """The partials held now, in chunk order: the root alone once every chunk was added."""
         return sorted(self._held.items(), key=lambda item: item[0].first_chunk)
 
     @property

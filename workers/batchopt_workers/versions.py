@@ -1,4 +1,4 @@
-"""What parent and worker must have in common to understand each other and compute the same."""
+"""The versions that parent and worker must share to understand each other and to compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noticing that a forward writes what no chunk may change: constants of the program, and the batch itself."""
+"""Detects writes of a forward to tensors that no chunk may change: constants of the program, and the batch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Watch:
             raise StateWritten([constant.name for constant in written])
 
     def put_back(self) -> None:
-        """What can be put back: constants that were replaced, and those that `compare` has originals of."""
+        """Put back constants that were replaced, and those that `compare` has originals of."""
         for constant in self._constants:
             if self._is_replaced(constant):
                 assert constant.place is not None

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Weighting:
-    """What a loss is of `size` samples: their `"sum"`, or their `"mean"`.
+    """The meaning of a loss of `size` samples: their `"sum"`, or their `"mean"`.
 
     A mean divides by the sum of the samples' denominators: 1 each, or as `running` says (shape `(size + 1,)`,
     float64: the sum over the samples before each). `divided_once`: the losses of pieces are sums, and only the whole is
@@ -24,7 +24,7 @@ class Weighting:
 
     @property
     def divisor(self) -> float:
-        """What the loss of all samples was divided by: their number or the sum of their denominators; 1 for a sum."""
+        """The divisor in the loss of all samples: their number or the sum of their denominators; 1 for a sum."""
         if self.reduction == "sum":
             return 1.0
         return float(self.size) if self.running is None else float(self.running[-1].item())

@@ -1,4 +1,4 @@
-"""What the user's hooks are given: the worker that they run in, and the samples at hand."""
+"""The arguments of the user's hooks: the worker that they run in, and the samples of the forward."""
 
 from __future__ import annotations
 
