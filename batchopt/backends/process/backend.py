@@ -41,7 +41,7 @@ from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.spawn import preparation
 from batchopt.backends.process.surroundings import check_workers
-from batchopt.backends.process.worker import FUNCTION, STARTING, Asked, Call, Child, call, error_of
+from batchopt.backends.process.worker import Activity, Asked, Call, Child, call, call_with_block, error_of
 from batchopt.errors import PoisonChunkError, WorkerLostError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
@@ -50,6 +50,7 @@ from batchopt_workers.messages import ORDERS, Cut, Kind, Order
 from batchopt_workers.module_hooks import module_hooks
 from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
+from batchopt_workers.session import Session
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
@@ -59,8 +60,6 @@ AWAKE = 5e-4
 # Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; while nobody
 # knows how long something should take; and, once that is known, so many times as long but no less than the floor.
 STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
-
-INSTALLING = "receiving the module"
 
 T = TypeVar("T")
 
@@ -158,21 +157,23 @@ class ProcessBackend(Backend):
 
     def _tell_start(self, setup: Setup, parameters: SharedBlock) -> None:
         """What a worker must know before it is given the program."""
-        with sending("`precode`", setup.precode):
-            precode = call("running precode", "run", setup.precode)
+        precode: Call | None = None
+        if setup.precode is not None:
+            with sending("`precode`", setup.precode):
+                precode = call(Activity.PRECODE, Session.run, setup.precode)
         self._weights = (1.0,) * len(setup.program.loss_fns)
         environment = worker_environment(max(self._threads()))
-        self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
+        self._pool.tell("process", call(Activity.STARTING, Session.prepare, environment, preparation()))
         if setup.devices is not None:
-            self._pool.tell("devices", call(STARTING, "use", self._by_rank(setup.devices)))
+            self._pool.tell("devices", call(Activity.STARTING, Session.use, self._by_rank(setup.devices)))
         self._torch = self._torch_settings()
-        self._pool.tell("torch", call(STARTING, "set_torch", self._torch))
-        if setup.precode is not None:
+        self._pool.tell("torch", call(Activity.STARTING, Session.set_torch, self._torch))
+        if precode is not None:
             self._pool.tell("precode", precode)
         self._pool.tell(
             "parameters",
-            call(INSTALLING, "attach", "parameters", block=parameters),
-            call(INSTALLING, "use_parameters", setup.flat.layout),
+            call_with_block(Activity.INSTALLING, Session.attach, "parameters", parameters),
+            call(Activity.INSTALLING, Session.use_parameters, setup.flat.layout),
         )
 
     def _tell_program(self) -> None:
@@ -181,10 +182,11 @@ class ProcessBackend(Backend):
         packed = source.packed
         examine = self._attached_program is not block
         if examine:
-            self._pool.tell("program", call(INSTALLING, "attach_copy", "program", block=block))
+            self._pool.tell("program", call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
             self._attached_program = block
         self._pool.tell(
-            "module", call(INSTALLING, "install", packed.data, packed.placements, source.read_only, examine)
+            "module",
+            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
         for topic in ("hooks", "weights", "direction", "batch"):
             self._pool.tell_again(topic)
@@ -212,7 +214,7 @@ class ProcessBackend(Backend):
         settings = self._torch_settings()
         if settings != self._torch:
             self._torch = settings
-            self._pool.tell("torch", call("being told torch's settings", "set_torch", settings))
+            self._pool.tell("torch", call(Activity.TORCH, Session.set_torch, settings))
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -230,16 +232,16 @@ class ProcessBackend(Backend):
         threads = self._threads()
         awake = AWAKE if sum(threads) <= usable_cores() else 0.0
         world = self._setup.world or workers
-        self._pool.tell("world", call(STARTING, "set_world", world, self._by_rank(threads), awake))
+        self._pool.tell("world", call(Activity.STARTING, Session.set_world, world, self._by_rank(threads), awake))
 
     def _start(self, rank: int) -> Child:
         number = self._setup.ranks[rank] if self._setup.ranks else rank
         return Child(rank, number, self._setup.world or self._size, max(self._threads()))
 
     def _allowance(self, child: Child, asked: Asked) -> float:
-        if asked.what == STARTING:
+        if asked.activity is Activity.STARTING:
             return STARTUP
-        if asked.what == FUNCTION:
+        if asked.activity is Activity.FUNCTION:
             return self._timeout or math.inf
         if asked.order is None or child.cut is None:
             return max(self._timeout or UNKNOWN, STARTUP)
@@ -277,7 +279,7 @@ class ProcessBackend(Backend):
     def use_hooks(self, hooked: bool) -> None:
         if hooked != self._hooked:
             self._hooked = hooked
-            self._pool.tell("hooks", call("being told of hooks", "use_hooks", hooked))
+            self._pool.tell("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
 
     def include_state(self, names: Collection[str]) -> None:
         self._program = replace(self._program, state=self._program.state | set(names))
@@ -295,7 +297,7 @@ class ProcessBackend(Backend):
         if memory is None or packed.nbytes > memory.nbytes or late:
             memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
         packed.place(memory)
-        load = call("receiving the batch", "load", f"batch {slot}", packed.data, packed.placements)
+        load = call(Activity.BATCH, Session.load, f"batch {slot}", packed.data, packed.placements)
         return Placed(batch, slot, memory, load)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
@@ -303,13 +305,13 @@ class ProcessBackend(Backend):
         self._enter()
         self._follow()
         if weights != self._weights:
-            self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
+            self._pool.tell("weights", call(Activity.BATCH, Session.set_weights, weights))
             self._weights = weights
         self._numbering = prepared.batch.numbering
         self._slot, name = prepared.slot, f"batch {prepared.slot}"
         if self._attached.get(name) is not prepared.memory:
             self._attached[name] = prepared.memory
-            self._pool.tell(name, call(prepared.load.what, "attach_copy", name, block=prepared.memory))
+            self._pool.tell(name, call_with_block(Activity.BATCH, Session.attach_copy, name, prepared.memory))
         self._pool.tell("batch", prepared.load)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
@@ -379,8 +381,8 @@ class ProcessBackend(Backend):
         if self._direction is None:
             layout = self._setup.flat.layout
             block = SharedBlock.create(layout.size * layout.dtype.itemsize)
-            what = "being given memory"
-            self._pool.tell("direction", call(what, "attach", "direction", block=block), call(what, "set_direction"))
+            attach = call_with_block(Activity.MEMORY, Session.attach, "direction", block)
+            self._pool.tell("direction", attach, call(Activity.MEMORY, Session.set_direction))
             self._direction = block.tensor(layout.dtype, (layout.size,))
         self._direction.copy_(direction)
 
@@ -407,7 +409,7 @@ class ProcessBackend(Backend):
 
     def _order(self, child: Child, round: Round, run: Assign) -> None:
         if child.cut is not round.cut:
-            child.ask(call("being told the cut", "set_cut", round.cut))
+            child.ask(call(Activity.CUT, Session.set_cut, round.cut))
             child.cut = round.cut
         self._make_room(child, most_held(run.first, run.last, round.cut.chunks, round.held(child)))
         child.order(round.order(child, run), round.dispatch.patience(run.first))
@@ -418,8 +420,8 @@ class ProcessBackend(Backend):
             return
         layout, changes, more = self._setup.flat.layout, self._setup.buffers.size, needed - rows
         block = SharedBlock.create(rows_nbytes(layout, changes, more))
-        child.ask(call("being given memory", "attach", "rows", block=block))
-        child.ask(call("being given memory", "add_rows", more))
+        child.ask(call_with_block(Activity.MEMORY, Session.attach, "rows", block))
+        child.ask(call(Activity.MEMORY, Session.add_rows, more))
         if child.rows is None:
             child.rows = Rows(layout, changes, more, block, self._device)
         else:
@@ -441,7 +443,7 @@ class ProcessBackend(Backend):
         while time.monotonic() < deadline and round.dispatch.workers:
             self._pool.pump(round, deadline)
         rank, failure = min(round.failures, key=lambda found: (found[1].samples.start, found[0]))
-        return error_of(rank, failure, "", self._numbering)
+        return error_of(rank, failure, None, self._numbering)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         self._enter()
@@ -450,7 +452,7 @@ class ProcessBackend(Backend):
         try:
             for child in self._pool.available:
                 try:
-                    child.ask(call("being told the cut", "set_cut", cut))
+                    child.ask(call(Activity.CUT, Session.set_cut, cut))
                     child.cut = cut
                     self._make_room(child, most_held(order.first, order.last, cut.chunks))
                     child.order(order)
@@ -466,12 +468,12 @@ class ProcessBackend(Backend):
         finally:
             self._pool.call_off()
         if probe.failures:
-            raise error_of(*min(probe.failures, key=lambda found: found[0]), "", self._numbering)
+            raise error_of(*min(probe.failures, key=lambda found: found[0]), None, self._numbering)
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
-            message = call(FUNCTION, "run", function, *arguments)
+            message = call(Activity.FUNCTION, Session.run, function, *arguments)
         self._enter()
         self._pool.wait()
         calls = Calls()
@@ -486,7 +488,7 @@ class ProcessBackend(Backend):
             if calls.gone:
                 raise WorkerLostError(f"a function was not run to its end: {calls.gone.ending()}")
         if calls.failures:
-            raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
+            raise error_of(*min(calls.failures, key=lambda found: found[0]), Activity.FUNCTION)
         return [unpickled(rank, "the function", body) for rank, body in sorted(calls.results.items())]
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt.backends.process.channel import ProtocolError, Reply
 from batchopt.backends.process.overdue import Overdue, Pace
 from batchopt.backends.process.scheduler import Assign, Dispatch, Run
-from batchopt.backends.process.worker import FUNCTION, Asked, Child
+from batchopt.backends.process.worker import Activity, Asked, Child
 from batchopt.errors import WorkerError
 from batchopt_workers import faults
 from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report, message_of
@@ -211,7 +211,7 @@ class Calls:
 
     def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
         """A result or a failure of this call; any other is of an earlier one."""
-        if child not in self.waiting or asked.what != FUNCTION or not child.idle:
+        if child not in self.waiting or asked.activity is not Activity.FUNCTION or not child.idle:
             return
         del self.waiting[child]
         if reply.kind is Kind.FAILED:

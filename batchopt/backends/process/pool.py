@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.presence import Presence, later
 from batchopt.backends.process.channel import ProtocolError, Reply
-from batchopt.backends.process.worker import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of
+from batchopt.backends.process.worker import REAPING, Activity, Asked, Call, Child, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
 from batchopt_workers.messages import Failure, Kind
 from batchopt_workers.versions import versions
@@ -148,7 +148,9 @@ class Pool:
     def _end_functions(self) -> None:
         """Replace workers that are still in a function which an interrupt or a loss has left behind."""
         until = time.monotonic() + GRACE
-        while left := [child for child in self.children.values() if child.asked and child.asked.what == FUNCTION]:
+        while left := [
+            child for child in self.children.values() if child.asked and child.asked.activity is Activity.FUNCTION
+        ]:
             if time.monotonic() < until:
                 self.pump(_Nobody(), until)
                 continue
@@ -159,7 +161,7 @@ class Pool:
     def call_off(self) -> None:
         """Let the workers end the evaluation that they are at after the present chunk."""
         for child in self.children.values():
-            if not child.idle and child.asked is not None and child.asked.what == EVALUATING:
+            if not child.idle and child.asked is not None and child.asked.activity is Activity.EVALUATING:
                 with suppress(OSError):
                     child.limit(0)
 
@@ -254,7 +256,7 @@ class Pool:
         child.told.pop(asked.topic, None)
         child.knows = None
         child.forget_answered()  # not to be heard again
-        error = error_of(child.rank, Failure.decode(reply.body), asked.what)
+        error = error_of(child.rank, Failure.decode(reply.body), asked.activity)
         if child.joined:
             raise error
         self._given_up.setdefault(child.rank, error)  # the first: what was told after it fails for that reason
@@ -273,7 +275,7 @@ class Pool:
                 if now >= child.killed_at + REAPING:
                     self._bury(child, listener)
             elif now >= child.since + seconds:  # its end will be an event as any other
-                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}", hung=True)
+                child.kill(f"made no progress for {seconds:.3g} s while {asked.activity.value}", hung=True)
             else:
                 self._check_at = min(self._check_at, child.since + seconds)
 
@@ -289,7 +291,7 @@ class Pool:
         info.alive = False
         self.ending = child.ending()
         if not child.joined:
-            in_users_code = asked is not None and asked.what != STARTING
+            in_users_code = asked is not None and asked.activity is not Activity.STARTING
             self._failed(info, for_good=in_users_code and info.restarts == 0)
         child.close()
         listener.lost(child)

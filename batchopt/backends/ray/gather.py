@@ -13,7 +13,7 @@ import torch
 from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt.backends.process.gather import SLOWEST
 from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.actor import Reply, Yield
+from batchopt.backends.ray.messages import Reply, Task, Undone, Yield
 from batchopt.backends.ray.node import Call, Machine
 from batchopt.backends.ray.nodes import Nobody
 from batchopt.backends.ray.scheduler import Handout
@@ -22,9 +22,6 @@ from batchopt.errors import PoisonChunkError
 from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.tree import Node
-
-# Nobody's failure: what was asked was not done, and is given to somebody again.
-UNDONE = ("CalledOff", "OutOfStep")
 
 
 class Harvest:
@@ -69,12 +66,12 @@ class Harvest:
 
     def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
         """An answer; one of another evaluation is late, one that was heard before is said twice: neither counts."""
-        if call.what != "evaluate" or call.evaluation != self.order.evaluation:
+        if call.task is not Task.EVALUATE or call.evaluation != self.order.evaluation:
             return
         if reply.failed is not None:
             self.handout.answered(machine.number, [])
-            if reply.failed.name not in UNDONE:
-                self.failures.append(machine.error(reply.failed, "evaluating"))
+            if not reply.failed.is_a(Undone):
+                self.failures.append(machine.error(reply.failed, Task.EVALUATE))
             return
         found: Yield = reply.value
         if found.attempt != call.attempt or found.attempt in self._yields:
@@ -145,11 +142,11 @@ class Probe(Nobody):
 
     def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
         """Done, or failed."""
-        if call.what != "evaluate" or call.evaluation != self._evaluation:
+        if call.task is not Task.PROBE or call.evaluation != self._evaluation:
             return
         if reply.failed is not None:
-            if reply.failed.name not in UNDONE:
-                self.failures.append(machine.error(reply.failed, "being measured"))
+            if not reply.failed.is_a(Undone):
+                self.failures.append(machine.error(reply.failed, Task.PROBE))
             return
         self.seconds.update({machine.ranks[worker]: seconds for worker, seconds in reply.value.items()})
         self.patience = time.monotonic() + SLOWEST * max(self.seconds.values(), default=0.0) + 1.0
@@ -165,12 +162,12 @@ class Calls(Nobody):
 
     def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
         """A result or a failure."""
-        if call.what != "run":
+        if call.task is not Task.RUN:
             return
-        if reply.failed is not None and reply.failed.name in UNDONE:
+        if reply.failed is not None and reply.failed.is_a(Undone):
             self.gone = str(reply.failed.arguments[0])
         elif reply.failed is not None:
-            self.failures.append(machine.error(reply.failed, "running a function"))
+            self.failures.append(machine.error(reply.failed, Task.RUN))
         else:
             self.results.update(zip(machine.ranks, reply.value, strict=True))
 

@@ -20,9 +20,11 @@ from batchopt.backends.presence import Presence, later
 from batchopt.backends.process.backend import STARTUP, UNKNOWN
 from batchopt.backends.process.pool import ATTEMPTS
 from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.actor import Condition, Reply, Request
+from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.cluster import Needs, Room, rooms, spread
-from batchopt.backends.ray.node import Call, Machine
+from batchopt.backends.ray.link import RayLink
+from batchopt.backends.ray.messages import CalledOff, Condition, Question, Reply, Request, Task
+from batchopt.backends.ray.node import SHARES, Call, Machine
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.versions import versions
 
@@ -35,8 +37,8 @@ FREEING = 10.0
 # Seconds that machines have to end their workers.
 GRACE = 1.0
 
-# The request that starts a machine's workers, and its last argument.
-Start = Callable[[Machine], tuple[Request, Any]]
+# The request that starts a machine's workers.
+Start = Callable[[Machine], Request]
 
 
 class Listener(Protocol):
@@ -108,7 +110,7 @@ class Fleet:
             self._shrink(before)
             raise
         for machine in self.machines.values():
-            machine.work(Call("resize"), [], ("resize", (len(machine.ranks), workers)))
+            machine.work(Call(Task.RESIZE), [], request(Host.resize, len(machine.ranks), workers))
 
     def _shrink(self, workers: int) -> None:
         for machine in list(self.machines.values()):
@@ -128,7 +130,7 @@ class Fleet:
                 raise self._error
             if self._failures >= ATTEMPTS:
                 raise WorkerStartError(f"workers do not start: {self.ending}")
-            if any(machine.at("greet") for machine in waiting) and time.monotonic() >= until:
+            if any(machine.at(Task.HANDSHAKE) for machine in waiting) and time.monotonic() >= until:
                 raise WorkerStartError(f"no worker was placed within {ANSWERING:.0f} s; `ray status` tells who is busy")
 
     def _room_for(self, workers: int) -> list[Room]:
@@ -155,7 +157,8 @@ class Fleet:
         """Start the workers of these ranks there."""
         at = 0
         for place in places:
-            machine = Machine(self._ray, self._numbers, place.node, tuple(ranks[at : at + place.workers]), self._needs)
+            link = RayLink(self._ray, place.node, place.workers, self._needs)
+            machine = Machine(link, self._numbers, place.node[:8], tuple(ranks[at : at + place.workers]))
             at += place.workers
             self._numbers += 1
             self.machines[machine.number] = machine
@@ -229,29 +232,28 @@ class Fleet:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             self._lose(machine, f"{type(error).__name__}: {' '.join(lines)[:2000]}", listener)
             return
-        if call.what == "greet":
+        if call.task is Task.HANDSHAKE:
             self._greeted(machine, *value)
-        elif call.what in ("release", "ping", "call off"):
-            if value is None:
-                self._lose(machine, f"did not answer for {ANSWERING:.0f} s", listener)
-            elif call.what == "release":
-                listener.released(machine, call, [Run(*run) for run in value])
-        else:
-            self._replied(machine, call, value, listener)
+        elif isinstance(call.task, Task):
+            self._replied(machine, call, call.task, value, listener)
+        elif value is None:
+            self._lose(machine, f"did not answer for {ANSWERING:.0f} s", listener)
+        elif call.task is Question.RELEASE:
+            listener.released(machine, call, [Run(*run) for run in value])
 
-    def _replied(self, machine: Machine, call: Call, reply: Reply, listener: Listener) -> None:
+    def _replied(self, machine: Machine, call: Call, task: Task, reply: Reply, listener: Listener) -> None:
         self._take_in(machine, reply.workers)
         failed = reply.failed
-        if failed is not None and failed.name != "CalledOff":  # which comes after the news
+        if failed is not None and not failed.is_a(CalledOff):  # which comes after the news
             machine.forget()  # what of the news it took in is not known
-        if call.what == "start":
+        if task is Task.START:
             machine.ready = failed is None
             if failed is None:
                 self._failures = 0
             else:
-                self._error = self._error or machine.error(failed, "receiving the module")
+                self._error = self._error or machine.error(failed, task)
                 self._lose(machine, f"{failed.name}: {failed.arguments}", listener)
-        elif failed is not None and failed.name in ("AllWorkersLostError", "WorkerStartError"):
+        elif failed is not None and failed.is_a(AllWorkersLostError, WorkerStartError):
             self._lose(machine, str(failed.arguments[0]), listener)
         else:
             listener.heard(machine, call, reply)
@@ -266,8 +268,7 @@ class Fleet:
             )
             self._lose(machine, str(self._error), Nobody())
         else:
-            request, bulk = self._start(machine)
-            machine.work(Call("start"), [], request, bulk)
+            machine.work(Call(Task.START), [], self._start(machine))
 
     def _take_in(self, machine: Machine, conditions: Sequence[Condition]) -> None:
         """How the machine's workers are."""
@@ -281,12 +282,12 @@ class Fleet:
     def _look_for_hung(self, now: float, listener: Listener) -> None:
         patience = self._timeout or ANSWERING
         for machine in list(self.machines.values()):
-            working, asked = machine.at("evaluate"), machine.at("ping")
-            starting, greeting = machine.at("start"), machine.at("greet")
+            working, asked = machine.at(*SHARES), machine.at(Question.PING)
+            starting, greeting = machine.at(Task.START), machine.at(Task.HANDSHAKE)
             if asked is not None and now - asked.silent > patience:
                 self._lose(machine, f"gave no sign for {patience:.3g} s", listener)
             elif working is not None and asked is None and now - working.silent > patience:
-                machine.ask("ping", working, patience)
+                machine.ask(Question.PING, working, patience)
             elif starting is not None and now - starting.silent > max(self._timeout or UNKNOWN, STARTUP):
                 self._lose(machine, "did not start in time", listener)
             elif greeting is not None and now - greeting.silent > 2 * ANSWERING:
@@ -316,7 +317,7 @@ class Fleet:
         asked = []
         for machine in self.ready:
             machine.calls.clear()
-            machine.work(Call("close"), [], ("close", ()))
+            machine.work(Call(Task.CLOSE), [], request(Host.close))
             asked += list(machine.calls)
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=GRACE)
