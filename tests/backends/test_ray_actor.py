@@ -16,7 +16,7 @@ from torch import nn
 
 from batchopt._data.batches import Reading, read_batch
 from batchopt._program.flatten import flatten
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.ledger import Run
 from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.editions import Editions, delivery
 from batchopt.backends.ray.messages import (
@@ -31,6 +31,7 @@ from batchopt.backends.ray.messages import (
     Yield,
 )
 from batchopt.backends.ray.transfer import Shipment, from_bytes, to_bytes
+from batchopt.errors import WorkerError
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Cut, Kind
 from batchopt_workers.packing import dumps
@@ -209,7 +210,7 @@ def test_an_evaluation_can_be_called_off(drive: Callable[..., Driver], tmp_path:
     wait_for(tmp_path / "begun 0")
     assert driver.host.ask(Question.CALL_OFF, 1, 10.0) == []
     thread.join(30)
-    assert replies[0].failed.kind is CalledOff
+    assert isinstance(replies[0].failed.error, CalledOff)
     (tmp_path / "go").touch()
     assert driver.evaluate(Run(0, 8), Run(8, 16)).failed is None
 
@@ -220,10 +221,11 @@ def test_what_goes_wrong_is_said_not_raised(drive: Callable[..., Driver]) -> Non
 
     driver = drive(mlp(samples=8), prehook=refuse)
     failed = driver.evaluate(Run(0, 2), Run(2, 4), fill=range(0, 8)).failed
-    assert failed.name == "WorkerError" and failed.arguments[1:3] == ("ZeroDivisionError", "no")
-    assert "in refuse" in failed.trace
+    assert isinstance(failed.error, WorkerError) and failed.error.type_name == "ZeroDivisionError"
+    assert "ZeroDivisionError in worker 0" in failed.text.message and failed.text.message.endswith(": no")
+    assert "in refuse" in failed.text.traceback
     failed = work(Host(), (0, 0), [], request(Host.run, dumps((len, ())))).failed
-    assert failed is not None and "were not started" in failed.arguments[0]
+    assert failed is not None and "were not started" in failed.text.message
 
 
 def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(drive: Callable[..., Driver]) -> None:
@@ -231,7 +233,7 @@ def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(d
     share = Share(int(Kind.EVALUATE), 1, 1, (Run(0, 1), None))
     for index in (2, 3, 2):  # the first one, with the batch, did not come
         reply = work(driver.host, (0, index), [], request(Host.evaluate, share, None, None))
-        assert reply.failed is not None and reply.failed.kind is OutOfStep
+        assert reply.failed is not None and reply.failed.is_a(OutOfStep)
     news = [*driver.news, request(Host.fill, list(driver.shipment.fragments(range(0, 4))))]
     x = to_bytes(driver.flat.vector)
     assert work(driver.host, (1, 0), news, request(Host.evaluate, share, x, None)).failed is None

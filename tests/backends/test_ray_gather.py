@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.gather import Harvest
+from batchopt.backends.ledger import Run
+from batchopt.backends.ray.gather import NodeGather
 from batchopt.backends.ray.messages import CalledOff, Failed, Reply, Sum, Task, Work, Yield
 from batchopt.backends.ray.node import Call, Machine
 from batchopt.backends.ray.scheduler import Give
-from batchopt.errors import WorkerError
+from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 
@@ -36,11 +36,11 @@ MACHINES = [Machine(NoLink(), number, f"machine {number}", (number,)) for number
 CUT = Cut((0, 3, 6, 9, 12))
 
 
-def begin() -> Harvest:
+def begin() -> NodeGather:
     """Evaluation 7 of four chunks, two for each of two machines; share 10 is the first one's, 11 the second's."""
     orders = [Order(7, 1, 0, 2), Order(7, 1, 2, 4)]
     paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}
-    harvest = Harvest(MACHINES, CUT, orders, Numbering((None,), (12,)), paces, torch.float32)
+    harvest = NodeGather(MACHINES, CUT, orders, Numbering((None,), (12,)), paces, torch.float32)
     assert harvest.handout.decide([0, 1], harvest.estimate, 0.0) == [Give(0, (Run(0, 2),)), Give(1, (Run(2, 4),))]
     return harvest
 
@@ -77,7 +77,7 @@ def test_what_both_say_makes_the_whole() -> None:
 def test_what_is_about_something_else_does_not_count(late: tuple[Call, Reply]) -> None:
     harvest = begin()
     harvest.heard(MACHINES[0], *late)
-    assert harvest.handout.missing == 4 and harvest.answers() == [] and harvest.failures == []
+    assert harvest.handout.missing == 4 and harvest.answers() == [] and not harvest.failures
 
 
 def test_what_is_said_twice_counts_once() -> None:
@@ -99,18 +99,19 @@ def test_a_chunk_that_two_machines_evaluated_counts_once() -> None:
 def test_the_failure_of_the_first_samples_is_the_one() -> None:
     harvest = begin()
     for number, start in ((1, 6), (0, 0)):
-        arguments: tuple[Any, ...] = (0, "ValueError", "no", range(start, start + 3), "", {})
-        failed = Reply(None, Failed(WorkerError, "WorkerError", arguments, "trace"), [])
+        raised = WorkerError(0, "ValueError", "no", range(start, start + 3))
+        raised.__cause__ = RemoteTraceback("trace")
+        failed = Reply(None, Failed.of(raised), [])
         harvest.heard(MACHINES[number], Call(Task.EVALUATE, 7, 10 + number), failed)
-    error = harvest.first_failure()
+    error = harvest.failures.first()
     assert isinstance(error, WorkerError) and error.samples == range(0, 3) and error.rank == 0
     assert "trace" in str(error.__cause__)
 
 
 def test_what_was_called_off_is_no_failure() -> None:
     harvest = begin()
-    harvest.heard(MACHINES[0], Call(Task.EVALUATE, 7, 10), Reply(None, Failed(CalledOff, "CalledOff", ("",), ""), []))
-    assert harvest.failures == [] and harvest.handout.busy == [1]
+    harvest.heard(MACHINES[0], Call(Task.EVALUATE, 7, 10), Reply(None, Failed.of(CalledOff("nobody waits")), []))
+    assert not harvest.failures and harvest.handout.busy == [1]
 
 
 def test_a_lost_machines_share_is_given_to_another() -> None:

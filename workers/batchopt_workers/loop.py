@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from multiprocessing.connection import Connection, wait
 
@@ -22,10 +21,10 @@ import cloudpickle
 import torch
 
 from batchopt_workers import faults
-from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Failure, Kind, Order, message_of
+from batchopt_workers.failures import describe
+from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Kind, Order
 from batchopt_workers.session import WITH_DESCRIPTOR, Session
 from batchopt_workers.versions import versions
-from batchopt_workers.watch import StateWritten
 
 _F_SETSIG = 10  # Linux; Python does not name it
 # Bytes of a message: its length is sent as 4 bytes, with a sign.
@@ -137,16 +136,6 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
     assert report is not None
     mailbox.send(number, Kind.DONE, report.encode(), report.next - 1)
     return report.seconds
-
-
-def describe(error: BaseException, samples: range) -> Failure:
-    """The exception as text, whatever its own methods do."""
-    try:
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException:
-        trace = "".join(traceback.format_tb(error.__traceback__))
-    written = error.names if isinstance(error, StateWritten) else ()
-    return Failure(type(error).__name__, message_of(error), trace, samples, written)
 
 
 def _end(code: int) -> None:

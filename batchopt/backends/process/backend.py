@@ -21,8 +21,8 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,23 +31,25 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._machine.cores import share_cores, usable_cores
 from batchopt._mapreduce.answers import Answer
-from batchopt._program.unpicklable import blame
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.patience import OTHERS, STARTUP, UNKNOWN
 from batchopt.backends.process.forkserver import anticipate, worker_environment
-from batchopt.backends.process.gather import Calls, Probe, Round, unpickled
+from batchopt.backends.process.gather import ProcessCalls, ProcessGather, ProcessProbe
 from batchopt.backends.process.overdue import Overdue, Pace
-from batchopt.backends.process.pool import OTHERS, Pool
+from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.spawn import preparation
 from batchopt.backends.process.surroundings import check_workers
-from batchopt.backends.process.worker import Activity, Asked, Call, Child, call, call_with_block, error_of
-from batchopt.errors import PoisonChunkError, WorkerLostError
+from batchopt.backends.process.worker import Activity, Asked, Call, Child, call, call_with_block
+from batchopt.backends.sendable import check_parameters_are_only_read, sending
+from batchopt.errors import WorkerLostError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
 from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.session import Session
@@ -57,32 +59,11 @@ from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
 AWAKE = 5e-4
-# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; while nobody
-# knows how long something should take; and, once that is known, so many times as long but no less than the floor.
-STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
+# Once it is known how long something should take, a worker that takes so many times as long counts as hung, but not
+# before so many seconds.
+FACTOR, FLOOR = 20.0, 30.0
 
 T = TypeVar("T")
-
-
-@contextmanager
-def sending(what: str, *objects: Any) -> Iterator[None]:
-    """Name `what` if it cannot be pickled, and what it captures."""
-    try:
-        yield
-    except Exception as error:
-        blamed = next((found for found in map(blame, objects) if found), None)
-        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
-        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
-
-
-def check_parameters_are_only_read(module: torch.nn.Module) -> None:
-    """Raise `ValueError` for a module whose forward writes its parameters, which all workers share."""
-    for name, part in module.named_modules():
-        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
-            raise ValueError(
-                f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise what comes "
-                "out of it instead, or use parallelize=1"
-            )
 
 
 def _place(standard_error: str) -> str:
@@ -134,6 +115,7 @@ class ProcessBackend(Backend):
         self._timeout = setup.timeout
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
         self._overdue = Overdue(self._paces)
+        self._numbering = Numbering((), ())
         self._late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
         # memory of two batches, of which the workers read the one at `_slot`; and what they were told to map
         self._slots: list[SharedBlock | None] = [None, None]
@@ -317,7 +299,7 @@ class ProcessBackend(Backend):
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         self._enter()
         self._follow_torch()
-        round = Round(cut, len(self._weights), orders, self._paces, self._overdue)
+        round = ProcessGather(cut, self._numbering, orders, self._paces, self._overdue)
         try:
             directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
@@ -334,14 +316,13 @@ class ProcessBackend(Backend):
                 self._proven = self._proven or round.has_reports
                 self._explain(round.gone)
                 if round.poison is not None:
-                    chunk, samples = round.poison
-                    terms, deaths = self._numbering.within(samples), round.dispatch.deaths[chunk]
-                    raise PoisonChunkError(chunk, samples, self._pool.ending, terms, deaths)
+                    raise round.poison
         finally:
             self._pool.call_off()
             self._turn(None)
         if round.failures:
-            raise self._first_failure(round)
+            self._hear_others(round)
+            raise round.failures.first()
         self._proven = True
         self._hear_the_late(round)
         self._late = round.leave(self._pool.children.values())
@@ -374,7 +355,7 @@ class ProcessBackend(Backend):
                     "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
                 )
 
-    def _turn(self, round: Round | None) -> None:
+    def _turn(self, round: ProcessGather | None) -> None:
         """Something has happened in this evaluation; or in none, or it is over."""
 
     def set_direction(self, direction: torch.Tensor) -> None:
@@ -386,7 +367,7 @@ class ProcessBackend(Backend):
             self._direction = block.tensor(layout.dtype, (layout.size,))
         self._direction.copy_(direction)
 
-    def _direct(self, round: Round) -> None:
+    def _direct(self, round: ProcessGather) -> None:
         """Give those that have nothing to do something to do."""
         idle = [child.rank for child in self._pool.available]
         if not idle:
@@ -407,7 +388,7 @@ class ProcessBackend(Backend):
                 child.flush()
         faults.point("parent.dispatched")
 
-    def _order(self, child: Child, round: Round, run: Assign) -> None:
+    def _order(self, child: Child, round: ProcessGather, run: Assign) -> None:
         if child.cut is not round.cut:
             child.ask(call(Activity.CUT, Session.set_cut, round.cut))
             child.cut = round.cut
@@ -427,7 +408,7 @@ class ProcessBackend(Backend):
         else:
             child.rows.grow(more, block)
 
-    def _hear_the_late(self, round: Round) -> None:
+    def _hear_the_late(self, round: ProcessGather) -> None:
         """Take in what workers reported that are still at it.
 
         They were told to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
@@ -438,17 +419,16 @@ class ProcessBackend(Backend):
                 child.channel.drain()
                 self._pool.hear(child, round)
 
-    def _first_failure(self, round: Round) -> BaseException:
+    def _hear_others(self, round: ProcessGather) -> None:
+        """Wait a little for what other workers say, so that the same failure is raised each time."""
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and round.dispatch.workers:
             self._pool.pump(round, deadline)
-        rank, failure = min(round.failures, key=lambda found: (found[1].samples.start, found[0]))
-        return error_of(rank, failure, None, self._numbering)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         self._enter()
         self._follow_torch()
-        probe = Probe(order.evaluation)
+        probe = ProcessProbe(order.evaluation, self._numbering)
         try:
             for child in self._pool.available:
                 try:
@@ -460,36 +440,30 @@ class ProcessBackend(Backend):
                 except OSError:
                     continue
                 probe.asked(child)
-            while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
-                self._pool.pump(probe, probe.patience)
-                self._turn(None)
-                self._proven = self._proven or bool(probe.seconds)
-                self._explain(probe.gone)
+            probe.collect(lambda until: self._pump_probe(probe, until))
         finally:
             self._pool.call_off()
         if probe.failures:
-            raise error_of(*min(probe.failures, key=lambda found: found[0]), None, self._numbering)
+            raise probe.failures.first()
         return probe.seconds
+
+    def _pump_probe(self, probe: ProcessProbe, until: float) -> None:
+        self._pool.pump(probe, until)
+        self._turn(None)
+        self._proven = self._proven or bool(probe.seconds)
+        self._explain(probe.gone)
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
             message = call(Activity.FUNCTION, Session.run, function, *arguments)
         self._enter()
         self._pool.wait()
-        calls = Calls()
-        for rank, child in sorted(self._pool.children.items()):
-            calls.waiting[child] = rank
-            try:
+        calls = ProcessCalls()
+        for _, child in sorted(self._pool.children.items()):
+            calls.asked(child)
+            with suppress(OSError):  # gone; the pool will find out
                 child.ask(message)
-            except OSError:  # gone; the pool will find out
-                pass
-        while calls.waiting:
-            self._pool.pump(calls, math.inf)
-            if calls.gone:
-                raise WorkerLostError(f"a function was not run to its end: {calls.gone.ending()}")
-        if calls.failures:
-            raise error_of(*min(calls.failures, key=lambda found: found[0]), Activity.FUNCTION)
-        return [unpickled(rank, "the function", body) for rank, body in sorted(calls.results.items())]
+        return calls.collect(lambda until: self._pool.pump(calls, until))
 
     def stop(self) -> None:
         self._pool.stop()

@@ -14,41 +14,33 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
-from typing import NoReturn, Protocol
+from typing import NoReturn, TypeAlias
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.presence import Presence, later
+from batchopt.backends.gather import Ignore, Listener
+from batchopt.backends.patience import ATTEMPTS, OTHERS, Presence, later
 from batchopt.backends.process.channel import ProtocolError, Reply
 from batchopt.backends.process.worker import REAPING, Activity, Asked, Call, Child, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
-from batchopt_workers.messages import Failure, Kind
+from batchopt_workers.failures import Failure
+from batchopt_workers.messages import Kind
 from batchopt_workers.versions import versions
 
 # Seconds that a worker has to end by itself once the parent has hung up.
 GRACE = 1.0
-# A worker that ends so many times in a row before it can work is not started again.
-ATTEMPTS = 3
 # Seconds between two looks at who hangs.
 INTERVAL = 0.25
 
 # Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
 HANGING_UP = 0.1
-# Seconds to wait for what other workers say once one has failed, so that the same one is named each time.
-OTHERS = 0.5
 
 # The seconds without progress after which a worker that was asked this counts as hung.
 Allowance = Callable[[Child, Asked], float]
 
 
-class Listener(Protocol):
-    """What wants to know what happens. Either method may raise `ProtocolError`: then that worker is not to be trusted,
-    and is replaced."""
-
-    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """The worker said something about what it was asked, other than that it took in a topic."""
-
-    def lost(self, child: Child) -> None:
-        """The worker is dead and reaped."""
+# Hears what workers say about what they were asked, other than that they took in a topic; and of those that are dead and
+# reaped. Either method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
+ProcessListener: TypeAlias = Listener[Child, Asked, Reply]
 
 
 class Pool:
@@ -96,7 +88,7 @@ class Pool:
             if self._complete or len(failed) == len(new) > 0 or time.monotonic() >= until:
                 break
             try:
-                self.pump(_Nobody(), until)
+                self.pump(Ignore(), until)
             except AllWorkersLostError:
                 if not new:
                     raise
@@ -106,7 +98,7 @@ class Pool:
     def wait(self) -> None:
         """Until every worker that will ever work can work."""
         while not self._complete:
-            self.pump(_Nobody(), float("inf"))
+            self.pump(Ignore(), float("inf"))
 
     @property
     def _complete(self) -> bool:
@@ -140,10 +132,10 @@ class Pool:
             return
         for child in list(self.children.values()):
             self._watch(child)
-            self.hear(child, _Nobody())  # what an interrupt left, which wakes nobody up
+            self.hear(child, Ignore())  # what an interrupt left, which wakes nobody up
         self.call_off()
         self._end_functions()
-        self.pump(_Nobody(), 0.0)
+        self.pump(Ignore(), 0.0)
 
     def _end_functions(self) -> None:
         """Replace workers that are still in a function which an interrupt or a loss has left behind."""
@@ -152,7 +144,7 @@ class Pool:
             child for child in self.children.values() if child.asked and child.asked.activity is Activity.FUNCTION
         ]:
             if time.monotonic() < until:
-                self.pump(_Nobody(), until)
+                self.pump(Ignore(), until)
                 continue
             for child in left:
                 child.kill("was left in a function that nobody waits for")
@@ -167,7 +159,7 @@ class Pool:
 
     # ---- what is
 
-    def pump(self, listener: Listener, until: float) -> None:
+    def pump(self, listener: ProcessListener, until: float) -> None:
         """Mend, wait until something happens (or until that time), and tell `listener`. Raises `BatchoptError` once this was
         stopped."""
         if self._stopped:
@@ -213,7 +205,7 @@ class Pool:
             events = self._selector.select(0.0)  # a wait that was interrupted does not say what has come meanwhile
         return [key for key, _ in events]
 
-    def hear(self, child: Child, listener: Listener) -> None:
+    def hear(self, child: Child, listener: ProcessListener) -> None:
         """Deal with what came from the worker."""
         try:
             for reply in child.channel.replies():
@@ -262,7 +254,7 @@ class Pool:
         self._given_up.setdefault(child.rank, error)  # the first: what was told after it fails for that reason
         child.kill("could not start")
 
-    def _look_for_hung(self, listener: Listener) -> None:
+    def _look_for_hung(self, listener: ProcessListener) -> None:
         now = time.monotonic()
         self._check_at = now + INTERVAL
         for child in list(self.children.values()):
@@ -279,7 +271,7 @@ class Pool:
             else:
                 self._check_at = min(self._check_at, child.since + seconds)
 
-    def _bury(self, child: Child, listener: Listener) -> None:
+    def _bury(self, child: Child, listener: ProcessListener) -> None:
         """The worker is dead, or as good as: see to it that it is, and tell `listener`."""
         self._amiss = True
         self.changes += 1
@@ -294,7 +286,7 @@ class Pool:
             in_users_code = asked is not None and asked.activity is not Activity.STARTING
             self._failed(info, for_good=in_users_code and info.restarts == 0)
         child.close()
-        listener.lost(child)
+        listener.lost(child, self.ending)
 
     def _failed(self, info: WorkerInfo, for_good: bool) -> None:
         """A worker ended before it could work."""
@@ -385,16 +377,6 @@ class Pool:
 
 def _closed(*_: object) -> NoReturn:
     raise BatchoptError("these workers were ended")
-
-
-class _Nobody:
-    """Does not care."""
-
-    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """Nothing."""
-
-    def lost(self, child: Child) -> None:
-        """Nothing."""
 
 
 def _end(children: Iterable[Child]) -> None:

@@ -17,8 +17,9 @@ from batchopt.backends.process.forkserver import fork_worker
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.errors import RemoteTraceback, WorkerError
+from batchopt_workers.failures import Failure
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
+from batchopt_workers.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
 from batchopt_workers.rows import Rows

@@ -15,7 +15,6 @@ import concurrent.futures
 import pickle
 import socket
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
@@ -25,7 +24,7 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import merge_answers
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Setup, WorkerInfo
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.ledger import Run
 from batchopt.backends.ray.editions import Delivery, made, received
 from batchopt.backends.ray.messages import (
     Condition,
@@ -51,7 +50,6 @@ from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.packing import assemble, dumps
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.versions import versions
-from batchopt_workers.watch import StateWritten
 
 P = ParamSpec("P")
 
@@ -84,7 +82,7 @@ class Host:
                 getattr(Host, method)(self, *values)
             value = getattr(Host, envelope.method)(self, *arguments)
         except BaseException as error:
-            failed = failure_of(error)
+            failed = Failed.of(error)
         return Reply(value, failed, [] if self._crew is None else [_condition(info) for info in self._crew.workers])
 
     def _keep_step(self, epoch: int, position: int) -> None:
@@ -232,21 +230,6 @@ def _condition(info: WorkerInfo) -> Condition:
 def _work(answer: Answer, began: float) -> Work:
     spans = [(span.began - began, *span[1:]) for span in answer.spans]
     return Work(answer.rank, answer.samples, answer.seconds, spans, dumps(answer.results) if answer.results else b"")
-
-
-def failure_of(error: BaseException) -> Failed:
-    """The exception apart, whatever its own methods do."""
-    arguments = getattr(error, "_arguments", None)
-    if arguments is None:
-        try:
-            arguments = (str(error),)
-        except BaseException as inner:
-            arguments = (f"<its __str__ raised {type(inner).__name__}>",)
-    trace = getattr(error.__cause__, "text", "")
-    kind = type(error) if isinstance(error, (BatchoptError, StateWritten)) else None
-    if kind is None:
-        trace = "".join(traceback.format_exception(error))
-    return Failed(kind, type(error).__name__, tuple(arguments), trace)
 
 
 def request(method: Callable[Concatenate[Host, P], Any], *arguments: P.args, **keywords: P.kwargs) -> Request:

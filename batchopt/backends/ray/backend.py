@@ -25,19 +25,19 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.process.backend import check_parameters_are_only_read, sending
-from batchopt.backends.process.pool import OTHERS
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.gather import Ignore
+from batchopt.backends.ledger import Run
+from batchopt.backends.patience import OTHERS
 from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.cluster import Needs, capacity, connect
 from batchopt.backends.ray.editions import Edition, Editions, delivery
-from batchopt.backends.ray.gather import Calls, Harvest, Probe
+from batchopt.backends.ray.gather import NodeCalls, NodeGather, NodeProbe
 from batchopt.backends.ray.messages import Contract, Question, Request, Share, Task
 from batchopt.backends.ray.node import Call, Machine
-from batchopt.backends.ray.nodes import ANSWERING, Fleet, Nobody, kill
+from batchopt.backends.ray.nodes import ANSWERING, Fleet, NodeListener, kill
 from batchopt.backends.ray.scheduler import Ask, Give
 from batchopt.backends.ray.transfer import Shipment, copied, lacking, to_bytes
-from batchopt.errors import WorkerLostError
+from batchopt.backends.sendable import check_parameters_are_only_read, sending
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
@@ -174,7 +174,7 @@ class RayBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Shipped)
-        self._fleet.pump(Nobody(), 0.0)
+        self._fleet.pump(Ignore(), 0.0)
         self._follow()
         self._step = _Load(prepared.shipment, self._editions.latest, weights)
 
@@ -243,12 +243,12 @@ class RayBackend(Backend):
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         fleet = self._fleet
-        fleet.pump(Nobody(), 0.0)
+        fleet.pump(Ignore(), 0.0)
         self._torch = TorchSettings.current()
         assert self._step is not None
         shipment, dtype = self._step.shipment, self._setup.flat.layout.sum_dtype
         price = shipment.bytes_a_sample / BANDWIDTH
-        harvest = Harvest(fleet.ready, cut, orders, shipment.batch.numbering, self._paces, dtype, price)
+        harvest = NodeGather(fleet.ready, cut, orders, shipment.batch.numbering, self._paces, dtype, price)
         evaluation, handout = harvest.order.evaluation, harvest.handout
         self._cut = self._cut if self._cut.bounds == cut.bounds else cut
         self._publish_x()
@@ -269,7 +269,7 @@ class RayBackend(Backend):
         finally:
             self._call_off(evaluation)
         if harvest.failures:
-            raise harvest.first_failure()
+            raise harvest.failures.first()
         return harvest.answers()
 
     def _carry_out(self, command: Give | Ask, order: Order) -> None:
@@ -281,7 +281,7 @@ class RayBackend(Backend):
             assert share is not None
             machine.ask(Question.RELEASE, share, ANSWERING)
 
-    def _pump_while_working(self, listener: Harvest | Probe, evaluation: int, until: float) -> None:
+    def _pump_while_working(self, listener: NodeListener, evaluation: int, until: float) -> None:
         while time.monotonic() < until and any(machine.works_on(evaluation) for machine in self._fleet.ready):
             self._fleet.pump(listener, until)
 
@@ -292,41 +292,35 @@ class RayBackend(Backend):
                 machine.ask(Question.CALL_OFF, share, ANSWERING)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        fleet, probe = self._fleet, Probe(order.evaluation)
-        fleet.pump(Nobody(), 0.0)
+        fleet, probe = self._fleet, NodeProbe(order.evaluation)
+        fleet.pump(Ignore(), 0.0)
         self._torch = TorchSettings.current()
         self._cut = cut
         self._publish_x()
         for machine in fleet.ready:
             run = Run(order.first, order.last)
             self._give(machine, Task.PROBE, order, (run, *(None for _ in machine.ranks[1:])))
+            probe.asked(machine)
         try:
-            while any(machine.works_on(order.evaluation) for machine in fleet.ready) and not probe.failures:
-                if time.monotonic() >= probe.patience:
-                    break
-                fleet.pump(probe, probe.patience)
+            probe.collect(lambda until: fleet.pump(probe, until))
         finally:
             self._call_off(order.evaluation)
         if probe.failures:
-            raise probe.failures[0]
+            raise probe.failures.first()
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
             message = dumps((function, arguments))
-        fleet, calls = self._fleet, Calls()
-        fleet.pump(Nobody(), 0.0)
+        fleet, calls = self._fleet, NodeCalls()
+        fleet.pump(Ignore(), 0.0)
         while len(fleet.ready) < max(len(fleet.machines), 1):  # those that are being replaced, too
-            fleet.pump(Nobody(), math.inf)
-        asked = fleet.ready
-        for machine in asked:
+            fleet.pump(Ignore(), math.inf)
+        for machine in fleet.ready:
             machine.work(Call(Task.RUN), self._news(machine), request(Host.run, message))
             self._told(machine)
-        while any(machine.at(Task.RUN) for machine in asked):
-            fleet.pump(calls, math.inf)
-            if calls.gone:
-                raise WorkerLostError(f"a function was not run to its end: {calls.gone}")
-        return calls.values()
+            calls.asked(machine)
+        return calls.collect(lambda until: fleet.pump(calls, until))
 
     def resize(self, workers: int) -> None:
         self._fleet.resize(workers)

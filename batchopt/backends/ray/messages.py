@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.ledger import Run
 from batchopt.backends.ray.transfer import Bytes
 from batchopt.errors import BatchoptError
+from batchopt_workers.failures import Failure, describe
 from batchopt_workers.layout import Layout
 from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.watch import StateWritten
 
 
 class Task(Enum):
@@ -137,17 +139,22 @@ class Yield(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """An exception, apart: its class if it is one of ours and the name of that, what makes another one, and the
-    traceback."""
+    """An exception on a node, as text; and as it is, if its class is ours."""
 
-    kind: type[BaseException] | None
-    name: str
-    arguments: tuple[Any, ...]
-    trace: str
+    text: Failure
+    error: BatchoptError | StateWritten | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """What is to be said of the exception. Its cause is not sent: of ours, the text has the traceback in the worker."""
+        text = describe(error)
+        if not isinstance(error, (BatchoptError, StateWritten)):
+            return cls(text, None)
+        return cls(replace(text, traceback=getattr(error.__cause__, "text", "")), error)
 
     def is_a(self, *kinds: type[BaseException]) -> bool:
         """Whether it is of one of these classes of ours."""
-        return self.kind is not None and issubclass(self.kind, kinds)
+        return isinstance(self.error, kinds)
 
 
 class Reply(NamedTuple):

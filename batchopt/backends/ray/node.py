@@ -5,15 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from batchopt.backends.ledger import Run
 from batchopt.backends.ray.actor import Host
 from batchopt.backends.ray.link import Link
-from batchopt.backends.ray.messages import Envelope, Failed, Question, Request, Task
+from batchopt.backends.ray.messages import Envelope, Failed, Question, Reply, Request, Task
 from batchopt.errors import RemoteTraceback, WorkerError
 
 # The tasks that a share is for.
 SHARES = (Task.EVALUATE, Task.PROBE)
+
+
+class Released(NamedTuple):
+    """A machine that was asked for some of a share gave up these runs."""
+
+    runs: list[Run]
+
+
+# What a machine can say.
+Heard = Reply | Released
 
 
 @dataclass
@@ -96,14 +107,13 @@ class Machine:
 
     def error(self, failed: Failed, task: Task) -> BaseException:
         """The exception that happened there."""
-        if failed.kind is None:
+        error, text = failed.error, failed.text
+        if error is None:
             doing = f"{task.value} on {self.name}"
-            error: BaseException = WorkerError(self.ranks[0], failed.name, str(failed.arguments[0]), range(0), doing)
-        elif failed.is_a(WorkerError):
-            rank, *others = failed.arguments
-            error = WorkerError(self.ranks[rank], *others)
-        else:
-            error = failed.kind(*failed.arguments)
-        if failed.trace:
-            error.__cause__ = RemoteTraceback(failed.trace)
+            error = WorkerError(self.ranks[0], text.type_name, text.message, range(0), doing)
+        elif isinstance(error, WorkerError):
+            _, (rank, type_name, message, samples, doing, terms) = error.__reduce__()
+            error = WorkerError(self.ranks[rank], type_name, message, samples, doing, terms)
+        if text.traceback:
+            error.__cause__ = RemoteTraceback(text.traceback)
         return error

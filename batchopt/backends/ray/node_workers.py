@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from batchopt.backends.base import Setup
+from batchopt.backends.ledger import Run
 from batchopt.backends.process.backend import Placed, ProcessBackend
-from batchopt.backends.process.gather import Round
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.process.gather import ProcessGather
 from batchopt.backends.process.worker import Activity, Call, call, call_with_block
 from batchopt.backends.ray.messages import CalledOff, Question
 from batchopt.backends.ray.transfer import Fragment, Hold
@@ -132,7 +132,7 @@ class Crew(ProcessBackend):
         os.write(self._button, b"!")
         return answer.result(seconds)
 
-    def _turn(self, round: Round | None) -> None:
+    def _turn(self, round: ProcessGather | None) -> None:
         while self._asked:
             question, answer = self._asked.popleft()
             released: list[Run] = []

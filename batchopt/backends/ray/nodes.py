@@ -11,20 +11,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.presence import Presence, later
-from batchopt.backends.process.backend import STARTUP, UNKNOWN
-from batchopt.backends.process.pool import ATTEMPTS
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.gather import Ignore, Listener
+from batchopt.backends.ledger import Run
+from batchopt.backends.patience import ATTEMPTS, STARTUP, UNKNOWN, Presence, later
 from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.cluster import Needs, Room, rooms, spread
 from batchopt.backends.ray.link import RayLink
 from batchopt.backends.ray.messages import CalledOff, Condition, Question, Reply, Request, Task
-from batchopt.backends.ray.node import SHARES, Call, Machine
+from batchopt.backends.ray.node import SHARES, Call, Heard, Machine, Released
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.versions import versions
 
@@ -41,30 +40,8 @@ GRACE = 1.0
 Start = Callable[[Machine], Request]
 
 
-class Listener(Protocol):
-    """What wants to know what happens."""
-
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
-        """The machine has done what it was asked, or failed to."""
-
-    def released(self, machine: Machine, call: Call, given: list[Run]) -> None:
-        """The machine, asked for some of a share, gave up these runs."""
-
-    def lost(self, machine: Machine, ending: str) -> None:
-        """The machine is gone."""
-
-
-class Nobody:
-    """Does not care."""
-
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
-        """Nothing."""
-
-    def released(self, machine: Machine, call: Call, given: list[Run]) -> None:
-        """Nothing."""
-
-    def lost(self, machine: Machine, ending: str) -> None:
-        """Nothing."""
+# Hears what nodes have done or failed to do, and what they gave up of a share; and of those that are gone.
+NodeListener: TypeAlias = Listener[Machine, Call, Heard]
 
 
 class Fleet:
@@ -125,7 +102,7 @@ class Fleet:
     def _await_all(self) -> None:
         until = time.monotonic() + ANSWERING
         while waiting := [machine for machine in self.machines.values() if not machine.ready]:
-            self.pump(Nobody(), until)
+            self.pump(Ignore(), until)
             if self._error is not None:
                 raise self._error
             if self._failures >= ATTEMPTS:
@@ -198,7 +175,7 @@ class Fleet:
                 f"no worker is left, and {why}: build a new BatchOptimizer. The last one lost: {self.ending}"
             )
 
-    def pump(self, listener: Listener, until: float) -> None:
+    def pump(self, listener: NodeListener, until: float) -> None:
         """Mend, wait until a machine answers (or until that time), and tell `listener`. Raises `BatchoptError` once this was
         stopped."""
         if self._stopped:
@@ -225,7 +202,7 @@ class Fleet:
             if machine.calls.pop(reference, None) is not None:
                 self._hear(machine, call, reference, listener)
 
-    def _hear(self, machine: Machine, call: Call, reference: Any, listener: Listener) -> None:
+    def _hear(self, machine: Machine, call: Call, reference: Any, listener: NodeListener) -> None:
         try:
             value = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
@@ -239,9 +216,9 @@ class Fleet:
         elif value is None:
             self._lose(machine, f"did not answer for {ANSWERING:.0f} s", listener)
         elif call.task is Question.RELEASE:
-            listener.released(machine, call, [Run(*run) for run in value])
+            listener.heard(machine, call, Released([Run(*run) for run in value]))
 
-    def _replied(self, machine: Machine, call: Call, task: Task, reply: Reply, listener: Listener) -> None:
+    def _replied(self, machine: Machine, call: Call, task: Task, reply: Reply, listener: NodeListener) -> None:
         self._take_in(machine, reply.workers)
         failed = reply.failed
         if failed is not None and not failed.is_a(CalledOff):  # which comes after the news
@@ -252,9 +229,9 @@ class Fleet:
                 self._failures = 0
             else:
                 self._error = self._error or machine.error(failed, task)
-                self._lose(machine, f"{failed.name}: {failed.arguments}", listener)
+                self._lose(machine, f"{failed.text.type_name}: {failed.text.message}", listener)
         elif failed is not None and failed.is_a(AllWorkersLostError, WorkerStartError):
-            self._lose(machine, str(failed.arguments[0]), listener)
+            self._lose(machine, failed.text.message, listener)
         else:
             listener.heard(machine, call, reply)
 
@@ -266,7 +243,7 @@ class Fleet:
             self._error = WorkerStartError(
                 f"{host} has {theirs}; this process has {versions()}: install the same on both"
             )
-            self._lose(machine, str(self._error), Nobody())
+            self._lose(machine, str(self._error), Ignore())
         else:
             machine.work(Call(Task.START), [], self._start(machine))
 
@@ -279,7 +256,7 @@ class Fleet:
             info.restarts += condition.restarts - machine.restarts.get(rank, 0)
             machine.restarts[rank] = condition.restarts
 
-    def _look_for_hung(self, now: float, listener: Listener) -> None:
+    def _look_for_hung(self, now: float, listener: NodeListener) -> None:
         patience = self._timeout or ANSWERING
         for machine in list(self.machines.values()):
             working, asked = machine.at(*SHARES), machine.at(Question.PING)
@@ -295,7 +272,7 @@ class Fleet:
             elif not machine.ready and starting is None and greeting is None:
                 self._lose(machine, "was forgotten when an interrupt came", listener)
 
-    def _lose(self, machine: Machine, why: str, listener: Listener) -> None:
+    def _lose(self, machine: Machine, why: str, listener: NodeListener) -> None:
         """The machine is gone, or will not be heard again."""
         first, last = machine.ranks[0], machine.ranks[-1]
         workers = f"worker {first}" if first == last else f"workers {first} to {last}"
