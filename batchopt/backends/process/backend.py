@@ -200,7 +200,7 @@ class ProcessBackend(Backend):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        return self._pool.infos
+        return self._pool.roster.infos
 
     def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
         """Of each worker, by its rank among all."""
@@ -237,10 +237,10 @@ class ProcessBackend(Backend):
 
     def resize(self, workers: int) -> None:
         host = socket.gethostname()
-        kept = {info.rank: info for info in self._pool.infos if not info.lost}
+        kept = {info.rank: info for info in self._pool.roster.infos if not info.lost}
         devices = self._setup.devices or (self._device,) * workers
         infos = [kept.get(rank, WorkerInfo(rank, 0, host, devices[rank], alive=False)) for rank in range(workers)]
-        before = self._pool.infos
+        before = self._pool.roster.infos
         try:
             self._tell_world(workers)
             self._pool.resize(infos)

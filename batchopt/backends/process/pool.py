@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
@@ -18,19 +17,17 @@ from typing import NoReturn, TypeAlias
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.gather import Ignore, Listener
-from batchopt.backends.patience import ATTEMPTS, OTHERS, Presence, later
+from batchopt.backends.patience import OTHERS, Presence, later
 from batchopt.backends.process.channel import ProtocolError, Reply
-from batchopt.backends.process.worker import REAPING, Activity, Asked, Call, Child, error_of
-from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
+from batchopt.backends.process.roster import Progress, Roster, check, unsent
+from batchopt.backends.process.worker import Activity, Asked, Call, Child, error_of
+from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.failures import Failure
 from batchopt_workers.messages import Kind
 from batchopt_workers.versions import versions
 
 # Seconds that a worker has to end by itself once the parent has hung up.
 GRACE = 1.0
-# Seconds between two looks at who hangs.
-INTERVAL = 0.25
-
 # Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
 HANGING_UP = 0.1
 
@@ -44,16 +41,13 @@ ProcessListener: TypeAlias = Listener[Child, Asked, Reply]
 
 
 class Pool:
-    """`size` worker processes, of ranks 0, 1, …; `infos` says of each what the user may know."""
+    """The worker processes of the ranks in a roster, and what each must have been told."""
 
     def __init__(self, make: Callable[[int], Child], restarts: int, allowance: Allowance) -> None:
         self.children: dict[int, Child] = {}
-        self.infos: list[WorkerInfo] = []
-        self.ending = ""  # of the worker that was lost last
-        self._make, self._restarts, self._allowance = make, restarts, allowance
+        self.roster = Roster(restarts)
+        self._make, self._allowance = make, allowance
         self._topics: dict[str, tuple[Call, ...]] = {}
-        self._failures: Counter[int] = Counter()  # ends before joining, in a row
-        self._given_up: dict[int, BaseException] = {}
         self._selector = selectors.DefaultSelector()
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost
@@ -69,20 +63,16 @@ class Pool:
 
         Raises `WorkerStartError` for one that ends before, `WorkerError` if the user's code raises in one.
         """
-        new = [info for info in infos if all(info is not other for other in self.infos)]
-        for rank in {*range(len(infos), len(self.infos)), *(info.rank for info in new)}:
-            self._given_up.pop(rank, None)
-            self._failures.pop(rank, None)
+        new, ending = self.roster.resize(infos)
+        self._amiss = True
+        for rank in ending:
             if rank in self.children:
                 child = self.children.pop(rank)
                 self._unwatch(child)
                 _end([child])
-        self._amiss = True
-        self._restarts += len(new)  # the first start of each is none
-        self.infos = infos
         until = float("inf")
         while True:
-            failed = [info.rank for info in new if info.rank in self._given_up]
+            failed = [info.rank for info in new if info.rank in self.roster.given_up]
             if failed:
                 until = min(until, time.monotonic() + OTHERS)
             if self._complete or len(failed) == len(new) > 0 or time.monotonic() >= until:
@@ -93,7 +83,7 @@ class Pool:
                 if not new:
                     raise
         if failed:
-            raise self._given_up[failed[0]]
+            raise self.roster.given_up[failed[0]]
 
     def wait(self) -> None:
         """Until every worker that will ever work can work."""
@@ -102,9 +92,7 @@ class Pool:
 
     @property
     def _complete(self) -> bool:
-        ranks = [info.rank for info in self.infos if info.rank not in self._given_up]
-        everyone = all(rank in self.children and self.children[rank].joined for rank in ranks)
-        return everyone and (len(ranks) > 0 or not self.infos)
+        return self.roster.is_complete([rank for rank, child in self.children.items() if child.joined])
 
     def tell(self, topic: str, *calls: Call) -> None:
         """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
@@ -167,7 +155,7 @@ class Pool:
         if self._amiss:
             self._replenish()
             self._brief()
-            self._amiss = len(self.children) + len(self._given_up) < len(self.infos)
+            self._amiss = self.roster.is_amiss(self.children)
         for child in self.children.values():
             if child.writing != child.channel.pending:
                 self._listen(child)
@@ -227,16 +215,16 @@ class Pool:
         if not child.joined and child.told.keys() >= self._topics.keys() and child.idle:
             child.joined = True
             self.changes += 1
-            self._failures[child.rank] = 0
-            self.infos[child.rank].alive = True
+            self.roster.joined(child.rank)
 
     def _greeted(self, child: Child, reply: Reply) -> None:
         theirs = reply.body.decode("utf-8", "replace")
         if theirs != versions():
-            self._given_up[child.rank] = WorkerStartError(
+            error = WorkerStartError(
                 f"{child.process.name} runs with {theirs}, this process with {versions()}: was something installed "
                 "meanwhile? Start the program anew"
             )
+            self.roster.refused(child.rank, error)
             child.kill("has other versions")
 
     def _refused(self, child: Child, asked: Asked, reply: Reply) -> None:
@@ -251,25 +239,24 @@ class Pool:
         error = error_of(child.rank, Failure.decode(reply.body), asked.activity)
         if child.joined:
             raise error
-        self._given_up.setdefault(child.rank, error)  # the first: what was told after it fails for that reason
+        self.roster.refused(child.rank, error)
         child.kill("could not start")
 
     def _look_for_hung(self, listener: ProcessListener) -> None:
-        now = time.monotonic()
-        self._check_at = now + INTERVAL
-        for child in list(self.children.values()):
+        now, working = time.monotonic(), []
+        for child in self.children.values():
             child.stderr.pass_on()
             asked = child.asked
-            if asked is None:
-                continue
-            seconds = self._allowance(child, asked)
-            if child.verdict:  # killed before, and not gone: the kernel holds it
-                if now >= child.killed_at + REAPING:
-                    self._bury(child, listener)
-            elif now >= child.since + seconds:  # its end will be an event as any other
-                child.kill(f"made no progress for {seconds:.3g} s while {asked.activity.value}", hung=True)
-            else:
-                self._check_at = min(self._check_at, child.since + seconds)
+            if asked is not None:
+                killed_at = child.killed_at if child.verdict else None
+                working.append(Progress(child.rank, child.since, self._allowance(child, asked), killed_at))
+        hung, dead, self._check_at = check(working, now)
+        for progress in hung:
+            child = self.children[progress.rank]
+            doing = "" if child.asked is None else child.asked.activity.value
+            child.kill(f"made no progress for {progress.allowance:.3g} s while {doing}", hung=True)
+        for rank in dead:
+            self._bury(self.children[rank], listener)
 
     def _bury(self, child: Child, listener: ProcessListener) -> None:
         """The worker is dead, or as good as: see to it that it is, and tell `listener`."""
@@ -279,20 +266,11 @@ class Pool:
         child.bury()
         self._unwatch(child)
         self.children.pop(child.rank, None)
-        info = self.infos[child.rank]
-        info.alive = False
-        self.ending = child.ending()
-        if not child.joined:
-            in_users_code = asked is not None and asked.activity is not Activity.STARTING
-            self._failed(info, for_good=in_users_code and info.restarts == 0)
+        in_users_code = asked is not None and asked.activity is not Activity.STARTING
+        ending = child.ending()
+        self.roster.ended(child.rank, ending, child.joined, in_users_code)
         child.close()
-        listener.lost(child, self.ending)
-
-    def _failed(self, info: WorkerInfo, for_good: bool) -> None:
-        """A worker ended before it could work."""
-        self._failures[info.rank] += 1
-        if self._failures[info.rank] >= ATTEMPTS or for_good:
-            self._given_up.setdefault(info.rank, WorkerStartError(self.ending))
+        listener.lost(child, ending)
 
     def _replenish(self) -> None:
         """Start what is missing, as far as it is allowed; where there is nobody, until one is there or none may be.
@@ -300,30 +278,18 @@ class Pool:
         Raises `AllWorkersLostError`.
         """
         self._start_missing()
-        while not self.children and len(self._given_up) < len(self.infos):
+        while not self.children and self.roster.is_amiss(self.children):
             self._start_missing()  # no process was to be had: each attempt counts
-        if not self.children and self.infos:
-            raise AllWorkersLostError(
-                f"no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: {self.ending}"
-            ) from next(iter(self._given_up.values()))
+        self.roster.check_somebody_is_left(self.children)
 
     def _start_missing(self) -> None:
-        for rank, info in enumerate(self.infos):
-            info.lost = rank in self._given_up
-            if rank in self.children or info.lost:
-                continue
-            if self._restarts <= 0:
-                self._given_up[rank] = WorkerLostError(f"max_restarts is spent; the last worker lost: {self.ending}")
-                continue
-            self._restarts -= 1
+        for rank in self.roster.start(self.children.keys()):
             try:
                 child = self._make(rank)
             except OSError as error:  # no process or no descriptor to be had
-                self.ending = f"batchopt-worker-{rank} could not be made: {error}"
-                self._failed(info, for_good=not info.pid)
+                self.roster.not_started(rank, f"batchopt-worker-{rank} could not be made: {error}")
                 continue
-            info.restarts += 1 if info.pid else 0
-            info.pid = child.pid
+            self.roster.started(rank, child.pid)
             self.children[rank] = child
             self._watch(child)
 
@@ -332,12 +298,12 @@ class Pool:
         for child in self.children.values():
             if child.knows is self._topics:
                 continue
-            for topic, calls in self._topics.items():
-                if child.told.get(topic) is not calls:
-                    with suppress(OSError):  # a worker that is gone is found out elsewhere
-                        for call in calls:
-                            child.ask(call, topic, calls)
-                    child.told[topic] = calls
+            for topic in unsent(self._topics, child.told):
+                calls = self._topics[topic]
+                with suppress(OSError):  # a worker that is gone is found out elsewhere
+                    for call in calls:
+                        child.ask(call, topic, calls)
+                child.told[topic] = calls
             child.knows = self._topics
 
     def wake_up_for(self, fd: int) -> None:
@@ -371,7 +337,7 @@ class Pool:
         self._shut_down()
         self._topics = {}  # and with them the memory that workers were told of
         self._make = self._allowance = _closed  # whose methods they are knows this pool
-        for info in self.infos:
+        for info in self.roster.infos:
             info.alive = False
 
 

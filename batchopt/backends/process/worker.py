@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from batchopt.backends.process.channel import Channel
 from batchopt.backends.process.forkserver import fork_worker
+from batchopt.backends.process.roster import REAPING
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.errors import RemoteTraceback, WorkerError
@@ -26,8 +27,6 @@ from batchopt_workers.rows import Rows
 from batchopt_workers.session import Session
 from batchopt_workers.watch import StateWritten
 
-# Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
-REAPING = 2.0
 # Signals that others send; SIGKILL is the kernel's too, where memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE = " (if it was at work, give it more time: timeout=...)"

@@ -34,7 +34,8 @@ from batchopt.backends.ray.editions import Edition, Editions, delivery
 from batchopt.backends.ray.gather import NodeCalls, NodeGather, NodeProbe
 from batchopt.backends.ray.messages import Contract, Question, Request, Share, Task
 from batchopt.backends.ray.node import Call, Machine
-from batchopt.backends.ray.nodes import ANSWERING, Fleet, NodeListener, kill
+from batchopt.backends.ray.nodes import Fleet, NodeListener, kill
+from batchopt.backends.ray.roster import ANSWERING
 from batchopt.backends.ray.scheduler import Ask, Give
 from batchopt.backends.ray.transfer import Shipment, copied, lacking, to_bytes
 from batchopt.backends.sendable import check_parameters_are_only_read, sending
@@ -116,12 +117,12 @@ class RayBackend(Backend):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        return self._fleet.infos
+        return self._fleet.roster.infos
 
     # ---- what machines have to know
 
     def _start(self, machine: Machine) -> Request:
-        setup, workers, all_ = self._setup, len(machine.ranks), len(self._fleet.infos)
+        setup, workers, all_ = self._setup, len(machine.ranks), len(self._fleet.roster.infos)
         gpus = self._needs.gpus
         contract = Contract(
             layout=setup.flat.layout,
