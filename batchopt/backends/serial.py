@@ -17,7 +17,8 @@ from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerIn
 from batchopt.errors import WorkerError
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
-from batchopt_workers.messages import Cut, Order, message_of
+from batchopt_workers.failures import message_of
+from batchopt_workers.messages import Cut, Order
 from batchopt_workers.rows import Rows
 from batchopt_workers.seeding import draws_kept
 from batchopt_workers.tree import most_held

@@ -17,18 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt.backends.process.scheduler import (
-    LATE,
-    PATIENCE,
-    POISONOUS,
-    WORTHWHILE,
-    Assign,
-    Death,
-    Dispatch,
-    Estimate,
-    Limit,
-    Run,
-)
+from batchopt.backends.ledger import LATE, POISONOUS, Run
+from batchopt.backends.process.scheduler import PATIENCE, WORTHWHILE, Assign, Death, Dispatch, Estimate, Limit
 from batchopt_workers.tree import Fold, Node
 
 
@@ -381,7 +371,7 @@ def test_a_signal_from_outside_counts_half() -> None:
         dispatch.decide([0], unknown, 0.0)
         found.append(dispatch.lost(0, Death.OUTSIDE))
     assert found == [None] * 5 + [0]
-    assert dispatch.deaths[0] == 6
+    assert dispatch.ledger.losses[0] == 6
 
 
 def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:

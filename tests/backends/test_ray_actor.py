@@ -16,16 +16,33 @@ from torch import nn
 
 from batchopt._data.batches import Reading, read_batch
 from batchopt._program.flatten import flatten
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.actor import Contract, Host, Share, Yield
+from batchopt.backends.ledger import Run
+from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.editions import Editions, delivery
+from batchopt.backends.ray.messages import (
+    CalledOff,
+    Contract,
+    Envelope,
+    OutOfStep,
+    Question,
+    Reply,
+    Request,
+    Share,
+    Yield,
+)
 from batchopt.backends.ray.transfer import Shipment, from_bytes, to_bytes
+from batchopt.errors import WorkerError
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Cut, Kind
 from batchopt_workers.packing import dumps
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.worker import Sample, Worker
 from tests.workloads import Workload, mlp
+
+
+def work(host: Host, place: tuple[int, int], news: list[Request], task: Request) -> Reply:
+    """What a node does with a request."""
+    return host.work(Envelope(*place, news, task.method), *task.arguments)
 
 
 class Driver:
@@ -49,21 +66,25 @@ class Driver:
             torch=TorchSettings.current(),
             digests=self.editions.latest.digests,
         )
-        started = self.host.work((0, 0), [], ("start", (contract,)), self.editions.first)
+        started = work(self.host, (0, 0), [], request(Host.start, contract, self.editions.first))
         assert started.failed is None, started.failed
         batch = read_batch(case.inputs, case.targets, None, {None: Reading(None, "mean", case.criterion, None, None)})
         self.shipment = Shipment.of(batch)
         self.cut = Cut((*range(0, batch.size, 2), batch.size))
         self.numbers = iter(range(1, 100))
-        self.news: list[Any] = [("load", (self.shipment.skeleton, (1.0,))), ("set_cut", (self.cut.bounds,))]
+        self.news = [
+            request(Host.load, self.shipment.skeleton, (1.0,)),
+            request(Host.set_cut, self.cut.bounds),
+        ]
 
     def evaluate(self, *runs: Run | None, fill: range | None = None) -> Any:
         """The reply."""
         news, self.news = self.news, []
         if fill is not None:
-            news.append(("fill", (list(self.shipment.fragments(fill)),)))
+            news.append(request(Host.fill, list(self.shipment.fragments(fill))))
         share = Share(int(Kind.EVALUATE), next(self.numbers), 1, runs)
-        return self.host.work((0, share.attempt), news, ("evaluate", (share,)), to_bytes(self.flat.vector), None)
+        task = request(Host.evaluate, share, to_bytes(self.flat.vector), None)
+        return work(self.host, (0, share.attempt), news, task)
 
     def expected(self, samples: range) -> torch.Tensor:
         """What these samples add to the gradient."""
@@ -117,7 +138,7 @@ def test_samples_that_come_later_fall_into_their_place(drive: Callable[..., Driv
 def test_another_step_on_the_same_batch_needs_no_samples(drive: Callable[..., Driver]) -> None:
     driver = drive(mlp(samples=16))
     driver.evaluate(Run(0, 1), Run(1, 2), fill=range(0, 4))
-    driver.news.append(("load", (None, (2.0,))))
+    driver.news.append(request(Host.load, None, (2.0,)))
     reply = driver.evaluate(Run(0, 1), Run(1, 2))
     torch.testing.assert_close(driver.gradient(reply.value), 2.0 * driver.expected(range(0, 4)), rtol=1e-12, atol=1e-14)
 
@@ -137,7 +158,7 @@ def test_a_machine_has_the_memory_of_its_shard_only(drive: Callable[..., Driver]
 
 def test_workers_know_their_rank_among_all(drive: Callable[..., Driver]) -> None:
     driver = drive(mlp(samples=4))
-    reply = driver.host.work((1, 0), [], ("run", (dumps((lambda worker: worker.state["at precode"], ())),)))
+    reply = work(driver.host, (1, 0), [], request(Host.run, dumps((lambda worker: worker.state["at precode"], ()))))
     assert reply.value == [dumps((4, 9)), dumps((5, 9))]
 
 
@@ -168,9 +189,9 @@ def test_half_of_what_nobody_has_begun_is_given_up_on_request(drive: Callable[..
     thread.start()
     wait_for(tmp_path / "begun 0")
     wait_for(tmp_path / "begun 8")
-    given = driver.host.ask("release", 1, 10.0)
+    given = driver.host.ask(Question.RELEASE, 1, 10.0)
     assert given == [Run(4, 8), Run(12, 16)]  # of 1..7 and 9..15
-    assert driver.host.ask("ping", 1, 10.0) == []
+    assert driver.host.ask(Question.PING, 1, 10.0) == []
     (tmp_path / "go").touch()
     thread.join(30)
     (reply,) = replies
@@ -178,7 +199,7 @@ def test_half_of_what_nobody_has_begun_is_given_up_on_request(drive: Callable[..
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("begun") and int(path.name[6:]) % 8 >= 4]
     expected = driver.expected(range(0, 8)) + driver.expected(range(16, 24))
     torch.testing.assert_close(driver.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)
-    assert driver.host.ask("release", 1, 10.0) == []  # nothing is evaluated now
+    assert driver.host.ask(Question.RELEASE, 1, 10.0) == []  # nothing is evaluated now
 
 
 def test_an_evaluation_can_be_called_off(drive: Callable[..., Driver], tmp_path: Path) -> None:
@@ -187,9 +208,9 @@ def test_an_evaluation_can_be_called_off(drive: Callable[..., Driver], tmp_path:
     thread = threading.Thread(target=lambda: replies.append(driver.evaluate(Run(0, 8), Run(8, 16), fill=range(0, 32))))
     thread.start()
     wait_for(tmp_path / "begun 0")
-    assert driver.host.ask("call off", 1, 10.0) == []
+    assert driver.host.ask(Question.CALL_OFF, 1, 10.0) == []
     thread.join(30)
-    assert replies[0].failed.name == "CalledOff"
+    assert isinstance(replies[0].failed.error, CalledOff)
     (tmp_path / "go").touch()
     assert driver.evaluate(Run(0, 8), Run(8, 16)).failed is None
 
@@ -200,22 +221,23 @@ def test_what_goes_wrong_is_said_not_raised(drive: Callable[..., Driver]) -> Non
 
     driver = drive(mlp(samples=8), prehook=refuse)
     failed = driver.evaluate(Run(0, 2), Run(2, 4), fill=range(0, 8)).failed
-    assert failed.name == "WorkerError" and failed.arguments[1:3] == ("ZeroDivisionError", "no")
-    assert "in refuse" in failed.trace
-    failed = Host().work((0, 0), [], ("run", (dumps((len, ())),))).failed
-    assert failed is not None and "were not started" in failed.arguments[0]
+    assert isinstance(failed.error, WorkerError) and failed.error.type_name == "ZeroDivisionError"
+    assert "ZeroDivisionError in worker 0" in failed.text.message and failed.text.message.endswith(": no")
+    assert "in refuse" in failed.text.traceback
+    failed = work(Host(), (0, 0), [], request(Host.run, dumps((len, ())))).failed
+    assert failed is not None and "were not started" in failed.text.message
 
 
 def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(drive: Callable[..., Driver]) -> None:
     driver = drive(mlp(samples=4))
     share = Share(int(Kind.EVALUATE), 1, 1, (Run(0, 1), None))
     for index in (2, 3, 2):  # the first one, with the batch, did not come
-        reply = driver.host.work((0, index), [], ("evaluate", (share,)), None, None)
-        assert reply.failed is not None and reply.failed.name == "OutOfStep"
-    news = [*driver.news, ("fill", (list(driver.shipment.fragments(range(0, 4))),))]
+        reply = work(driver.host, (0, index), [], request(Host.evaluate, share, None, None))
+        assert reply.failed is not None and reply.failed.is_a(OutOfStep)
+    news = [*driver.news, request(Host.fill, list(driver.shipment.fragments(range(0, 4))))]
     x = to_bytes(driver.flat.vector)
-    assert driver.host.work((1, 0), news, ("evaluate", (share,)), x, None).failed is None
-    assert driver.host.work((1, 1), [], ("evaluate", (share._replace(attempt=2),)), x, None).failed is None
+    assert work(driver.host, (1, 0), news, request(Host.evaluate, share, x, None)).failed is None
+    assert work(driver.host, (1, 1), [], request(Host.evaluate, share._replace(attempt=2), x, None)).failed is None
 
 
 def test_a_changed_program_is_sent_with_the_tensors_that_the_machine_lacks(drive: Callable[..., Driver]) -> None:
@@ -229,10 +251,10 @@ def test_a_changed_program_is_sent_with_the_tensors_that_the_machine_lacks(drive
     found = delivery(driver.editions.latest, before.packed.data, before.digests)
     assert found.data is not None and len(found.digests) == len(before.digests) + 1
     assert [elements.view("float32").tolist() for elements in found.elements.values()] == [[1.0, 1.0]]
-    driver.news.insert(0, ("update", (found,)))
+    driver.news.insert(0, request(Host.update, found))
     reply = driver.evaluate(Run(0, 1), Run(1, 3), fill=range(0, 6))
     torch.testing.assert_close(driver.gradient(reply.value), driver.expected(range(0, 6)), rtol=1e-12, atol=1e-14)
-    (parts, *_) = driver.host.work((0, 2), [], ("run", (dumps((_count_parts, ())),))).value
+    (parts, *_) = work(driver.host, (0, 2), [], request(Host.run, dumps((_count_parts, ())))).value
     assert pickle.loads(parts) == 4
 
 
@@ -252,7 +274,7 @@ def test_constants_follow_the_driver(drive: Callable[..., Driver]) -> None:
     driver.editions.follow(driver.program)
     found = delivery(driver.editions.latest, before.packed.data, before.digests)
     assert found.data is None and len(found.elements) == 1
-    driver.news.insert(0, ("update", (found,)))
+    driver.news.insert(0, request(Host.update, found))
     reply = driver.evaluate(Run(0, 1), Run(1, 3), fill=range(0, 6))
     expected = driver.expected(range(0, 6))
     torch.testing.assert_close(driver.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)

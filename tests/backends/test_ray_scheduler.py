@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.scheduler import LATE, PATIENCE, POISONOUS, Ask, Give, Handout
+from batchopt.backends.ledger import LATE, POISONOUS, Run
+from batchopt.backends.ray.scheduler import PATIENCE, Ask, Give, Handout
 
 
 def no_estimate(machine: int, runs: Sequence[Run]) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt.backends.ray.messages import Request
 from batchopt.backends.ray.node import Machine
 from tests.cluster.conftest import Start
 from tests.workloads import Mlp, cnn, mlp
@@ -166,10 +167,10 @@ class Traffic:
         self.sent = self.received = self.sums = 0
         work, get = Machine.work, ray.get
 
-        def counted(machine: Machine, call: Any, news: Any, task: Any, *bulk: Any) -> None:
-            self.sent += size((news, task))
-            self.sent += sum(size(get(x) if isinstance(x, ray.ObjectRef) else x) for x in bulk)
-            work(machine, call, news, task, *bulk)
+        def counted(machine: Machine, call: Any, news: Any, task: Request) -> None:
+            self.sent += size((news, task.method))
+            self.sent += sum(size(get(x) if isinstance(x, ray.ObjectRef) else x) for x in task.arguments)
+            work(machine, call, news, task)
 
         def counting(reference: Any, **options: Any) -> Any:
             value = get(reference, **options)

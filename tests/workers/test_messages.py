@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.messages import ORDERS, Cut, Failure, Order, Report, Summary
+from batchopt_workers.failures import Failure
+from batchopt_workers.messages import ORDERS, Cut, Order, Report, Summary
 from batchopt_workers.tree import Node
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)

@@ -18,7 +18,9 @@ class StateWritten(Exception):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(f"forward writes {', '.join(map(repr, names))}")
         self.names = tuple(names)
-        self._arguments = (self.names,)
+
+    def __reduce__(self) -> tuple[type[StateWritten], tuple[tuple[str, ...]]]:
+        return type(self), (self.names,)
 
 
 class _Constant(NamedTuple):

@@ -21,8 +21,8 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,59 +31,39 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._machine.cores import share_cores, usable_cores
 from batchopt._mapreduce.answers import Answer
-from batchopt._program.unpicklable import blame
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.patience import OTHERS, STARTUP, UNKNOWN
 from batchopt.backends.process.forkserver import anticipate, worker_environment
-from batchopt.backends.process.gather import Calls, Probe, Round, unpickled
+from batchopt.backends.process.gather import ProcessCalls, ProcessGather, ProcessProbe
 from batchopt.backends.process.overdue import Overdue, Pace
-from batchopt.backends.process.pool import OTHERS, Pool
+from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.spawn import preparation
 from batchopt.backends.process.surroundings import check_workers
-from batchopt.backends.process.worker import FUNCTION, STARTING, Asked, Call, Child, call, error_of
-from batchopt.errors import PoisonChunkError, WorkerLostError
+from batchopt.backends.process.worker import Activity, Asked, Call, Child, call, call_with_block
+from batchopt.backends.sendable import check_parameters_are_only_read, sending
+from batchopt.errors import WorkerLostError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
 from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import pack
 from batchopt_workers.rows import Rows, rows_nbytes
+from batchopt_workers.session import Session
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
 AWAKE = 5e-4
-# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; while nobody
-# knows how long something should take; and, once that is known, so many times as long but no less than the floor.
-STARTUP, UNKNOWN, FACTOR, FLOOR = 60.0, 600.0, 20.0, 30.0
-
-INSTALLING = "receiving the module"
+# Once it is known how long something should take, a worker that takes so many times as long counts as hung, but not
+# before so many seconds.
+FACTOR, FLOOR = 20.0, 30.0
 
 T = TypeVar("T")
-
-
-@contextmanager
-def sending(what: str, *objects: Any) -> Iterator[None]:
-    """Name `what` if it cannot be pickled, and what it captures."""
-    try:
-        yield
-    except Exception as error:
-        blamed = next((found for found in map(blame, objects) if found), None)
-        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
-        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
-
-
-def check_parameters_are_only_read(module: torch.nn.Module) -> None:
-    """Raise `ValueError` for a module whose forward writes its parameters, which all workers share."""
-    for name, part in module.named_modules():
-        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
-            raise ValueError(
-                f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise what comes "
-                "out of it instead, or use parallelize=1"
-            )
 
 
 def _place(standard_error: str) -> str:
@@ -135,6 +115,7 @@ class ProcessBackend(Backend):
         self._timeout = setup.timeout
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
         self._overdue = Overdue(self._paces)
+        self._numbering = Numbering((), ())
         self._late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
         # memory of two batches, of which the workers read the one at `_slot`; and what they were told to map
         self._slots: list[SharedBlock | None] = [None, None]
@@ -158,21 +139,23 @@ class ProcessBackend(Backend):
 
     def _tell_start(self, setup: Setup, parameters: SharedBlock) -> None:
         """What a worker must know before it is given the program."""
-        with sending("`precode`", setup.precode):
-            precode = call("running precode", "run", setup.precode)
+        precode: Call | None = None
+        if setup.precode is not None:
+            with sending("`precode`", setup.precode):
+                precode = call(Activity.PRECODE, Session.run, setup.precode)
         self._weights = (1.0,) * len(setup.program.loss_fns)
         environment = worker_environment(max(self._threads()))
-        self._pool.tell("process", call(STARTING, "prepare", environment, preparation()))
+        self._pool.tell("process", call(Activity.STARTING, Session.prepare, environment, preparation()))
         if setup.devices is not None:
-            self._pool.tell("devices", call(STARTING, "use", self._by_rank(setup.devices)))
+            self._pool.tell("devices", call(Activity.STARTING, Session.use, self._by_rank(setup.devices)))
         self._torch = self._torch_settings()
-        self._pool.tell("torch", call(STARTING, "set_torch", self._torch))
-        if setup.precode is not None:
+        self._pool.tell("torch", call(Activity.STARTING, Session.set_torch, self._torch))
+        if precode is not None:
             self._pool.tell("precode", precode)
         self._pool.tell(
             "parameters",
-            call(INSTALLING, "attach", "parameters", block=parameters),
-            call(INSTALLING, "use_parameters", setup.flat.layout),
+            call_with_block(Activity.INSTALLING, Session.attach, "parameters", parameters),
+            call(Activity.INSTALLING, Session.use_parameters, setup.flat.layout),
         )
 
     def _tell_program(self) -> None:
@@ -181,10 +164,11 @@ class ProcessBackend(Backend):
         packed = source.packed
         examine = self._attached_program is not block
         if examine:
-            self._pool.tell("program", call(INSTALLING, "attach_copy", "program", block=block))
+            self._pool.tell("program", call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
             self._attached_program = block
         self._pool.tell(
-            "module", call(INSTALLING, "install", packed.data, packed.placements, source.read_only, examine)
+            "module",
+            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
         for topic in ("hooks", "weights", "direction", "batch"):
             self._pool.tell_again(topic)
@@ -212,11 +196,11 @@ class ProcessBackend(Backend):
         settings = self._torch_settings()
         if settings != self._torch:
             self._torch = settings
-            self._pool.tell("torch", call("being told torch's settings", "set_torch", settings))
+            self._pool.tell("torch", call(Activity.TORCH, Session.set_torch, settings))
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        return self._pool.infos
+        return self._pool.roster.infos
 
     def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
         """Of each worker, by its rank among all."""
@@ -230,16 +214,16 @@ class ProcessBackend(Backend):
         threads = self._threads()
         awake = AWAKE if sum(threads) <= usable_cores() else 0.0
         world = self._setup.world or workers
-        self._pool.tell("world", call(STARTING, "set_world", world, self._by_rank(threads), awake))
+        self._pool.tell("world", call(Activity.STARTING, Session.set_world, world, self._by_rank(threads), awake))
 
     def _start(self, rank: int) -> Child:
         number = self._setup.ranks[rank] if self._setup.ranks else rank
         return Child(rank, number, self._setup.world or self._size, max(self._threads()))
 
     def _allowance(self, child: Child, asked: Asked) -> float:
-        if asked.what == STARTING:
+        if asked.activity is Activity.STARTING:
             return STARTUP
-        if asked.what == FUNCTION:
+        if asked.activity is Activity.FUNCTION:
             return self._timeout or math.inf
         if asked.order is None or child.cut is None:
             return max(self._timeout or UNKNOWN, STARTUP)
@@ -253,10 +237,10 @@ class ProcessBackend(Backend):
 
     def resize(self, workers: int) -> None:
         host = socket.gethostname()
-        kept = {info.rank: info for info in self._pool.infos if not info.lost}
+        kept = {info.rank: info for info in self._pool.roster.infos if not info.lost}
         devices = self._setup.devices or (self._device,) * workers
         infos = [kept.get(rank, WorkerInfo(rank, 0, host, devices[rank], alive=False)) for rank in range(workers)]
-        before = self._pool.infos
+        before = self._pool.roster.infos
         try:
             self._tell_world(workers)
             self._pool.resize(infos)
@@ -277,7 +261,7 @@ class ProcessBackend(Backend):
     def use_hooks(self, hooked: bool) -> None:
         if hooked != self._hooked:
             self._hooked = hooked
-            self._pool.tell("hooks", call("being told of hooks", "use_hooks", hooked))
+            self._pool.tell("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
 
     def include_state(self, names: Collection[str]) -> None:
         self._program = replace(self._program, state=self._program.state | set(names))
@@ -295,7 +279,7 @@ class ProcessBackend(Backend):
         if memory is None or packed.nbytes > memory.nbytes or late:
             memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
         packed.place(memory)
-        load = call("receiving the batch", "load", f"batch {slot}", packed.data, packed.placements)
+        load = call(Activity.BATCH, Session.load, f"batch {slot}", packed.data, packed.placements)
         return Placed(batch, slot, memory, load)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
@@ -303,19 +287,19 @@ class ProcessBackend(Backend):
         self._enter()
         self._follow()
         if weights != self._weights:
-            self._pool.tell("weights", call(prepared.load.what, "set_weights", weights))
+            self._pool.tell("weights", call(Activity.BATCH, Session.set_weights, weights))
             self._weights = weights
         self._numbering = prepared.batch.numbering
         self._slot, name = prepared.slot, f"batch {prepared.slot}"
         if self._attached.get(name) is not prepared.memory:
             self._attached[name] = prepared.memory
-            self._pool.tell(name, call(prepared.load.what, "attach_copy", name, block=prepared.memory))
+            self._pool.tell(name, call_with_block(Activity.BATCH, Session.attach_copy, name, prepared.memory))
         self._pool.tell("batch", prepared.load)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         self._enter()
         self._follow_torch()
-        round = Round(cut, len(self._weights), orders, self._paces, self._overdue)
+        round = ProcessGather(cut, self._numbering, orders, self._paces, self._overdue)
         try:
             directed, late = -1, math.inf
             while round.dispatch.missing and not round.failures:
@@ -332,14 +316,13 @@ class ProcessBackend(Backend):
                 self._proven = self._proven or round.has_reports
                 self._explain(round.gone)
                 if round.poison is not None:
-                    chunk, samples = round.poison
-                    terms, deaths = self._numbering.within(samples), round.dispatch.deaths[chunk]
-                    raise PoisonChunkError(chunk, samples, self._pool.ending, terms, deaths)
+                    raise round.poison
         finally:
             self._pool.call_off()
             self._turn(None)
         if round.failures:
-            raise self._first_failure(round)
+            self._hear_others(round)
+            raise round.failures.first()
         self._proven = True
         self._hear_the_late(round)
         self._late = round.leave(self._pool.children.values())
@@ -372,19 +355,19 @@ class ProcessBackend(Backend):
                     "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
                 )
 
-    def _turn(self, round: Round | None) -> None:
+    def _turn(self, round: ProcessGather | None) -> None:
         """Something has happened in this evaluation; or in none, or it is over."""
 
     def set_direction(self, direction: torch.Tensor) -> None:
         if self._direction is None:
             layout = self._setup.flat.layout
             block = SharedBlock.create(layout.size * layout.dtype.itemsize)
-            what = "being given memory"
-            self._pool.tell("direction", call(what, "attach", "direction", block=block), call(what, "set_direction"))
+            attach = call_with_block(Activity.MEMORY, Session.attach, "direction", block)
+            self._pool.tell("direction", attach, call(Activity.MEMORY, Session.set_direction))
             self._direction = block.tensor(layout.dtype, (layout.size,))
         self._direction.copy_(direction)
 
-    def _direct(self, round: Round) -> None:
+    def _direct(self, round: ProcessGather) -> None:
         """Give those that have nothing to do something to do."""
         idle = [child.rank for child in self._pool.available]
         if not idle:
@@ -405,9 +388,9 @@ class ProcessBackend(Backend):
                 child.flush()
         faults.point("parent.dispatched")
 
-    def _order(self, child: Child, round: Round, run: Assign) -> None:
+    def _order(self, child: Child, round: ProcessGather, run: Assign) -> None:
         if child.cut is not round.cut:
-            child.ask(call("being told the cut", "set_cut", round.cut))
+            child.ask(call(Activity.CUT, Session.set_cut, round.cut))
             child.cut = round.cut
         self._make_room(child, most_held(run.first, run.last, round.cut.chunks, round.held(child)))
         child.order(round.order(child, run), round.dispatch.patience(run.first))
@@ -418,14 +401,14 @@ class ProcessBackend(Backend):
             return
         layout, changes, more = self._setup.flat.layout, self._setup.buffers.size, needed - rows
         block = SharedBlock.create(rows_nbytes(layout, changes, more))
-        child.ask(call("being given memory", "attach", "rows", block=block))
-        child.ask(call("being given memory", "add_rows", more))
+        child.ask(call_with_block(Activity.MEMORY, Session.attach, "rows", block))
+        child.ask(call(Activity.MEMORY, Session.add_rows, more))
         if child.rows is None:
             child.rows = Rows(layout, changes, more, block, self._device)
         else:
             child.rows.grow(more, block)
 
-    def _hear_the_late(self, round: Round) -> None:
+    def _hear_the_late(self, round: ProcessGather) -> None:
         """Take in what workers reported that are still at it.
 
         They were told to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
@@ -436,21 +419,20 @@ class ProcessBackend(Backend):
                 child.channel.drain()
                 self._pool.hear(child, round)
 
-    def _first_failure(self, round: Round) -> BaseException:
+    def _hear_others(self, round: ProcessGather) -> None:
+        """Wait a little for what other workers say, so that the same failure is raised each time."""
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and round.dispatch.workers:
             self._pool.pump(round, deadline)
-        rank, failure = min(round.failures, key=lambda found: (found[1].samples.start, found[0]))
-        return error_of(rank, failure, "", self._numbering)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         self._enter()
         self._follow_torch()
-        probe = Probe(order.evaluation)
+        probe = ProcessProbe(order.evaluation, self._numbering)
         try:
             for child in self._pool.available:
                 try:
-                    child.ask(call("being told the cut", "set_cut", cut))
+                    child.ask(call(Activity.CUT, Session.set_cut, cut))
                     child.cut = cut
                     self._make_room(child, most_held(order.first, order.last, cut.chunks))
                     child.order(order)
@@ -458,36 +440,30 @@ class ProcessBackend(Backend):
                 except OSError:
                     continue
                 probe.asked(child)
-            while probe.waiting and not probe.failures and time.monotonic() < probe.patience:
-                self._pool.pump(probe, probe.patience)
-                self._turn(None)
-                self._proven = self._proven or bool(probe.seconds)
-                self._explain(probe.gone)
+            probe.collect(lambda until: self._pump_probe(probe, until))
         finally:
             self._pool.call_off()
         if probe.failures:
-            raise error_of(*min(probe.failures, key=lambda found: found[0]), "", self._numbering)
+            raise probe.failures.first()
         return probe.seconds
+
+    def _pump_probe(self, probe: ProcessProbe, until: float) -> None:
+        self._pool.pump(probe, until)
+        self._turn(None)
+        self._proven = self._proven or bool(probe.seconds)
+        self._explain(probe.gone)
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
-            message = call(FUNCTION, "run", function, *arguments)
+            message = call(Activity.FUNCTION, Session.run, function, *arguments)
         self._enter()
         self._pool.wait()
-        calls = Calls()
-        for rank, child in sorted(self._pool.children.items()):
-            calls.waiting[child] = rank
-            try:
+        calls = ProcessCalls()
+        for _, child in sorted(self._pool.children.items()):
+            calls.asked(child)
+            with suppress(OSError):  # gone; the pool will find out
                 child.ask(message)
-            except OSError:  # gone; the pool will find out
-                pass
-        while calls.waiting:
-            self._pool.pump(calls, math.inf)
-            if calls.gone:
-                raise WorkerLostError(f"a function was not run to its end: {calls.gone.ending()}")
-        if calls.failures:
-            raise error_of(*min(calls.failures, key=lambda found: found[0]), FUNCTION)
-        return [unpickled(rank, "the function", body) for rank, body in sorted(calls.results.items())]
+        return calls.collect(lambda until: self._pool.pump(calls, until))
 
     def stop(self) -> None:
         self._pool.stop()

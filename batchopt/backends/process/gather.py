@@ -1,8 +1,7 @@
-"""One evaluation by worker processes, as far as it has come; one measurement of each of them; one call in each."""
+"""Collects the worker processes' replies to an evaluation, a speed probe, or a call of a function."""
 
 from __future__ import annotations
 
-import pickle
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -10,36 +9,31 @@ from dataclasses import replace
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Partial, Span
+from batchopt.backends.gather import Failures, FunctionResults, SpeedProbe, unpickled
+from batchopt.backends.ledger import Run
 from batchopt.backends.process.channel import ProtocolError, Reply
 from batchopt.backends.process.overdue import Overdue, Pace
-from batchopt.backends.process.scheduler import Assign, Dispatch, Run
-from batchopt.backends.process.worker import FUNCTION, Asked, Child
-from batchopt.errors import WorkerError
+from batchopt.backends.process.scheduler import Assign, Dispatch
+from batchopt.backends.process.worker import Activity, Asked, Child, error_of
+from batchopt.errors import PoisonChunkError
 from batchopt_workers import faults
-from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order, Report, message_of
+from batchopt_workers.failures import Failure
+from batchopt_workers.messages import CHUNK, Cut, Kind, Order, Report
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.tree import Node
 
-# A worker that needs this many times as long in a probe as the slowest so far, and a second more, is not waited for.
-SLOWEST = 10.0
 
+class ProcessGather:
+    """Collects the replies to one evaluation of a batch with this `numbering` of its samples.
 
-def unpickled(rank: int, what: str, body: bytes) -> Any:
-    """What the user's function returned in a worker. Raises `WorkerError` if it cannot be made again here."""
-    try:
-        return pickle.loads(body)
-    except Exception as error:
-        message = f"{message_of(error)} (raised here, where what {what} returned is unpickled: return tensors, numbers and text)"
-        raise WorkerError(rank, type(error).__name__, message, range(0)) from error
-
-
-class Round:
-    """Takes in what workers say of one evaluation of so many `terms`. Of `paces` (seconds a sample, by rank) that of
-    the kind of its orders is kept current. What they say of others is for `overdue`."""
+    Of `paces` (seconds a sample, by rank) that of the kind of its orders is kept current. Replies to earlier evaluations
+    are for `overdue`.
+    """
 
     def __init__(
         self,
         cut: Cut,
-        terms: int,
+        numbering: Numbering,
         orders: Sequence[Order | None],
         paces: Mapping[Kind, dict[int, float]],
         overdue: Overdue | None = None,
@@ -47,11 +41,11 @@ class Round:
         some = next(order for order in orders if order is not None)
         self.cut = cut
         self.dispatch = Dispatch([None if o is None else Run(o.first, o.last) for o in orders], cut.chunks)
-        self.failures: list[tuple[int, Failure]] = []
-        self.poison: tuple[int, range] | None = None
+        self.failures = Failures()
+        self.poison: PoisonChunkError | None = None
         self.gone: list[Child] = []
         self._order, self._evaluation = some, some.evaluation
-        self._terms, self._pace = terms, paces[some.kind]
+        self._numbering, self._pace = numbering, paces[some.kind]
         self._overdue = Overdue(paces) if overdue is None else overdue
         self._orders: dict[Child, Order] = {}  # the last of each
         self._reports: dict[Child, Report] = {}
@@ -88,7 +82,9 @@ class Round:
             self._overdue.heard(child, asked, reply)  # of an evaluation that nobody waits for
             return
         if reply.kind is Kind.FAILED:
-            self.failures.append((child.rank, Failure.decode(reply.body)))
+            failure = Failure.decode(reply.body)
+            error = error_of(child.rank, failure, None, self._numbering)
+            self.failures.add(error, child.rank, failure.samples.start)
             self.dispatch.ended(child.rank)
         elif reply.kind is Kind.HOOKED:
             (chunk,) = CHUNK.unpack_from(reply.body)
@@ -124,16 +120,18 @@ class Round:
         for summary in report.summaries:
             if summary.row >= rows or summary.node.first_chunk >= self.cut.chunks:
                 raise ValueError(f"a partial {summary.node} in row {summary.row} of {rows}")
-            if len(summary.losses) != self._terms:
-                raise ValueError(f"{len(summary.losses)} losses of {self._terms} terms")
+            if len(summary.losses) != len(self._numbering.names):
+                raise ValueError(f"{len(summary.losses)} losses of {len(self._numbering.names)} terms")
 
-    def lost(self, child: Child) -> None:
+    def lost(self, child: Child, ending: str) -> None:
         """What it reported stands: the memory is ours too, and nobody else writes there."""
-        self._overdue.lost(child)
+        self._overdue.lost(child, ending)
         self.gone.append(child)
         chunk = self.dispatch.lost(child.rank, child.death)
         if chunk is not None:
-            self.poison = chunk, range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
+            samples = range(self.cut.bounds[chunk], self.cut.bounds[chunk + 1])
+            terms, deaths = self._numbering.within(samples), self.dispatch.ledger.losses[chunk]
+            self.poison = PoisonChunkError(chunk, samples, ending, terms, deaths)
 
     @property
     def has_reports(self) -> bool:
@@ -165,61 +163,32 @@ class Round:
         return found
 
 
-class Probe:
-    """Takes in how long each worker needs for the same order, and does not wait long for those that are much slower."""
+class ProcessProbe(SpeedProbe[Child]):
+    """Collects how long each worker process needs for the same order."""
 
-    def __init__(self, evaluation: int) -> None:
-        self.seconds: dict[int, float] = {}
-        self.failures: list[tuple[int, Failure]] = []
-        self.gone: list[Child] = []
-        self.waiting: set[Child] = set()
-        self.patience = float("inf")
-        self._evaluation = evaluation
-
-    def asked(self, child: Child) -> None:
-        """The worker was given the order."""
-        self.waiting.add(child)
+    def __init__(self, evaluation: int, numbering: Numbering) -> None:
+        super().__init__(evaluation)
+        self._numbering = numbering
 
     def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
         """Done, or failed."""
-        if child not in self.waiting or asked.order is None or asked.order.evaluation != self._evaluation:
+        if asked.order is None or not self.is_awaited(child, asked.order.evaluation):
             return
         if reply.kind is Kind.FAILED:
-            self.failures.append((child.rank, Failure.decode(reply.body)))
+            self.failed(child)
+            self.failures.add(error_of(child.rank, Failure.decode(reply.body), None, self._numbering), child.rank)
         elif reply.kind is Kind.DONE:
-            self.seconds[child.rank] = Report.decode(reply.body).seconds
-            slowest = max(self.seconds.values())
-            self.patience = time.monotonic() + SLOWEST * slowest + 1.0
-        else:
-            return
-        self.waiting.discard(child)
-
-    def lost(self, child: Child) -> None:
-        """It will not answer."""
-        self.waiting.discard(child)
-        self.gone.append(child)
+            self.measured(child, {child.rank: Report.decode(reply.body).seconds})
 
 
-class Calls:
-    """Waits for the results of a function in every worker."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[Child, int] = {}
-        self.results: dict[int, bytes] = {}
-        self.failures: list[tuple[int, Failure]] = []
-        self.gone: Child | None = None
+class ProcessCalls(FunctionResults[Child]):
+    """Collects what a function returns in every worker process."""
 
     def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
         """A result or a failure of this call; any other is of an earlier one."""
-        if child not in self.waiting or asked.what != FUNCTION or not child.idle:
+        if not self.is_awaited(child) or asked.activity is not Activity.FUNCTION or not child.idle:
             return
-        del self.waiting[child]
         if reply.kind is Kind.FAILED:
-            self.failures.append((child.rank, Failure.decode(reply.body)))
+            self.raised(child, child.rank, error_of(child.rank, Failure.decode(reply.body), Activity.FUNCTION))
         else:
-            self.results[child.rank] = reply.body
-
-    def lost(self, child: Child) -> None:
-        """The worker will not answer."""
-        if self.waiting.pop(child, None) is not None:
-            self.gone = child
+            self.returned(child, {child.rank: reply.body})

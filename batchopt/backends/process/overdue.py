@@ -61,7 +61,7 @@ class Overdue:
                 report, bounds = Report.decode(reply.body), left.cut.bounds
                 self._note(child, left, bounds[report.next] - bounds[left.order.first], report.seconds)
 
-    def lost(self, child: Child) -> None:
+    def lost(self, child: Child, ending: str) -> None:
         """It will not end."""
         self._left.pop(child, None)
 

@@ -10,58 +10,44 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
-from typing import NoReturn, Protocol
+from typing import NoReturn, TypeAlias
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.presence import Presence, later
+from batchopt.backends.gather import Ignore, Listener
+from batchopt.backends.patience import OTHERS, Presence, later
 from batchopt.backends.process.channel import ProtocolError, Reply
-from batchopt.backends.process.worker import EVALUATING, FUNCTION, REAPING, STARTING, Asked, Call, Child, error_of
-from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerLostError, WorkerStartError
-from batchopt_workers.messages import Failure, Kind
+from batchopt.backends.process.roster import Progress, Roster, check, unsent
+from batchopt.backends.process.worker import Activity, Asked, Call, Child, error_of
+from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
+from batchopt_workers.failures import Failure
+from batchopt_workers.messages import Kind
 from batchopt_workers.versions import versions
 
 # Seconds that a worker has to end by itself once the parent has hung up.
 GRACE = 1.0
-# A worker that ends so many times in a row before it can work is not started again.
-ATTEMPTS = 3
-# Seconds between two looks at who hangs.
-INTERVAL = 0.25
-
 # Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
 HANGING_UP = 0.1
-# Seconds to wait for what other workers say once one has failed, so that the same one is named each time.
-OTHERS = 0.5
 
 # The seconds without progress after which a worker that was asked this counts as hung.
 Allowance = Callable[[Child, Asked], float]
 
 
-class Listener(Protocol):
-    """What wants to know what happens. Either method may raise `ProtocolError`: then that worker is not to be trusted,
-    and is replaced."""
-
-    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """The worker said something about what it was asked, other than that it took in a topic."""
-
-    def lost(self, child: Child) -> None:
-        """The worker is dead and reaped."""
+# Hears what workers say about what they were asked, other than that they took in a topic; and of those that are dead and
+# reaped. Either method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
+ProcessListener: TypeAlias = Listener[Child, Asked, Reply]
 
 
 class Pool:
-    """`size` worker processes, of ranks 0, 1, …; `infos` says of each what the user may know."""
+    """The worker processes of the ranks in a roster, and what each must have been told."""
 
     def __init__(self, make: Callable[[int], Child], restarts: int, allowance: Allowance) -> None:
         self.children: dict[int, Child] = {}
-        self.infos: list[WorkerInfo] = []
-        self.ending = ""  # of the worker that was lost last
-        self._make, self._restarts, self._allowance = make, restarts, allowance
+        self.roster = Roster(restarts)
+        self._make, self._allowance = make, allowance
         self._topics: dict[str, tuple[Call, ...]] = {}
-        self._failures: Counter[int] = Counter()  # ends before joining, in a row
-        self._given_up: dict[int, BaseException] = {}
         self._selector = selectors.DefaultSelector()
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost
@@ -77,42 +63,36 @@ class Pool:
 
         Raises `WorkerStartError` for one that ends before, `WorkerError` if the user's code raises in one.
         """
-        new = [info for info in infos if all(info is not other for other in self.infos)]
-        for rank in {*range(len(infos), len(self.infos)), *(info.rank for info in new)}:
-            self._given_up.pop(rank, None)
-            self._failures.pop(rank, None)
+        new, ending = self.roster.resize(infos)
+        self._amiss = True
+        for rank in ending:
             if rank in self.children:
                 child = self.children.pop(rank)
                 self._unwatch(child)
                 _end([child])
-        self._amiss = True
-        self._restarts += len(new)  # the first start of each is none
-        self.infos = infos
         until = float("inf")
         while True:
-            failed = [info.rank for info in new if info.rank in self._given_up]
+            failed = [info.rank for info in new if info.rank in self.roster.given_up]
             if failed:
                 until = min(until, time.monotonic() + OTHERS)
             if self._complete or len(failed) == len(new) > 0 or time.monotonic() >= until:
                 break
             try:
-                self.pump(_Nobody(), until)
+                self.pump(Ignore(), until)
             except AllWorkersLostError:
                 if not new:
                     raise
         if failed:
-            raise self._given_up[failed[0]]
+            raise self.roster.given_up[failed[0]]
 
     def wait(self) -> None:
         """Until every worker that will ever work can work."""
         while not self._complete:
-            self.pump(_Nobody(), float("inf"))
+            self.pump(Ignore(), float("inf"))
 
     @property
     def _complete(self) -> bool:
-        ranks = [info.rank for info in self.infos if info.rank not in self._given_up]
-        everyone = all(rank in self.children and self.children[rank].joined for rank in ranks)
-        return everyone and (len(ranks) > 0 or not self.infos)
+        return self.roster.is_complete([rank for rank, child in self.children.items() if child.joined])
 
     def tell(self, topic: str, *calls: Call) -> None:
         """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
@@ -140,17 +120,19 @@ class Pool:
             return
         for child in list(self.children.values()):
             self._watch(child)
-            self.hear(child, _Nobody())  # what an interrupt left, which wakes nobody up
+            self.hear(child, Ignore())  # what an interrupt left, which wakes nobody up
         self.call_off()
         self._end_functions()
-        self.pump(_Nobody(), 0.0)
+        self.pump(Ignore(), 0.0)
 
     def _end_functions(self) -> None:
         """Replace workers that are still in a function which an interrupt or a loss has left behind."""
         until = time.monotonic() + GRACE
-        while left := [child for child in self.children.values() if child.asked and child.asked.what == FUNCTION]:
+        while left := [
+            child for child in self.children.values() if child.asked and child.asked.activity is Activity.FUNCTION
+        ]:
             if time.monotonic() < until:
-                self.pump(_Nobody(), until)
+                self.pump(Ignore(), until)
                 continue
             for child in left:
                 child.kill("was left in a function that nobody waits for")
@@ -159,13 +141,13 @@ class Pool:
     def call_off(self) -> None:
         """Let the workers end the evaluation that they are at after the present chunk."""
         for child in self.children.values():
-            if not child.idle and child.asked is not None and child.asked.what == EVALUATING:
+            if not child.idle and child.asked is not None and child.asked.activity is Activity.EVALUATING:
                 with suppress(OSError):
                     child.limit(0)
 
     # ---- what is
 
-    def pump(self, listener: Listener, until: float) -> None:
+    def pump(self, listener: ProcessListener, until: float) -> None:
         """Mend, wait until something happens (or until that time), and tell `listener`. Raises `BatchoptError` once this was
         stopped."""
         if self._stopped:
@@ -173,7 +155,7 @@ class Pool:
         if self._amiss:
             self._replenish()
             self._brief()
-            self._amiss = len(self.children) + len(self._given_up) < len(self.infos)
+            self._amiss = self.roster.is_amiss(self.children)
         for child in self.children.values():
             if child.writing != child.channel.pending:
                 self._listen(child)
@@ -211,7 +193,7 @@ class Pool:
             events = self._selector.select(0.0)  # a wait that was interrupted does not say what has come meanwhile
         return [key for key, _ in events]
 
-    def hear(self, child: Child, listener: Listener) -> None:
+    def hear(self, child: Child, listener: ProcessListener) -> None:
         """Deal with what came from the worker."""
         try:
             for reply in child.channel.replies():
@@ -233,16 +215,16 @@ class Pool:
         if not child.joined and child.told.keys() >= self._topics.keys() and child.idle:
             child.joined = True
             self.changes += 1
-            self._failures[child.rank] = 0
-            self.infos[child.rank].alive = True
+            self.roster.joined(child.rank)
 
     def _greeted(self, child: Child, reply: Reply) -> None:
         theirs = reply.body.decode("utf-8", "replace")
         if theirs != versions():
-            self._given_up[child.rank] = WorkerStartError(
+            error = WorkerStartError(
                 f"{child.process.name} runs with {theirs}, this process with {versions()}: was something installed "
                 "meanwhile? Start the program anew"
             )
+            self.roster.refused(child.rank, error)
             child.kill("has other versions")
 
     def _refused(self, child: Child, asked: Asked, reply: Reply) -> None:
@@ -254,30 +236,29 @@ class Pool:
         child.told.pop(asked.topic, None)
         child.knows = None
         child.forget_answered()  # not to be heard again
-        error = error_of(child.rank, Failure.decode(reply.body), asked.what)
+        error = error_of(child.rank, Failure.decode(reply.body), asked.activity)
         if child.joined:
             raise error
-        self._given_up.setdefault(child.rank, error)  # the first: what was told after it fails for that reason
+        self.roster.refused(child.rank, error)
         child.kill("could not start")
 
-    def _look_for_hung(self, listener: Listener) -> None:
-        now = time.monotonic()
-        self._check_at = now + INTERVAL
-        for child in list(self.children.values()):
+    def _look_for_hung(self, listener: ProcessListener) -> None:
+        now, working = time.monotonic(), []
+        for child in self.children.values():
             child.stderr.pass_on()
             asked = child.asked
-            if asked is None:
-                continue
-            seconds = self._allowance(child, asked)
-            if child.verdict:  # killed before, and not gone: the kernel holds it
-                if now >= child.killed_at + REAPING:
-                    self._bury(child, listener)
-            elif now >= child.since + seconds:  # its end will be an event as any other
-                child.kill(f"made no progress for {seconds:.3g} s while {asked.what}", hung=True)
-            else:
-                self._check_at = min(self._check_at, child.since + seconds)
+            if asked is not None:
+                killed_at = child.killed_at if child.verdict else None
+                working.append(Progress(child.rank, child.since, self._allowance(child, asked), killed_at))
+        hung, dead, self._check_at = check(working, now)
+        for progress in hung:
+            child = self.children[progress.rank]
+            doing = "" if child.asked is None else child.asked.activity.value
+            child.kill(f"made no progress for {progress.allowance:.3g} s while {doing}", hung=True)
+        for rank in dead:
+            self._bury(self.children[rank], listener)
 
-    def _bury(self, child: Child, listener: Listener) -> None:
+    def _bury(self, child: Child, listener: ProcessListener) -> None:
         """The worker is dead, or as good as: see to it that it is, and tell `listener`."""
         self._amiss = True
         self.changes += 1
@@ -285,20 +266,11 @@ class Pool:
         child.bury()
         self._unwatch(child)
         self.children.pop(child.rank, None)
-        info = self.infos[child.rank]
-        info.alive = False
-        self.ending = child.ending()
-        if not child.joined:
-            in_users_code = asked is not None and asked.what != STARTING
-            self._failed(info, for_good=in_users_code and info.restarts == 0)
+        in_users_code = asked is not None and asked.activity is not Activity.STARTING
+        ending = child.ending()
+        self.roster.ended(child.rank, ending, child.joined, in_users_code)
         child.close()
-        listener.lost(child)
-
-    def _failed(self, info: WorkerInfo, for_good: bool) -> None:
-        """A worker ended before it could work."""
-        self._failures[info.rank] += 1
-        if self._failures[info.rank] >= ATTEMPTS or for_good:
-            self._given_up.setdefault(info.rank, WorkerStartError(self.ending))
+        listener.lost(child, ending)
 
     def _replenish(self) -> None:
         """Start what is missing, as far as it is allowed; where there is nobody, until one is there or none may be.
@@ -306,30 +278,18 @@ class Pool:
         Raises `AllWorkersLostError`.
         """
         self._start_missing()
-        while not self.children and len(self._given_up) < len(self.infos):
+        while not self.children and self.roster.is_amiss(self.children):
             self._start_missing()  # no process was to be had: each attempt counts
-        if not self.children and self.infos:
-            raise AllWorkersLostError(
-                f"no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: {self.ending}"
-            ) from next(iter(self._given_up.values()))
+        self.roster.check_somebody_is_left(self.children)
 
     def _start_missing(self) -> None:
-        for rank, info in enumerate(self.infos):
-            info.lost = rank in self._given_up
-            if rank in self.children or info.lost:
-                continue
-            if self._restarts <= 0:
-                self._given_up[rank] = WorkerLostError(f"max_restarts is spent; the last worker lost: {self.ending}")
-                continue
-            self._restarts -= 1
+        for rank in self.roster.start(self.children.keys()):
             try:
                 child = self._make(rank)
             except OSError as error:  # no process or no descriptor to be had
-                self.ending = f"batchopt-worker-{rank} could not be made: {error}"
-                self._failed(info, for_good=not info.pid)
+                self.roster.not_started(rank, f"batchopt-worker-{rank} could not be made: {error}")
                 continue
-            info.restarts += 1 if info.pid else 0
-            info.pid = child.pid
+            self.roster.started(rank, child.pid)
             self.children[rank] = child
             self._watch(child)
 
@@ -338,12 +298,12 @@ class Pool:
         for child in self.children.values():
             if child.knows is self._topics:
                 continue
-            for topic, calls in self._topics.items():
-                if child.told.get(topic) is not calls:
-                    with suppress(OSError):  # a worker that is gone is found out elsewhere
-                        for call in calls:
-                            child.ask(call, topic, calls)
-                    child.told[topic] = calls
+            for topic in unsent(self._topics, child.told):
+                calls = self._topics[topic]
+                with suppress(OSError):  # a worker that is gone is found out elsewhere
+                    for call in calls:
+                        child.ask(call, topic, calls)
+                child.told[topic] = calls
             child.knows = self._topics
 
     def wake_up_for(self, fd: int) -> None:
@@ -377,22 +337,12 @@ class Pool:
         self._shut_down()
         self._topics = {}  # and with them the memory that workers were told of
         self._make = self._allowance = _closed  # whose methods they are knows this pool
-        for info in self.infos:
+        for info in self.roster.infos:
             info.alive = False
 
 
 def _closed(*_: object) -> NoReturn:
     raise BatchoptError("these workers were ended")
-
-
-class _Nobody:
-    """Does not care."""
-
-    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """Nothing."""
-
-    def lost(self, child: Child) -> None:
-        """Nothing."""
 
 
 def _end(children: Iterable[Child]) -> None:

@@ -3,7 +3,8 @@
 Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
 order: a run that nobody evaluates (its worker died, or is still busy with something else); half of what the slowest
 worker has not begun (all, behind a chunk that is late; less or nothing, if it is slower itself); a copy of a chunk that
-is late. A chunk counts once, whoever reports it first.
+is late. A chunk counts once, whoever reports it first. Work changes hands by an order to stop before a chunk: a worker
+that has begun it by then evaluates it all the same, for nothing.
 
 A chunk that workers ended in may be to blame, or may have been there by chance. So it is tried again by itself; one in which
 a worker hung is given twice the time; a signal from outside counts half; and the last trial is made by one worker alone.
@@ -12,29 +13,20 @@ a worker hung is given twice the time; a signal from outside counts half; and th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# A chunk that so many workers died or hung in is given up.
-POISONOUS = 3
-# A chunk is late after this many times the seconds that it should take, and no sooner than after `PATIENCE` seconds.
-LATE = 3.0
+from batchopt.backends.ledger import POISONOUS, Ledger, Run, due
+
+# A chunk is late after so many seconds at the earliest.
 PATIENCE = 0.05
 # Seconds of work that are worth a message: less is not taken from a worker that is about to begin it.
 WORTHWHILE = 0.002
 
 # The seconds that worker `i` should need for chunk `j`; None if nobody knows.
 Estimate = Callable[[int, int], float | None]
-
-
-class Run(NamedTuple):
-    """Chunks `first` up to `last`."""
-
-    first: int
-    last: int
 
 
 class Assign(NamedTuple):
@@ -87,16 +79,18 @@ class Dispatch:
     def __init__(self, runs: Sequence[Run | None], chunks: int) -> None:
         """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common."""
         self._pending: list[tuple[int | None, Run]] = []  # with the worker that it is planned for
-        self._missing = bytearray(chunks)
         for worker, run in enumerate(runs):
             if run is not None and run.first < run.last:
                 self._pending.append((worker, run))
-                self._missing[run.first : run.last] = b"\1" * (run.last - run.first)
-        self.missing = sum(self._missing)
+        self.ledger = Ledger(chunks, [run for _, run in self._pending])
         self._tasks: dict[int, _Task] = {}
-        self.deaths: Counter[int] = Counter()  # by chunk
         self._blame: dict[int, float] = {}
         self._patience: dict[int, float] = {}
+
+    @property
+    def missing(self) -> int:
+        """The number of chunks that nobody has reported."""
+        return self.ledger.missing
 
     @property
     def workers(self) -> list[int]:
@@ -118,10 +112,8 @@ class Dispatch:
         task = self._tasks.get(worker)
         if task is None or not task.next <= done <= task.given:
             raise ValueError(f"worker {worker} reports chunk {done - 1}, which it was not given")
-        for chunk in range(task.next, done):
-            self.missing -= self._missing[chunk]
-            self._missing[chunk] = 0
         if done > task.next:
+            self.ledger.settle(task.next, done)
             task.next, task.since = done, now
 
     def ended(self, worker: int) -> None:
@@ -142,13 +134,13 @@ class Dispatch:
         self._leave(Run(chunk + 1, task.last), first=True)
         if all(run != (chunk, chunk + 1) for _, run in self._pending):
             self._leave(Run(chunk, chunk + 1), first=False)
-        self.deaths[chunk] += 1
+        self.ledger.losses[chunk] += 1
         self._blame[chunk] = self._blame.get(chunk, 0.0) + WEIGHTS[death]
         if death is Death.HANG:
             self._patience[chunk] = max(self.patience(chunk), 2.0 * task.patience)
         has_had_time = death is not Death.HANG or task.patience >= PATIENT
         is_to_blame = task.alone and has_had_time and self._blame[chunk] >= POISONOUS
-        return chunk if is_to_blame and self._missing[chunk] else None
+        return chunk if is_to_blame and self.ledger.is_missing(chunk) else None
 
     def patience(self, chunk: int) -> float:
         """How many times as long as usual a worker may take for the chunk: doubled by each trial in which one hung."""
@@ -160,18 +152,9 @@ class Dispatch:
 
     def _leave(self, run: Run, first: bool) -> None:
         """Let the run wait for somebody, before all others or after them."""
-        trimmed = self._trimmed(run)
+        trimmed = self.ledger.trimmed(run)
         if trimmed is not None:
             self._pending.insert(0 if first else len(self._pending), (None, trimmed))
-
-    def _trimmed(self, run: Run) -> Run | None:
-        """Without the chunks at both ends that are done; None if nothing remains."""
-        first, last = run
-        while first < last and not self._missing[first]:
-            first += 1
-        while first < last and not self._missing[last - 1]:
-            last -= 1
-        return Run(first, last) if first < last else None
 
     def release(self) -> tuple[list[Run], list[Limit]]:
         """Give up half of what no worker has begun, for somebody else to evaluate: the runs, and what to tell workers."""
@@ -190,8 +173,7 @@ class Dispatch:
                 given.append(Run(task.last, behind.last))
                 limits.append(Limit(worker, task.last))
         for run in given:
-            self.missing -= sum(self._missing[run.first : run.last])
-            self._missing[run.first : run.last] = bytes(run.last - run.first)
+            self.ledger.settle(*run)
         return given, limits
 
     def decide(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Assign | Limit]:
@@ -218,7 +200,7 @@ class Dispatch:
             waits = run.first in at_hand and self._is_suspect(run.first)
             if (planned_for is None or worker == planned_for) and not waits:
                 del self._pending[i]
-                trimmed = self._trimmed(run)
+                trimmed = self.ledger.trimmed(run)
                 return trimmed if trimmed is not None else self._take(planned_for)
         return None
 
@@ -271,18 +253,17 @@ class Dispatch:
     def _behind(self, worker: int) -> Run | None:
         """What the worker has not begun and nobody has done; None if there is nothing."""
         task = self._tasks[worker]
-        return self._trimmed(Run(task.next + 1, task.last))
+        return self.ledger.trimmed(Run(task.next + 1, task.last))
 
     def _due(self, worker: int, estimate: Estimate) -> float:
         """When the worker is late with the chunk at hand."""
         task = self._tasks[worker]
-        seconds = estimate(worker, task.next)
-        return math.inf if seconds is None else task.since + max(PATIENCE, LATE * seconds)
+        return due(task.since, estimate(worker, task.next), PATIENCE)
 
     def _late(self, estimate: Estimate, now: float) -> Run | None:
         """A chunk that is at hand somewhere, and late with all who are at it."""
-        for chunk, due in sorted(self._dues(estimate).items(), key=lambda item: item[1]):
-            if due <= now:
+        for chunk, late in sorted(self._dues(estimate).items(), key=lambda item: item[1]):
+            if late <= now:
                 return Run(chunk, chunk + 1)
         return None
 
@@ -290,9 +271,9 @@ class Dispatch:
         """When each missing chunk at hand becomes late with the last of its workers; never if it is a suspect."""
         dues: dict[int, float] = {}
         for worker, task in self._tasks.items():
-            if task.next < task.last and self._missing[task.next] and not self._is_suspect(task.next):
-                due = self._due(worker, estimate)
-                dues[task.next] = max(due, dues.get(task.next, due))
+            if task.next < task.last and self.ledger.is_missing(task.next) and not self._is_suspect(task.next):
+                late = self._due(worker, estimate)
+                dues[task.next] = max(late, dues.get(task.next, late))
         return dues
 
     def next_late(self, estimate: Estimate) -> float:

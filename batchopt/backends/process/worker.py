@@ -5,44 +5,74 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
+from enum import Enum
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch.multiprocessing as mp
 
 from batchopt.backends.process.channel import Channel
 from batchopt.backends.process.forkserver import fork_worker
+from batchopt.backends.process.roster import REAPING
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.errors import RemoteTraceback, WorkerError
+from batchopt_workers.failures import Failure
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, Cut, Failure, Kind, Order
+from batchopt_workers.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
 from batchopt_workers.rows import Rows
+from batchopt_workers.session import Session
 from batchopt_workers.watch import StateWritten
 
-# Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
-REAPING = 2.0
 # Signals that others send; SIGKILL is the kernel's too, where memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE = " (if it was at work, give it more time: timeout=...)"
-STARTING = "starting"
-EVALUATING = "evaluating"
-FUNCTION = "running a function"
+P = ParamSpec("P")
+
+
+class Activity(Enum):
+    """What a worker was asked to do, and how error messages say it."""
+
+    STARTING = "starting"
+    PRECODE = "running precode"
+    INSTALLING = "receiving the module"
+    HOOKS = "being told of hooks"
+    TORCH = "being told torch's settings"
+    BATCH = "receiving the batch"
+    SAMPLES = "receiving samples"
+    CUT = "being told the cut"
+    MEMORY = "being given memory"
+    EVALUATING = "evaluating"
+    FUNCTION = "running a function"
 
 
 class Call(NamedTuple):
     """A pickled call of a method of the worker's `Session`, and the block whose descriptor goes with it."""
 
-    what: str  # the worker is doing, for error messages
+    activity: Activity
     body: bytes
     block: SharedBlock | None = None
 
 
-def call(what: str, method: str, *arguments: Any, block: SharedBlock | None = None) -> Call:
-    """Raises what pickling the arguments raises."""
-    return Call(what, dumps((method, arguments)), block)
+def call(
+    activity: Activity,
+    method: Callable[Concatenate[Session, P], Any],
+    *arguments: P.args,
+    **keywords: P.kwargs,
+) -> Call:
+    """A call of a method of `Session`. Raises what pickling the arguments raises."""
+    assert not keywords  # which the message has no place for
+    return Call(activity, dumps((method.__name__, arguments)))
+
+
+def call_with_block(
+    activity: Activity, method: Callable[[Session, str, int], None], name: str, block: SharedBlock
+) -> Call:
+    """A call whose last argument is the descriptor of `block`, which follows the message."""
+    return Call(activity, dumps((method.__name__, (name,))), block)
 
 
 class Asked(NamedTuple):
@@ -50,7 +80,7 @@ class Asked(NamedTuple):
     to take it in. `patience`: how many times as long as usual it may take."""
 
     number: int
-    what: str
+    activity: Activity
     topic: str | None = None
     calls: tuple[Call, ...] = ()
     order: Order | None = None
@@ -76,7 +106,7 @@ class Child:
         self.since = time.monotonic()  # of the last sign of progress
         self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
         self._hung = False
-        self._asked: deque[Asked] = deque([Asked(0, STARTING)])
+        self._asked: deque[Asked] = deque([Asked(0, Activity.STARTING)])
         self._engaged = -1  # the number of the last order or function
         self.writing = False  # whether the pipe is watched for room
         try:
@@ -128,12 +158,12 @@ class Child:
 
     def ask(self, message: Call, topic: str | None = None, calls: tuple[Call, ...] = ()) -> None:
         """Queue a call. Raises `OSError` if the worker is gone."""
-        asked = Asked(self.channel.number(), message.what, topic, calls)
+        asked = Asked(self.channel.number(), message.activity, topic, calls)
         self._ask(asked, Kind.CALL, message.body, message.block)
 
     def order(self, order: Order, patience: float = 1.0) -> None:
         """Queue an order, which leaves at the next `flush`."""
-        asked = Asked(self.channel.number(), EVALUATING, order=order, patience=patience)
+        asked = Asked(self.channel.number(), Activity.EVALUATING, order=order, patience=patience)
         self._note(asked)
         self.channel.queue(asked.number, order.kind, order.encode())
 
@@ -149,7 +179,7 @@ class Child:
         if self.idle:
             self.since = time.monotonic()
         self._asked.append(asked)
-        if asked.order is not None or asked.what == FUNCTION:
+        if asked.order is not None or asked.activity is Activity.FUNCTION:
             self._engaged = asked.number
 
     def find(self, number: int) -> Asked | None:
@@ -196,7 +226,7 @@ class Child:
             ended = f"was ended by {_signal_name(-code)}"
         else:
             ended = f"exited with code {code}"
-        doing = next((asked.what for asked in self._asked if asked.number > self.channel.answered), "")
+        doing = next((asked.activity.value for asked in self._asked if asked.number > self.channel.answered), "")
         while_doing = f" while {doing}" if doing and not self.verdict else ""
         hint = _hint(code) if not self.verdict else _PATIENCE if self._hung else ""
         tail = f"\n--- its standard error ends with\n{self.stderr.tail}" if self.stderr.tail else ""
@@ -207,14 +237,16 @@ class Child:
         self.channel.close()
 
 
-def error_of(rank: int, failure: Failure, doing: str, numbering: Numbering | None = None) -> Exception:
+def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Numbering | None = None) -> Exception:
     """The exception for what a worker reports of the user's code; `numbering` is that of the batch, if it is about
     one."""
     if failure.written:
         return StateWritten(failure.written)
     samples = failure.samples
     terms = {} if numbering is None else numbering.within(samples)
-    error = WorkerError(rank, failure.type_name, failure.message, samples, "" if samples else doing, terms)
+    error = WorkerError(
+        rank, failure.type_name, failure.message, samples, "" if samples or doing is None else doing.value, terms
+    )
     error.__cause__ = RemoteTraceback(failure.traceback)
     return error
 

@@ -15,10 +15,8 @@ import concurrent.futures
 import pickle
 import socket
 import time
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -26,111 +24,34 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import merge_answers
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Setup, WorkerInfo
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.ledger import Run
 from batchopt.backends.ray.editions import Delivery, made, received
+from batchopt.backends.ray.messages import (
+    Condition,
+    Contract,
+    Envelope,
+    Failed,
+    OutOfStep,
+    Question,
+    Reply,
+    Request,
+    Share,
+    Sum,
+    Work,
+    Yield,
+)
 from batchopt.backends.ray.node_workers import Crew
 from batchopt.backends.ray.transfer import Bytes, Fragment, Freight, Hold, Skeleton, from_bytes, to_bytes
 from batchopt.errors import BatchoptError
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
-from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.packing import assemble, dumps
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.versions import versions
 
-
-@dataclass(frozen=True)
-class Contract:
-    """What a machine's workers are to do for as long as they live; precode is pickled. `digests`: of the tensors of the
-    program that comes along."""
-
-    layout: Layout
-    precode: bytes
-    fixed_bits: bool
-    timeout: float | None
-    restarts: int
-    threads: int
-    devices: tuple[torch.device, ...] | None
-    ranks: tuple[int, ...]
-    world: int
-    torch: TorchSettings
-    digests: tuple[bytes, ...]
-
-
-class Share(NamedTuple):
-    """One evaluation's part of a machine: the chunks of each of its workers. `attempt` is its number among all shares of
-    all machines: an evaluation that does not get by with one a machine gives more."""
-
-    kind: int
-    attempt: int
-    step: int
-    runs: tuple[Run | None, ...]
-
-
-class Sum(NamedTuple):
-    """A merged partial: which node of the tree, and what `Partial` has."""
-
-    level: int
-    position: int
-    losses: tuple[float, ...]
-    gradient: Bytes
-    changes: Bytes
-    used: bytes
-
-
-class Work(NamedTuple):
-    """What a worker did: as `Answer`, with spans counted from when the machine was asked, and hook results pickled."""
-
-    worker: int
-    samples: int
-    seconds: float
-    spans: list[tuple[float, float, int, int]]
-    results: bytes
-
-
-class Condition(NamedTuple):
-    """What is known of a worker, as in `WorkerInfo`."""
-
-    pid: int
-    device: str
-    restarts: int
-    alive: bool
-    lost: bool
-
-
-class Yield(NamedTuple):
-    """What a share came to, in `seconds`."""
-
-    attempt: int
-    sums: list[Sum]
-    work: list[Work]
-    seconds: float
-
-
-class Failed(NamedTuple):
-    """An exception, apart: the name of its class, what makes another one, and the traceback."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    trace: str
-
-
-class Reply(NamedTuple):
-    """What a request came to, and how the workers are."""
-
-    value: Any
-    failed: Failed | None
-    workers: list[Condition]
-
-
-class OutOfStep(BatchoptError):
-    """A request was lost on the way, on which this one builds."""
-
-
-# A method of `Host`, and its arguments.
-Request = tuple[str, tuple[Any, ...]]
+P = ParamSpec("P")
 
 
 class Host:
@@ -151,32 +72,27 @@ class Host:
         """What has to be as it is with the driver, and this machine's name."""
         return versions(), socket.gethostname()
 
-    def work(self, place: tuple[int, int], news: Sequence[Request], task: Request, *bulk: Any) -> Reply:
-        """Take in `news`, then do `task`, whose last arguments are `bulk`: what is large, and comes by reference. Never
-        raises.
-
-        `place`: of this request among those that build on each other, of which none may be lost on the way; and their
-        number among such, which is a higher one where they begin anew.
-        """
+    def work(self, envelope: Envelope, *arguments: Any) -> Reply:
+        """Take in the updates, then do the task with these arguments: what is large comes by reference, which only an
+        argument of the call itself may be. Never raises."""
         value, failed = None, None
         try:
-            self._keep_step(*place)
-            for name, arguments in news:
-                getattr(self, name)(*arguments)
-            name, arguments = task
-            value = getattr(self, name)(*arguments, *bulk)
+            self._keep_step(envelope.epoch, envelope.position)
+            for method, values in envelope.updates:
+                getattr(Host, method)(self, *values)
+            value = getattr(Host, envelope.method)(self, *arguments)
         except BaseException as error:
-            failed = failure_of(error)
+            failed = Failed.of(error)
         return Reply(value, failed, [] if self._crew is None else [_condition(info) for info in self._crew.workers])
 
-    def _keep_step(self, epoch: int, index: int) -> None:
+    def _keep_step(self, epoch: int, position: int) -> None:
         """Raise `OutOfStep` unless the request before this one has come."""
-        begins = epoch > self._place[0] and index == 0
-        if not begins and (epoch, index) != self._place:
-            raise OutOfStep(f"request {epoch}.{index} came where {self._place[0]}.{self._place[1]} was to come")
-        self._place = epoch, index + 1
+        begins = epoch > self._place[0] and position == 0
+        if not begins and (epoch, position) != self._place:
+            raise OutOfStep(f"request {epoch}.{position} came where {self._place[0]}.{self._place[1]} was to come")
+        self._place = epoch, position + 1
 
-    def ask(self, question: str, attempt: int, seconds: float) -> list[Run] | None:
+    def ask(self, question: Question, attempt: int, seconds: float) -> list[Run] | None:
         """As `Crew.ask`; None if there was no answer in time."""
         try:
             return [] if self._crew is None else self._crew.ask(question, attempt, seconds)
@@ -316,15 +232,7 @@ def _work(answer: Answer, began: float) -> Work:
     return Work(answer.rank, answer.samples, answer.seconds, spans, dumps(answer.results) if answer.results else b"")
 
 
-def failure_of(error: BaseException) -> Failed:
-    """The exception apart, whatever its own methods do."""
-    arguments = getattr(error, "_arguments", None)
-    if arguments is None:
-        try:
-            arguments = (str(error),)
-        except BaseException as inner:
-            arguments = (f"<its __str__ raised {type(inner).__name__}>",)
-    trace = getattr(error.__cause__, "text", "")
-    if not isinstance(error, BatchoptError):
-        trace = "".join(traceback.format_exception(error))
-    return Failed(type(error).__name__, tuple(arguments), trace)
+def request(method: Callable[Concatenate[Host, P], Any], *arguments: P.args, **keywords: P.kwargs) -> Request:
+    """A call of a method of `Host`. An argument of a task may be a reference to it."""
+    assert not keywords  # which the message has no place for
+    return Request(method.__name__, arguments)

@@ -25,18 +25,20 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.process.backend import check_parameters_are_only_read, sending
-from batchopt.backends.process.pool import OTHERS
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.actor import Contract, Request, Share
+from batchopt.backends.gather import Ignore
+from batchopt.backends.ledger import Run
+from batchopt.backends.patience import OTHERS
+from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.cluster import Needs, capacity, connect
 from batchopt.backends.ray.editions import Edition, Editions, delivery
-from batchopt.backends.ray.gather import Calls, Harvest, Probe
+from batchopt.backends.ray.gather import NodeCalls, NodeGather, NodeProbe
+from batchopt.backends.ray.messages import Contract, Question, Request, Share, Task
 from batchopt.backends.ray.node import Call, Machine
-from batchopt.backends.ray.nodes import ANSWERING, Fleet, Nobody, kill
+from batchopt.backends.ray.nodes import Fleet, NodeListener, kill
+from batchopt.backends.ray.roster import ANSWERING
 from batchopt.backends.ray.scheduler import Ask, Give
 from batchopt.backends.ray.transfer import Shipment, copied, lacking, to_bytes
-from batchopt.errors import WorkerLostError
+from batchopt.backends.sendable import check_parameters_are_only_read, sending
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import ORDERS, Cut, Kind, Order
@@ -115,12 +117,12 @@ class RayBackend(Backend):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        return self._fleet.infos
+        return self._fleet.roster.infos
 
     # ---- what machines have to know
 
-    def _start(self, machine: Machine) -> tuple[Request, Any]:
-        setup, workers, all_ = self._setup, len(machine.ranks), len(self._fleet.infos)
+    def _start(self, machine: Machine) -> Request:
+        setup, workers, all_ = self._setup, len(machine.ranks), len(self._fleet.roster.infos)
         gpus = self._needs.gpus
         contract = Contract(
             layout=setup.flat.layout,
@@ -138,7 +140,7 @@ class RayBackend(Backend):
         known = machine.known
         known.torch, known.edition, known.program = self._torch, self._oldest, self._oldest.packed.data
         known.tensors = known.earlier_tensors = frozenset(self._oldest.digests)
-        return ("start", (contract,)), self._first
+        return request(Host.start, contract, self._first)
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._use(replace(self._program, prehook=prehook, posthook=posthook))
@@ -173,7 +175,7 @@ class RayBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, Shipped)
-        self._fleet.pump(Nobody(), 0.0)
+        self._fleet.pump(Ignore(), 0.0)
         self._follow()
         self._step = _Load(prepared.shipment, self._editions.latest, weights)
 
@@ -185,17 +187,17 @@ class RayBackend(Backend):
         known, step = machine.known, self._step
         news: list[Request] = []
         if known.hooked != self._hooked:
-            news.append(("use_hooks", (self._hooked,)))
+            news.append(request(Host.use_hooks, self._hooked))
         if known.torch != self._torch:
-            news.append(("set_torch", (self._torch,)))
+            news.append(request(Host.set_torch, self._torch))
         if step is not None and known.load is not step:
             edition = step.edition
             if known.edition is not edition:
-                news.append(("update", (delivery(edition, known.program, known.tensors),)))
+                news.append(request(Host.update, delivery(edition, known.program, known.tensors)))
             skeleton = None if known.shipment is step.shipment else step.shipment.skeleton
-            news.append(("load", (skeleton, step.weights)))
+            news.append(request(Host.load, skeleton, step.weights))
         if known.cut is not self._cut:
-            news.append(("set_cut", (self._cut.bounds,)))
+            news.append(request(Host.set_cut, self._cut.bounds))
         return news
 
     def _told(self, machine: Machine) -> None:
@@ -216,11 +218,11 @@ class RayBackend(Backend):
     def _publish_x(self) -> None:
         self._x = self._published(to_bytes(self._setup.flat.vector))
 
-    def _give(self, machine: Machine, task: str, order: Order, runs: tuple[Run | None, ...]) -> None:
+    def _give(self, machine: Machine, task: Task, order: Order, runs: tuple[Run | None, ...]) -> None:
         """Send a share, with what the machine lacks for it."""
         assert self._step is not None
         self._attempts += 1
-        call = Call("evaluate", order.evaluation, self._attempts)
+        call = Call(task, order.evaluation, self._attempts)
         share = Share(int(order.kind), call.attempt, order.step, runs)
         known, bounds, shipment = machine.known, self._cut.bounds, self._step.shipment
         news = self._news(machine)
@@ -229,11 +231,12 @@ class RayBackend(Backend):
             if run is not None:
                 lacked = lacking(held, range(bounds[run.first], bounds[run.last]))
                 with sending("the batch", *(part.inputs.data for part in shipment.batch.parts)):
-                    news += [("fill", (list(shipment.fragments(samples)),)) for samples in lacked]
+                    news += [request(Host.fill, list(shipment.fragments(samples))) for samples in lacked]
                 held = held + lacked
         x = None if known.x is self._x else self._x
         direction = None if known.direction is self._direction else self._direction
-        machine.work(call, news, (task, (share,)), x, direction)
+        method = Host.evaluate if task is Task.EVALUATE else Host.probe
+        machine.work(call, news, request(method, share, x, direction))
         self._told(machine)
         known.samples, known.x, known.direction = held, self._x, self._direction
 
@@ -241,12 +244,12 @@ class RayBackend(Backend):
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         fleet = self._fleet
-        fleet.pump(Nobody(), 0.0)
+        fleet.pump(Ignore(), 0.0)
         self._torch = TorchSettings.current()
         assert self._step is not None
         shipment, dtype = self._step.shipment, self._setup.flat.layout.sum_dtype
         price = shipment.bytes_a_sample / BANDWIDTH
-        harvest = Harvest(fleet.ready, cut, orders, shipment.batch.numbering, self._paces, dtype, price)
+        harvest = NodeGather(fleet.ready, cut, orders, shipment.batch.numbering, self._paces, dtype, price)
         evaluation, handout = harvest.order.evaluation, harvest.handout
         self._cut = self._cut if self._cut.bounds == cut.bounds else cut
         self._publish_x()
@@ -267,19 +270,19 @@ class RayBackend(Backend):
         finally:
             self._call_off(evaluation)
         if harvest.failures:
-            raise harvest.first_failure()
+            raise harvest.failures.first()
         return harvest.answers()
 
     def _carry_out(self, command: Give | Ask, order: Order) -> None:
         machine = self._fleet.machines[command.machine]
         if isinstance(command, Give):
-            self._give(machine, "evaluate", order, command.runs)
+            self._give(machine, Task.EVALUATE, order, command.runs)
         else:
             share = machine.works_on(order.evaluation)
             assert share is not None
-            machine.ask("release", share, ANSWERING)
+            machine.ask(Question.RELEASE, share, ANSWERING)
 
-    def _pump_while_working(self, listener: Harvest | Probe, evaluation: int, until: float) -> None:
+    def _pump_while_working(self, listener: NodeListener, evaluation: int, until: float) -> None:
         while time.monotonic() < until and any(machine.works_on(evaluation) for machine in self._fleet.ready):
             self._fleet.pump(listener, until)
 
@@ -287,44 +290,38 @@ class RayBackend(Backend):
         for machine in self._fleet.ready:
             share = machine.works_on(evaluation)
             if share is not None:
-                machine.ask("call off", share, ANSWERING)
+                machine.ask(Question.CALL_OFF, share, ANSWERING)
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        fleet, probe = self._fleet, Probe(order.evaluation)
-        fleet.pump(Nobody(), 0.0)
+        fleet, probe = self._fleet, NodeProbe(order.evaluation)
+        fleet.pump(Ignore(), 0.0)
         self._torch = TorchSettings.current()
         self._cut = cut
         self._publish_x()
         for machine in fleet.ready:
             run = Run(order.first, order.last)
-            self._give(machine, "probe", order, (run, *(None for _ in machine.ranks[1:])))
+            self._give(machine, Task.PROBE, order, (run, *(None for _ in machine.ranks[1:])))
+            probe.asked(machine)
         try:
-            while any(machine.works_on(order.evaluation) for machine in fleet.ready) and not probe.failures:
-                if time.monotonic() >= probe.patience:
-                    break
-                fleet.pump(probe, probe.patience)
+            probe.collect(lambda until: fleet.pump(probe, until))
         finally:
             self._call_off(order.evaluation)
         if probe.failures:
-            raise probe.failures[0]
+            raise probe.failures.first()
         return probe.seconds
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
             message = dumps((function, arguments))
-        fleet, calls = self._fleet, Calls()
-        fleet.pump(Nobody(), 0.0)
+        fleet, calls = self._fleet, NodeCalls()
+        fleet.pump(Ignore(), 0.0)
         while len(fleet.ready) < max(len(fleet.machines), 1):  # those that are being replaced, too
-            fleet.pump(Nobody(), math.inf)
-        asked = fleet.ready
-        for machine in asked:
-            machine.work(Call("run"), self._news(machine), ("run", (message,)))
+            fleet.pump(Ignore(), math.inf)
+        for machine in fleet.ready:
+            machine.work(Call(Task.RUN), self._news(machine), request(Host.run, message))
             self._told(machine)
-        while any(machine.at("run") for machine in asked):
-            fleet.pump(calls, math.inf)
-            if calls.gone:
-                raise WorkerLostError(f"a function was not run to its end: {calls.gone}")
-        return calls.values()
+            calls.asked(machine)
+        return calls.collect(lambda until: fleet.pump(calls, until))
 
     def resize(self, workers: int) -> None:
         self._fleet.resize(workers)

@@ -1,21 +1,18 @@
-"""One evaluation by machines, as far as it has come; one measurement of each worker; one call in each."""
+"""Collects the nodes' replies to an evaluation, a speed probe, or a call of a function."""
 
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial, Span
-from batchopt.backends.process.gather import SLOWEST
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.actor import Reply, Yield
-from batchopt.backends.ray.node import Call, Machine
-from batchopt.backends.ray.nodes import Nobody
+from batchopt.backends.gather import Failures, FunctionResults, SpeedProbe, unpickled
+from batchopt.backends.ledger import Run
+from batchopt.backends.ray.messages import Reply, Task, Undone, Yield
+from batchopt.backends.ray.node import Call, Heard, Machine, Released
 from batchopt.backends.ray.scheduler import Handout
 from batchopt.backends.ray.transfer import from_bytes
 from batchopt.errors import PoisonChunkError
@@ -23,12 +20,9 @@ from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.tree import Node
 
-# Nobody's failure: what was asked was not done, and is given to somebody again.
-UNDONE = ("CalledOff", "OutOfStep")
 
-
-class Harvest:
-    """Takes in what machines say of one evaluation. Of `paces` (seconds a sample, by machine) that of the kind of its
+class NodeGather:
+    """Collects the replies to one evaluation. Of `paces` (seconds a sample, by machine) that of the kind of its
     orders is kept current. Gradients come in `dtype`. It takes `price` seconds to send a sample."""
 
     def __init__(
@@ -42,7 +36,7 @@ class Harvest:
         price: float = 0.0,
     ) -> None:
         self.order = next(order for order in orders if order is not None)
-        self.failures: list[BaseException] = []
+        self.failures = Failures()
         self._cut, self._numbering, self._pace, self._dtype = cut, numbering, paces[self.order.kind], dtype
         self._yields: dict[int, tuple[Machine, Yield, float]] = {}  # by the share's number
         self._known = {machine.number for machine in machines}
@@ -67,14 +61,20 @@ class Harvest:
     def _samples(self, run: Run) -> int:
         return self._cut.bounds[run.last] - self._cut.bounds[run.first]
 
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
+    def heard(self, machine: Machine, call: Call, reply: Heard) -> None:
         """An answer; one of another evaluation is late, one that was heard before is said twice: neither counts."""
-        if call.what != "evaluate" or call.evaluation != self.order.evaluation:
+        if call.evaluation != self.order.evaluation:
             return
+        if isinstance(reply, Released):
+            self.handout.released(machine.number, reply.runs)
+        elif call.task is Task.EVALUATE:
+            self._answered(machine, call, reply)
+
+    def _answered(self, machine: Machine, call: Call, reply: Reply) -> None:
         if reply.failed is not None:
             self.handout.answered(machine.number, [])
-            if reply.failed.name not in UNDONE:
-                self.failures.append(machine.error(reply.failed, "evaluating"))
+            if not reply.failed.is_a(Undone):
+                add(self.failures, machine.error(reply.failed, Task.EVALUATE))
             return
         found: Yield = reply.value
         if found.attempt != call.attempt or found.attempt in self._yields:
@@ -87,27 +87,13 @@ class Harvest:
             self._pace[machine.number] = found.seconds / samples
         self.handout.answered(machine.number, done)
 
-    def released(self, machine: Machine, call: Call, given: list[Run]) -> None:
-        """The machine gave up these runs of its share."""
-        if call.evaluation == self.order.evaluation:
-            self.handout.released(machine.number, given)
-
     def lost(self, machine: Machine, ending: str) -> None:
         """The machine is gone; what it has answered stands."""
         self._pace.pop(machine.number, None)
         chunk = self.handout.lost(machine.number)
         if chunk is not None:
             samples = range(self._cut.bounds[chunk], self._cut.bounds[chunk + 1])
-            self.failures.append(PoisonChunkError(chunk, samples, ending, self._numbering.within(samples)))
-
-    def first_failure(self) -> BaseException:
-        """The one to be raised: that of the first samples."""
-
-        def place(error: BaseException) -> tuple[float, float]:
-            samples = getattr(error, "samples", None)
-            return samples.start if samples else math.inf, getattr(error, "rank", math.inf)
-
-        return min(self.failures, key=place)
+            add(self.failures, PoisonChunkError(chunk, samples, ending, self._numbering.within(samples)))
 
     def answers(self) -> list[Answer]:
         """What each worker contributed, in rank order; the merged partials of a machine are with its first worker's."""
@@ -118,8 +104,8 @@ class Harvest:
             partials = list(self._partials(found, will_be_written))
             for i, work in enumerate(found.work):
                 spans = [Span(began + at, seconds, first, last) for at, seconds, first, last in work.spans]
-                results = pickle.loads(work.results) if work.results else {}
                 rank = machine.ranks[work.worker]
+                results = unpickled(rank, "posthook", work.results) if work.results else {}
                 merged.append(Answer(rank, work.samples, work.seconds, partials if i == 0 else [], results, spans))
         return sorted(merged, key=lambda answer: answer.rank)
 
@@ -134,52 +120,38 @@ class Harvest:
             )
 
 
-class Probe(Nobody):
-    """Takes in how long each worker needs for the same run, and does not wait long for those that are much slower."""
+class NodeProbe(SpeedProbe[Machine]):
+    """Collects how long each worker of each node needs for the same run."""
 
-    def __init__(self, evaluation: int) -> None:
-        self.seconds: dict[int, float] = {}
-        self.failures: list[BaseException] = []
-        self.patience = math.inf
-        self._evaluation = evaluation
-
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
+    def heard(self, machine: Machine, call: Call, reply: Heard) -> None:
         """Done, or failed."""
-        if call.what != "evaluate" or call.evaluation != self._evaluation:
+        if call.task is not Task.PROBE or not isinstance(reply, Reply) or not self.is_awaited(machine, call.evaluation):
             return
-        if reply.failed is not None:
-            if reply.failed.name not in UNDONE:
-                self.failures.append(machine.error(reply.failed, "being measured"))
+        if reply.failed is None:
+            self.measured(machine, {machine.ranks[worker]: seconds for worker, seconds in reply.value.items()})
             return
-        self.seconds.update({machine.ranks[worker]: seconds for worker, seconds in reply.value.items()})
-        self.patience = time.monotonic() + SLOWEST * max(self.seconds.values(), default=0.0) + 1.0
+        self.failed(machine)
+        if not reply.failed.is_a(Undone):
+            add(self.failures, machine.error(reply.failed, Task.PROBE))
 
 
-class Calls(Nobody):
-    """Waits for the results of a function in every worker."""
+class NodeCalls(FunctionResults[Machine]):
+    """Collects what a function returns in every worker of every node."""
 
-    def __init__(self) -> None:
-        self.results: dict[int, bytes] = {}
-        self.failures: list[BaseException] = []
-        self.gone = ""
-
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
+    def heard(self, machine: Machine, call: Call, reply: Heard) -> None:
         """A result or a failure."""
-        if call.what != "run":
+        if call.task is not Task.RUN or not isinstance(reply, Reply) or not self.is_awaited(machine):
             return
-        if reply.failed is not None and reply.failed.name in UNDONE:
-            self.gone = str(reply.failed.arguments[0])
-        elif reply.failed is not None:
-            self.failures.append(machine.error(reply.failed, "running a function"))
+        if reply.failed is None:
+            self.returned(machine, dict(zip(machine.ranks, reply.value, strict=True)))
+        elif reply.failed.is_a(Undone):
+            self.lost(machine, reply.failed.text.message)
         else:
-            self.results.update(zip(machine.ranks, reply.value, strict=True))
+            error = machine.error(reply.failed, Task.RUN)
+            self.raised(machine, getattr(error, "rank", machine.ranks[0]), error)
 
-    def lost(self, machine: Machine, ending: str) -> None:
-        """The machine will not answer."""
-        self.gone = ending
 
-    def values(self) -> list[Any]:
-        """The results in rank order; raises the first failure."""
-        if self.failures:
-            raise min(self.failures, key=lambda error: getattr(error, "rank", math.inf))
-        return [pickle.loads(body) for _, body in sorted(self.results.items())]
+def add(failures: Failures, error: BaseException) -> None:
+    """Note an exception that was made again here, which knows where it was raised."""
+    samples = getattr(error, "samples", None)
+    failures.add(error, getattr(error, "rank", 0), samples.start if samples else math.inf)

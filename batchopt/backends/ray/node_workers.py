@@ -13,22 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from batchopt.backends.base import Setup
+from batchopt.backends.ledger import Run
 from batchopt.backends.process.backend import Placed, ProcessBackend
-from batchopt.backends.process.gather import Round
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.process.worker import Call, call
+from batchopt.backends.process.gather import ProcessGather
+from batchopt.backends.process.worker import Activity, Call, call, call_with_block
+from batchopt.backends.ray.messages import CalledOff, Question
 from batchopt.backends.ray.transfer import Fragment, Hold
-from batchopt.errors import BatchoptError
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
-from batchopt_workers.loop import PIECE
 from batchopt_workers.packing import unpack
+from batchopt_workers.session import PIECE, Session
 from batchopt_workers.torch_settings import TorchSettings
-
-
-class CalledOff(BatchoptError):
-    """Nobody waits for this share any more."""
 
 
 class Crew(ProcessBackend):
@@ -38,7 +34,7 @@ class Crew(ProcessBackend):
         self.torch = torch  # as it is where an evaluation is asked for
         self._bell, self._button = os.pipe()
         self._lock = threading.Lock()
-        self._asked: deque[tuple[str, Future[list[Run]]]] = deque()
+        self._asked: deque[tuple[Question, Future[list[Run]]]] = deque()
         self._attempt = -1  # the share that is evaluated
         self._off: set[int] = set()  # those that nobody waits for any more
         self._placed: Placed | None = None
@@ -64,7 +60,7 @@ class Crew(ProcessBackend):
         """Begin a step on a batch whose samples come later, with `fill`."""
         skeleton = hold.skeleton
         batch: Batch = unpack(skeleton.data, skeleton.placements, hold.block)
-        load = call("receiving the batch", "load", "batch 0", skeleton.data, skeleton.placements)
+        load = call(Activity.BATCH, Session.load, "batch 0", skeleton.data, skeleton.placements)
         for number in range(len(self._pieces)):
             self._pool.tell(f"{PIECE}{number}")
         self._placed, self._pieces = Placed(batch, 0, hold.block, load), []
@@ -81,10 +77,18 @@ class Crew(ProcessBackend):
         """Let the workers have what a fragment has in lists; its rows they see in the batch's memory."""
         if fragment.lists is None:
             return
-        name, freight, what = f"{PIECE}{len(self._pieces)}", fragment.lists, "receiving samples"
+        name, freight = f"{PIECE}{len(self._pieces)}", fragment.lists
         calls = [
-            call(what, "attach_copy", name, block=freight.unload()),
-            call(what, "fill", name, fragment.term, fragment.start, freight.data, freight.placements),
+            call_with_block(Activity.SAMPLES, Session.attach_copy, name, freight.unload()),
+            call(
+                Activity.SAMPLES,
+                Session.fill,
+                name,
+                fragment.term,
+                fragment.start,
+                freight.data,
+                freight.placements,
+            ),
         ]
         self._pieces.append(calls)
         self._pool.tell(name, *calls)
@@ -116,30 +120,29 @@ class Crew(ProcessBackend):
             self._attempt = -1
         self._turn(None)
 
-    def ask(self, question: str, attempt: int, seconds: float) -> list[Run]:
-        """Answered by the thread that evaluates: `"release"`, `"call off"` or `"ping"`; nothing if it evaluates another
-        share. Raises `TimeoutError`."""
+    def ask(self, question: Question, attempt: int, seconds: float) -> list[Run]:
+        """The answer of the thread that evaluates; nothing if it evaluates another share. Raises `TimeoutError`."""
         answer: Future[list[Run]] = Future()
         with self._lock:
             if attempt != self._attempt:
-                if question == "call off":
+                if question is Question.CALL_OFF:
                     self._off.add(attempt)
                 return []
             self._asked.append((question, answer))
         os.write(self._button, b"!")
         return answer.result(seconds)
 
-    def _turn(self, round: Round | None) -> None:
+    def _turn(self, round: ProcessGather | None) -> None:
         while self._asked:
             question, answer = self._asked.popleft()
             released: list[Run] = []
-            if question == "release" and round is not None:
+            if question is Question.RELEASE and round is not None:
                 released, limits = round.dispatch.release()
                 for limit in limits:
                     with suppress(OSError):  # gone; the pool will find out
                         self._pool.children[limit.worker].limit(limit.last)
             answer.set_result(released)
-            if question == "call off" and round is not None:
+            if question is Question.CALL_OFF and round is not None:
                 raise CalledOff("this share was called off")
 
     def close(self) -> None:

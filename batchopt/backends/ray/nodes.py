@@ -7,27 +7,23 @@ room, and take part from then on.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-import torch
-
-from batchopt.backends.base import WorkerInfo
-from batchopt.backends.presence import Presence, later
-from batchopt.backends.process.backend import STARTUP, UNKNOWN
-from batchopt.backends.process.pool import ATTEMPTS
-from batchopt.backends.process.scheduler import Run
-from batchopt.backends.ray.actor import Condition, Reply, Request
+from batchopt.backends.gather import Ignore, Listener
+from batchopt.backends.ledger import Run
+from batchopt.backends.patience import ATTEMPTS, Presence, later
+from batchopt.backends.ray.actor import Host, request
 from batchopt.backends.ray.cluster import Needs, Room, rooms, spread
-from batchopt.backends.ray.node import Call, Machine
+from batchopt.backends.ray.link import RayLink
+from batchopt.backends.ray.messages import CalledOff, Question, Reply, Request, Task
+from batchopt.backends.ray.node import SHARES, Call, Heard, Machine, Released
+from batchopt.backends.ray.roster import ANSWERING, GiveUp, NodeRoster, Placement, check, place
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.versions import versions
 
-# Seconds in which a machine has to answer at all: when it is placed, and when it is asked whether it still works.
-ANSWERING = 30.0
 # Seconds between two looks at who does not answer, and at where there is room.
 INTERVAL = 0.5
 # Seconds to wait for room that others leave.
@@ -35,34 +31,12 @@ FREEING = 10.0
 # Seconds that machines have to end their workers.
 GRACE = 1.0
 
-# The request that starts a machine's workers, and its last argument.
-Start = Callable[[Machine], tuple[Request, Any]]
+# The request that starts a machine's workers.
+Start = Callable[[Machine], Request]
 
 
-class Listener(Protocol):
-    """What wants to know what happens."""
-
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
-        """The machine has done what it was asked, or failed to."""
-
-    def released(self, machine: Machine, call: Call, given: list[Run]) -> None:
-        """The machine, asked for some of a share, gave up these runs."""
-
-    def lost(self, machine: Machine, ending: str) -> None:
-        """The machine is gone."""
-
-
-class Nobody:
-    """Does not care."""
-
-    def heard(self, machine: Machine, call: Call, reply: Reply) -> None:
-        """Nothing."""
-
-    def released(self, machine: Machine, call: Call, given: list[Run]) -> None:
-        """Nothing."""
-
-    def lost(self, machine: Machine, ending: str) -> None:
-        """Nothing."""
+# Hears what nodes have done or failed to do, and what they gave up of a share; and of those that are gone.
+NodeListener: TypeAlias = Listener[Machine, Call, Heard]
 
 
 class Fleet:
@@ -71,16 +45,12 @@ class Fleet:
 
     def __init__(self, ray: ModuleType, needs: Needs, start: Start, restarts: int, timeout: float | None) -> None:
         self.machines: dict[int, Machine] = {}
-        self.infos: list[WorkerInfo] = []
-        self.ending = ""  # of the machine that was lost last
-        self._ray, self._needs, self._start, self._restarts, self._timeout = ray, needs, start, restarts, timeout
+        self.roster = NodeRoster(restarts)
+        self._ray, self._needs, self._start, self._timeout = ray, needs, start, timeout
         self._numbers = 0  # of machines so far
         self._look_at = 0.0
         self._stopped = False
         self._presence = Presence()
-        self._alone_since = math.inf
-        self._error: BaseException | None = None  # of a machine that did not start
-        self._failures = 0  # of machines to start, in a row
 
     @property
     def ready(self) -> list[Machine]:
@@ -95,20 +65,19 @@ class Fleet:
         Raises `ValueError` where there is no room, `WorkerStartError` for a machine that is not as this one or does
         not answer, `WorkerError` if the user's code raises in a worker that starts.
         """
-        before = len(self.infos)
+        before = len(self.roster.infos)
         if workers < before:
             self._shrink(workers)
-        self.infos += [WorkerInfo(rank, 0, "", torch.device("cpu"), alive=False) for rank in range(before, workers)]
         try:
             if workers > before:
-                self._error, self._failures = None, 0
-                self._place(range(before, workers), self._room_for(workers - before))
+                self.roster.grow(workers)
+                self._place(place(range(before, workers), self._room_for(workers - before)))
                 self._await_all()
         except BaseException:
             self._shrink(before)
             raise
         for machine in self.machines.values():
-            machine.work(Call("resize"), [], ("resize", (len(machine.ranks), workers)))
+            machine.work(Call(Task.RESIZE), [], request(Host.resize, len(machine.ranks), workers))
 
     def _shrink(self, workers: int) -> None:
         for machine in list(self.machines.values()):
@@ -116,19 +85,17 @@ class Fleet:
             if not machine.ranks:
                 del self.machines[machine.number]
                 machine.kill()
-        for info in self.infos[workers:]:
-            info.alive = False
-        del self.infos[workers:]
+        self.roster.shrink(workers)
 
     def _await_all(self) -> None:
         until = time.monotonic() + ANSWERING
         while waiting := [machine for machine in self.machines.values() if not machine.ready]:
-            self.pump(Nobody(), until)
-            if self._error is not None:
-                raise self._error
-            if self._failures >= ATTEMPTS:
-                raise WorkerStartError(f"workers do not start: {self.ending}")
-            if any(machine.at("greet") for machine in waiting) and time.monotonic() >= until:
+            self.pump(Ignore(), until)
+            if self.roster.error is not None:
+                raise self.roster.error
+            if self.roster.failures >= ATTEMPTS:
+                raise WorkerStartError(f"workers do not start: {self.roster.ending}")
+            if any(machine.at(Task.HANDSHAKE) for machine in waiting) and time.monotonic() >= until:
                 raise WorkerStartError(f"no worker was placed within {ANSWERING:.0f} s; `ray status` tells who is busy")
 
     def _room_for(self, workers: int) -> list[Room]:
@@ -149,53 +116,26 @@ class Fleet:
 
     def room(self) -> int:
         """How many workers more the cluster has room for."""
-        return max(0, sum(place.workers for place in rooms(self._ray, self._needs)) - len(self._homeless))
+        free = sum(place.workers for place in rooms(self._ray, self._needs))
+        return max(0, free - len(self.roster.homeless(self.machines.values())))
 
-    def _place(self, ranks: Sequence[int], places: Sequence[Room]) -> None:
-        """Start the workers of these ranks there."""
-        at = 0
-        for place in places:
-            machine = Machine(self._ray, self._numbers, place.node, tuple(ranks[at : at + place.workers]), self._needs)
-            at += place.workers
+    def _place(self, placements: Iterable[Placement]) -> None:
+        """Start workers on nodes."""
+        for node, ranks in placements:
+            machine = Machine(RayLink(self._ray, node, len(ranks), self._needs), self._numbers, node[:8], ranks)
             self._numbers += 1
             self.machines[machine.number] = machine
             machine.greet()
 
     # ---- what is
 
-    @property
-    def _homeless(self) -> list[int]:
-        """The ranks of workers that are on no machine."""
-        placed = {rank for machine in self.machines.values() for rank in machine.ranks}
-        return [info.rank for info in self.infos if info.rank not in placed]
-
     def _replenish(self, now: float) -> None:
-        """Place the workers whose machine was lost, as far as there is room and it is allowed.
+        """Place the workers whose machine was lost. Raises `AllWorkersLostError` if there is none and will be none."""
+        free = rooms(self._ray, self._needs) if self.roster.wants_room(self.machines.values()) else []
+        self._place(self.roster.replace(self.machines.values(), free))
+        self.roster.check_somebody_is_left(self.machines.values(), now)
 
-        Raises `AllWorkersLostError` if there is no worker and will be none.
-        """
-        homeless = self._homeless
-        if homeless and self._restarts > 0:
-            free = rooms(self._ray, self._needs)
-            fit = min(len(homeless), sum(place.workers for place in free), self._restarts)
-            self._place(homeless[:fit], spread(fit, free))
-            self._restarts -= fit
-            for rank in homeless[:fit]:
-                self.infos[rank].restarts += 1
-                self.infos[rank].lost = False
-        for rank in self._homeless:
-            self.infos[rank].lost = True
-        if self.machines or not self.infos:
-            self._alone_since = math.inf
-            return
-        self._alone_since = min(self._alone_since, now)
-        if self._restarts <= 0 or now - self._alone_since > STARTUP:
-            why = "max_restarts is spent" if self._restarts <= 0 else f"there was no room for {STARTUP:.0f} s"
-            raise AllWorkersLostError(
-                f"no worker is left, and {why}: build a new BatchOptimizer. The last one lost: {self.ending}"
-            )
-
-    def pump(self, listener: Listener, until: float) -> None:
+    def pump(self, listener: NodeListener, until: float) -> None:
         """Mend, wait until a machine answers (or until that time), and tell `listener`. Raises `BatchoptError` once this was
         stopped."""
         if self._stopped:
@@ -222,90 +162,66 @@ class Fleet:
             if machine.calls.pop(reference, None) is not None:
                 self._hear(machine, call, reference, listener)
 
-    def _hear(self, machine: Machine, call: Call, reference: Any, listener: Listener) -> None:
+    def _hear(self, machine: Machine, call: Call, reference: Any, listener: NodeListener) -> None:
         try:
             value = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             self._lose(machine, f"{type(error).__name__}: {' '.join(lines)[:2000]}", listener)
             return
-        if call.what == "greet":
+        if call.task is Task.HANDSHAKE:
             self._greeted(machine, *value)
-        elif call.what in ("release", "ping", "call off"):
-            if value is None:
-                self._lose(machine, f"did not answer for {ANSWERING:.0f} s", listener)
-            elif call.what == "release":
-                listener.released(machine, call, [Run(*run) for run in value])
-        else:
-            self._replied(machine, call, value, listener)
+        elif isinstance(call.task, Task):
+            self._replied(machine, call, call.task, value, listener)
+        elif value is None:
+            self._lose(machine, f"did not answer for {ANSWERING:.0f} s", listener)
+        elif call.task is Question.RELEASE:
+            listener.heard(machine, call, Released([Run(*run) for run in value]))
 
-    def _replied(self, machine: Machine, call: Call, reply: Reply, listener: Listener) -> None:
-        self._take_in(machine, reply.workers)
+    def _replied(self, machine: Machine, call: Call, task: Task, reply: Reply, listener: NodeListener) -> None:
+        self.roster.reported(machine, reply.workers)
         failed = reply.failed
-        if failed is not None and failed.name != "CalledOff":  # which comes after the news
+        if failed is not None and not failed.is_a(CalledOff):  # which comes after the news
             machine.forget()  # what of the news it took in is not known
-        if call.what == "start":
+        if task is Task.START:
             machine.ready = failed is None
             if failed is None:
-                self._failures = 0
+                self.roster.started()
             else:
-                self._error = self._error or machine.error(failed, "receiving the module")
-                self._lose(machine, f"{failed.name}: {failed.arguments}", listener)
-        elif failed is not None and failed.name in ("AllWorkersLostError", "WorkerStartError"):
-            self._lose(machine, str(failed.arguments[0]), listener)
+                self.roster.not_started(machine.error(failed, task))
+                self._lose(machine, f"{failed.text.type_name}: {failed.text.message}", listener)
+        elif failed is not None and failed.is_a(AllWorkersLostError, WorkerStartError):
+            self._lose(machine, failed.text.message, listener)
         else:
             listener.heard(machine, call, reply)
 
     def _greeted(self, machine: Machine, theirs: str, host: str) -> None:
         machine.name = host
         for rank in machine.ranks:
-            self.infos[rank].host = host
+            self.roster.infos[rank].host = host
         if theirs != versions():
-            self._error = WorkerStartError(
-                f"{host} has {theirs}; this process has {versions()}: install the same on both"
-            )
-            self._lose(machine, str(self._error), Nobody())
+            error = WorkerStartError(f"{host} has {theirs}; this process has {versions()}: install the same on both")
+            self.roster.not_started(error)
+            self._lose(machine, str(error), Ignore())
         else:
-            request, bulk = self._start(machine)
-            machine.work(Call("start"), [], request, bulk)
+            machine.work(Call(Task.START), [], self._start(machine))
 
-    def _take_in(self, machine: Machine, conditions: Sequence[Condition]) -> None:
-        """How the machine's workers are."""
-        for rank, condition in zip(machine.ranks, conditions, strict=False):
-            info = self.infos[rank]
-            info.pid, info.device = condition.pid, torch.device(condition.device)
-            info.alive, info.lost = condition.alive, condition.lost
-            info.restarts += condition.restarts - machine.restarts.get(rank, 0)
-            machine.restarts[rank] = condition.restarts
+    def _look_for_hung(self, now: float, listener: NodeListener) -> None:
+        for found in check(list(self.machines.values()), self._timeout, now):
+            if isinstance(found, GiveUp):
+                self._lose(found.machine, found.why, listener)
+            else:
+                working = found.machine.at(*SHARES)
+                assert working is not None
+                found.machine.ask(Question.PING, working, found.seconds)
 
-    def _look_for_hung(self, now: float, listener: Listener) -> None:
-        patience = self._timeout or ANSWERING
-        for machine in list(self.machines.values()):
-            working, asked = machine.at("evaluate"), machine.at("ping")
-            starting, greeting = machine.at("start"), machine.at("greet")
-            if asked is not None and now - asked.silent > patience:
-                self._lose(machine, f"gave no sign for {patience:.3g} s", listener)
-            elif working is not None and asked is None and now - working.silent > patience:
-                machine.ask("ping", working, patience)
-            elif starting is not None and now - starting.silent > max(self._timeout or UNKNOWN, STARTUP):
-                self._lose(machine, "did not start in time", listener)
-            elif greeting is not None and now - greeting.silent > 2 * ANSWERING:
-                self._lose(machine, "was not placed in time", listener)
-            elif not machine.ready and starting is None and greeting is None:
-                self._lose(machine, "was forgotten when an interrupt came", listener)
-
-    def _lose(self, machine: Machine, why: str, listener: Listener) -> None:
+    def _lose(self, machine: Machine, why: str, listener: NodeListener) -> None:
         """The machine is gone, or will not be heard again."""
-        first, last = machine.ranks[0], machine.ranks[-1]
-        workers = f"worker {first}" if first == last else f"workers {first} to {last}"
-        self.ending = f"{machine.name} ({workers}) {why}"
+        self.roster.lost(machine, why)
         self.machines.pop(machine.number, None)
-        self._failures += 0 if machine.ready else 1
-        for rank in machine.ranks:
-            self.infos[rank].alive = False
         machine.kill()
         self._look_at = 0.0
-        listener.lost(machine, self.ending)
+        listener.lost(machine, self.roster.ending)
 
     def stop(self) -> None:
         """Wait for nothing any more."""
@@ -316,12 +232,12 @@ class Fleet:
         asked = []
         for machine in self.ready:
             machine.calls.clear()
-            machine.work(Call("close"), [], ("close", ()))
+            machine.work(Call(Task.CLOSE), [], request(Host.close))
             asked += list(machine.calls)
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=GRACE)
         kill(self.machines)
-        for info in self.infos:
+        for info in self.roster.infos:
             info.alive = False
 
 

@@ -3,23 +3,22 @@
 Each machine is first given the share that the plan has for its workers. A machine that has nothing left takes, in this
 order: chunks that nobody evaluates (their machine is gone, or gave them up); half of what the machine with the most
 before it has not begun, which that machine is asked for; a copy of what a machine is late with. A chunk counts once.
+Work changes hands by a question, since only the machine knows what its workers have begun, and by the answer, which may not
+come.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchopt._mapreduce.split import runs, split_batch
-from batchopt.backends.process.scheduler import Run
+from batchopt.backends.ledger import POISONOUS, Ledger, Run, due
 
-# Chunks that so many machines were lost with are given up; before that they are cut in half each time.
-POISONOUS = 3
-# A machine is late after this many times the seconds that it should need, and no sooner than after `PATIENCE` seconds.
-LATE, PATIENCE = 3.0, 1.0
+# A machine is late after so many seconds at the earliest.
+PATIENCE = 1.0
 # Seconds of work that are worth asking a machine for.
 WORTHWHILE = 0.02
 
@@ -62,12 +61,15 @@ class Handout:
         self._planned = {machine: tuple(share) for machine, share in shares.items() if any(share)}
         self._workers = {machine: len(share) for machine, share in shares.items()}
         self._price = price
-        self._missing = bytearray(chunks)
-        for run in [*others, *(run for share in shares.values() for run in share if run is not None)]:
-            self._missing[run.first : run.last] = b"\1" * (run.last - run.first)
-        self.missing = sum(self._missing)
+        self._ledger = Ledger(
+            chunks, [*others, *(run for share in shares.values() for run in share if run is not None)]
+        )
         self._tasks: dict[int, _Task] = {}
-        self._deaths: Counter[int] = Counter()
+
+    @property
+    def missing(self) -> int:
+        """The number of chunks that nobody has answered."""
+        return self._ledger.missing
 
     @property
     def busy(self) -> list[int]:
@@ -81,8 +83,7 @@ class Handout:
     def answered(self, machine: int, done: Iterable[Run]) -> None:
         """The machine has evaluated these runs, and is at nothing any more."""
         for run in done:
-            self.missing -= sum(self._missing[run.first : run.last])
-            self._missing[run.first : run.last] = bytes(run.last - run.first)
+            self._ledger.settle(*run)
         self._tasks.pop(machine, None)
 
     def released(self, machine: int, given: Sequence[Run]) -> None:
@@ -98,15 +99,16 @@ class Handout:
                 task.runs = [part for found in parts for part in found if part.first < part.last]
 
     def lost(self, machine: int) -> int | None:
-        """The machine is gone. Returns the chunk that it was at, if it was at one only, with which too many were lost."""
+        """The machine is gone. Returns the chunk that it was at, if it was at one only, with which too many were lost:
+        before that, what a machine was lost with is cut in half each time."""
         self._workers.pop(machine, None)
         self._planned.pop(machine, None)
         task = self._tasks.pop(machine, None)
         if task is None:
             return None
-        chunks = [chunk for run in task.runs for chunk in range(*run) if self._missing[chunk]]
-        self._deaths.update(chunks)
-        return chunks[0] if len(chunks) == 1 and self._deaths[chunks[0]] >= POISONOUS else None
+        chunks = [chunk for run in task.runs for chunk in self._ledger.missing_in(run)]
+        self._ledger.losses.update(chunks)
+        return chunks[0] if len(chunks) == 1 and self._ledger.losses[chunks[0]] >= POISONOUS else None
 
     def decide(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Give | Ask]:
         """What the machines that are `idle` should do, and what to ask others for them."""
@@ -124,7 +126,7 @@ class Handout:
         """Give runs to those that are idle, one each: in halves if a machine was lost with it, a single one cut for all."""
         found: list[Run] = []
         for run in open_:
-            found += _cut(run, [1.0, 1.0]) if self._deaths[run.first] else [run]
+            found += _cut(run, [1.0, 1.0]) if self._ledger.losses[run.first] else [run]
         if len(found) == 1 < len(idle):
             found = _cut(found[0], [float(self._workers[machine]) for machine in idle])
         found = [run for run in found if run.first < run.last]
@@ -145,21 +147,10 @@ class Handout:
         return tuple(part if part.first < part.last else None for part in parts)
 
     def _open(self, holders: Iterable[int]) -> list[Run]:
-        """The chunks that are missing and that none of these machines has, in runs that as many machines were lost with."""
-        mask = bytearray(self._missing)
+        """The missing chunks that none of these machines has, and that are planned for none."""
         taken = [run for machine in holders for run in self._tasks[machine].runs]
-        for run in [*taken, *(run for share in self._planned.values() for run in share if run is not None)]:
-            mask[run.first : run.last] = bytes(run.last - run.first)
-        found, first = [], mask.find(1)
-        while first >= 0:
-            last = mask.find(0, first)
-            last = len(mask) if last < 0 else last
-            if self._deaths:
-                alike = (chunk for chunk in range(first, last) if self._deaths[chunk] != self._deaths[first])
-                last = next(alike, last)
-            found.append(Run(first, last))
-            first = mask.find(1, last)
-        return found
+        planned = [run for share in self._planned.values() for run in share if run is not None]
+        return self._ledger.missing_outside([*taken, *planned])
 
     def _more(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Give | Ask]:
         """Something for machines that have nothing, of what others are at: what they have not begun, if they answer; else
@@ -188,12 +179,11 @@ class Handout:
         known = [estimate(machine, task.runs)]
         if known == [None]:
             known = [estimate(other, task.runs) for other in self._workers]
-        seconds = max((found for found in known if found is not None), default=math.inf)
-        return task.since + max(PATIENCE, LATE * seconds)
+        return due(task.since, max((found for found in known if found is not None), default=None), PATIENCE)
 
     def next_late(self, estimate: Estimate, now: float) -> float:
         """When the next machine becomes late; infinity if that cannot be known."""
-        return min((due for machine in self._tasks if (due := self._due(machine, estimate)) > now), default=math.inf)
+        return min((late for machine in self._tasks if (late := self._due(machine, estimate)) > now), default=math.inf)
 
 
 def _chunks(runs: Sequence[Run]) -> int:

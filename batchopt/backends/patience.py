@@ -1,0 +1,36 @@
+"""How long to wait for others. Time in which this process itself did not run counts for nobody's silence."""
+
+from __future__ import annotations
+
+import time
+
+# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; and while nobody
+# knows how long something should take.
+STARTUP, UNKNOWN = 60.0, 600.0
+# What ends so many times in a row before it can work is not started again.
+ATTEMPTS = 3
+# Seconds to wait for what others say once one has failed, so that the same one is named each time.
+OTHERS = 0.5
+# Who needs this many times as long in a probe as the slowest so far, and a second more, is not waited for.
+SLOWEST = 10.0
+# Seconds by which a wait may end late on a busy machine.
+SLACK = 0.25
+
+
+class Presence:
+    """Measures for how long this process did not run (stopped and continued, suspended, in a debugger) or was busy."""
+
+    def __init__(self) -> None:
+        self._before = time.monotonic()
+
+    def away(self, asked: float) -> float:
+        """Seconds since the last call beyond the `asked` ones, for which it meant to wait; 0 if it was there."""
+        now = time.monotonic()
+        away = now - self._before - asked - SLACK
+        self._before = now
+        return max(0.0, away)
+
+
+def later(since: float, away: float) -> float:
+    """The time from which on somebody is silent, if that was `since`, and this process was `away` meanwhile."""
+    return min(since + away, time.monotonic())

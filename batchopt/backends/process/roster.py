@@ -1,0 +1,151 @@
+"""Which worker processes should be there, and who is missing, hung or given up: decisions without input or output.
+
+The pool tells the roster what has happened and asks it what to do. What the pool can see for itself at any time (which
+processes it has, which of them can work) is not kept here a second time but handed over with each question: an interrupt
+between two statements leaves nothing to repair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from batchopt.backends.base import WorkerInfo
+from batchopt.backends.patience import ATTEMPTS
+from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
+
+# Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
+REAPING = 2.0
+# Seconds between two looks at who hangs.
+INTERVAL = 0.25
+
+T = TypeVar("T")
+
+
+class Roster:
+    """The ranks that there should be: how often each has failed, which are given up, and how many restarts are left."""
+
+    def __init__(self, restarts: int) -> None:
+        self.infos: list[WorkerInfo] = []
+        self.given_up: dict[int, BaseException] = {}
+        self.ending = ""  # of the worker that was lost last
+        self._restarts = restarts
+        self._failures: Counter[int] = Counter()  # ends before it could work, in a row
+
+    # ---- what has happened
+
+    def resize(self, infos: list[WorkerInfo]) -> tuple[list[WorkerInfo], set[int]]:
+        """There should be these workers. Returns those that are new, and the ranks whose process has to end."""
+        new = [info for info in infos if all(info is not other for other in self.infos)]
+        ending = {*range(len(infos), len(self.infos)), *(info.rank for info in new)}
+        for rank in ending:
+            self.given_up.pop(rank, None)
+            self._failures.pop(rank, None)
+        self._restarts += len(new)  # the first start of each is no restart
+        self.infos = infos
+        return new, ending
+
+    def started(self, rank: int, pid: int) -> None:
+        """There is a process of this rank."""
+        info = self.infos[rank]
+        info.restarts += 1 if info.pid else 0
+        info.pid = pid
+
+    def not_started(self, rank: int, why: str) -> None:
+        """No process or no descriptor was to be had."""
+        self.ending = why
+        self._failed(rank, for_good=not self.infos[rank].pid)
+
+    def joined(self, rank: int) -> None:
+        """The worker has taken in all that it has to know."""
+        self._failures[rank] = 0
+        self.infos[rank].alive = True
+
+    def refused(self, rank: int, error: BaseException) -> None:
+        """The worker cannot work, and another one could not either. The first reason counts: later ones follow from it."""
+        self.given_up.setdefault(rank, error)
+
+    def ended(self, rank: int, ending: str, joined: bool, in_users_code: bool) -> None:
+        """The process is gone. One that ends in the user's code the very first time is not tried again."""
+        self.ending = ending
+        self.infos[rank].alive = False
+        if not joined:
+            self._failed(rank, for_good=in_users_code and self.infos[rank].restarts == 0)
+
+    def _failed(self, rank: int, for_good: bool) -> None:
+        self._failures[rank] += 1
+        if self._failures[rank] >= ATTEMPTS or for_good:
+            self.given_up.setdefault(rank, WorkerStartError(self.ending))
+
+    # ---- what to do
+
+    def start(self, present: Collection[int]) -> Iterable[int]:
+        """The ranks to start where `present` have a process, one by one; each is paid for with a restart, and where none
+        is left the rank is given up."""
+        for rank, info in enumerate(self.infos):
+            info.lost = rank in self.given_up
+            if rank in present or info.lost:
+                continue
+            if self._restarts <= 0:
+                self.given_up[rank] = WorkerLostError(f"max_restarts is spent; the last worker lost: {self.ending}")
+                continue
+            self._restarts -= 1
+            yield rank
+
+    def is_amiss(self, present: Collection[int]) -> bool:
+        """Whether somebody is missing who is not given up."""
+        return len(present) + len(self.given_up) < len(self.infos)
+
+    def is_complete(self, joined: Collection[int]) -> bool:
+        """Whether everybody can work who ever will; `joined` can."""
+        ranks = [info.rank for info in self.infos if info.rank not in self.given_up]
+        return all(rank in joined for rank in ranks) and (len(ranks) > 0 or not self.infos)
+
+    def check_somebody_is_left(self, present: Collection[int]) -> None:
+        """Raise `AllWorkersLostError` if nobody is `present` and nobody will be."""
+        if not present and self.infos:
+            raise AllWorkersLostError(
+                "no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: "
+                f"{self.ending}"
+            ) from next(iter(self.given_up.values()))
+
+
+class Progress(NamedTuple):
+    """When a worker that was asked something gave its last sign, and after how many seconds without one it counts as
+    hung. `killed_at`: when it was killed, if it was."""
+
+    rank: int
+    since: float
+    allowance: float
+    killed_at: float | None = None
+
+
+class Checkup(NamedTuple):
+    """Who is to be killed because it hangs, who was killed and is to be taken for dead, and when to look again."""
+
+    hung: list[Progress]
+    dead: list[int]
+    look_at: float
+
+
+def check(workers: Iterable[Progress], now: float) -> Checkup:
+    """Look at the workers that have something to do."""
+    found = Checkup([], [], math.inf)
+    look_at = now + INTERVAL
+    for worker in workers:
+        if worker.killed_at is not None:  # its end is an event as any other, unless the kernel holds it
+            if now >= worker.killed_at + REAPING:
+                found.dead.append(worker.rank)
+        elif now >= worker.since + worker.allowance:
+            found.hung.append(worker)
+        else:
+            look_at = min(look_at, worker.since + worker.allowance)
+    return found._replace(look_at=look_at)
+
+
+def unsent(required: Mapping[str, T], sent: Mapping[str, T]) -> list[str]:
+    """The names of what a worker was not sent, or was sent another version of; in the order in which they are to be
+    sent."""
+    return [name for name, value in required.items() if sent.get(name) is not value]

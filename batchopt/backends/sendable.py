@@ -1,0 +1,32 @@
+"""What cannot be sent to workers, or cannot be shared by them, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from batchopt._program.unpicklable import blame
+
+
+@contextmanager
+def sending(what: str, *objects: Any) -> Iterator[None]:
+    """Turn an error of pickling `objects` into a `TypeError` that names `what`, and what it captures."""
+    try:
+        yield
+    except Exception as error:
+        blamed = next((found for found in map(blame, objects) if found), None)
+        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
+
+
+def check_parameters_are_only_read(module: torch.nn.Module) -> None:
+    """Raise `ValueError` for a module whose forward writes its parameters, which all workers share."""
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ValueError(
+                f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise what "
+                "comes out of it instead, or use parallelize=1"
+            )

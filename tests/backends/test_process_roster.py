@@ -1,0 +1,152 @@
+"""Which worker processes are started, killed and given up, and what each is still to be told: without a process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from batchopt.backends.base import WorkerInfo
+from batchopt.backends.patience import ATTEMPTS
+from batchopt.backends.process.roster import INTERVAL, REAPING, Progress, Roster, check, unsent
+from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
+
+
+def infos(*ranks: int) -> list[WorkerInfo]:
+    """Of workers that there are not yet."""
+    return [WorkerInfo(rank, 0, "here", torch.device("cpu"), alive=False) for rank in ranks]
+
+
+def roster(workers: int = 2, restarts: int = 2) -> Roster:
+    """One whose workers have all started and joined."""
+    made = Roster(restarts)
+    made.resize(infos(*range(workers)))
+    for rank in made.start([]):
+        made.started(rank, 100 + rank)
+        made.joined(rank)
+    return made
+
+
+def test_everybody_is_started_and_the_first_start_is_no_restart() -> None:
+    made = Roster(0)
+    made.resize(infos(0, 1, 2))
+    assert list(made.start([])) == [0, 1, 2]
+    for rank in range(3):
+        made.started(rank, 7)
+    assert [info.restarts for info in made.infos] == [0, 0, 0]
+    assert not made.is_complete([0, 1]) and made.is_complete([0, 1, 2])
+
+
+def test_who_is_missing_is_started_again_while_restarts_are_left() -> None:
+    made = roster(restarts=1)
+    made.ended(1, "worker 1 ended", joined=True, in_users_code=False)
+    assert made.is_amiss([0]) and not made.infos[1].alive
+    assert list(made.start([0])) == [1]
+    made.started(1, 201)
+    assert made.infos[1].restarts == 1 and made.infos[1].pid == 201
+    made.joined(1)
+    made.ended(0, "worker 0 ended", joined=True, in_users_code=False)
+    assert list(made.start([1])) == []
+    assert isinstance(made.given_up[0], WorkerLostError) and "worker 0 ended" in str(made.given_up[0])
+    assert not made.is_amiss([1]) and made.is_complete([1])
+    assert list(made.start([1])) == [] and made.infos[0].lost and not made.infos[1].lost
+
+
+def test_who_ends_before_it_can_work_is_given_up_after_some_attempts() -> None:
+    made = roster(restarts=100)
+    for attempt in range(ATTEMPTS):
+        assert 1 not in made.given_up
+        assert list(made.start([0])) == [1]
+        made.started(1, 300 + attempt)
+        made.ended(1, "it ended", joined=False, in_users_code=False)
+    assert isinstance(made.given_up[1], WorkerStartError)
+
+
+def test_to_join_clears_the_count_of_failures() -> None:
+    made = roster(restarts=100)
+    for _ in range(3):
+        for _ in range(ATTEMPTS - 1):
+            made.ended(1, "it ended", joined=False, in_users_code=False)
+        made.joined(1)
+    assert not made.given_up
+
+
+@pytest.mark.parametrize("restarts, for_good", [(0, True), (1, False)])
+def test_who_ends_in_the_users_code_the_first_time_is_not_tried_again(restarts: int, for_good: bool) -> None:
+    made = roster()
+    made.infos[0].restarts = restarts
+    made.ended(0, "it ended", joined=False, in_users_code=True)
+    assert (0 in made.given_up) == for_good
+
+
+def test_no_process_to_be_had_counts_as_an_attempt_and_the_first_time_for_good() -> None:
+    made = Roster(10)
+    made.resize(infos(0))
+    assert list(made.start([])) == [0]
+    made.not_started(0, "no process")
+    with pytest.raises(AllWorkersLostError, match="no process"):
+        made.check_somebody_is_left([])
+    made = roster(1, restarts=10)
+    for _ in range(ATTEMPTS):
+        assert not made.given_up
+        made.not_started(0, "no process")
+    assert 0 in made.given_up
+
+
+def test_the_first_reason_to_give_somebody_up_is_kept() -> None:
+    made, first = roster(), ValueError("first")
+    made.refused(0, first)
+    made.refused(0, ValueError("second"))
+    assert made.given_up[0] is first
+
+
+def test_more_and_fewer_workers() -> None:
+    made = roster(2, restarts=0)
+    new, ending = made.resize([*made.infos, *infos(2, 3)])
+    assert [info.rank for info in new] == [2, 3] == sorted(ending)
+    assert list(made.start([0, 1])) == [2, 3]
+    assert made.resize(made.infos[:1]) == ([], {1, 2, 3})
+    assert list(made.start([0])) == []
+
+
+def test_a_rank_that_was_given_up_is_tried_again_when_it_is_new() -> None:
+    made = roster(2, restarts=0)
+    made.ended(1, "it ended", joined=True, in_users_code=False)
+    assert list(made.start([0])) == [] and 1 in made.given_up
+    made.resize([made.infos[0], *infos(1)])
+    assert list(made.start([0])) == [1] and not made.given_up
+
+
+def test_nobody_is_left() -> None:
+    made = roster(2, restarts=0)
+    for rank in (0, 1):
+        made.ended(rank, f"worker {rank} ended", joined=True, in_users_code=False)
+    assert list(made.start([])) == []
+    with pytest.raises(AllWorkersLostError, match="worker 1 ended"):
+        made.check_somebody_is_left([])
+    Roster(0).check_somebody_is_left([])  # where nobody should be
+
+
+def test_who_gives_no_sign_for_too_long_hangs() -> None:
+    slow, quick = Progress(0, 10.0, 5.0), Progress(1, 12.0, 100.0)
+    assert check([slow, quick], 14.9) == ([], [], 15.0)
+    found = check([slow, quick], 15.0)
+    assert found.hung == [slow] and not found.dead and found.look_at == 15.0 + INTERVAL
+    assert check([], 3.0).look_at == 3.0 + INTERVAL
+    assert check([Progress(0, 0.0, math.inf)], 1e9).hung == []
+
+
+def test_who_was_killed_is_waited_for_and_then_taken_for_dead() -> None:
+    killed = Progress(0, 10.0, 5.0, killed_at=20.0)
+    assert check([killed], 20.0 + 0.9 * REAPING)[:2] == ([], [])
+    assert check([killed], 20.0 + REAPING)[:2] == ([], [0])
+
+
+def test_what_was_not_sent_or_has_changed_is_to_be_sent_in_order() -> None:
+    first, second, third = ("a",), ("b",), ("c",)
+    required = {"one": first, "two": second, "three": third}
+    assert unsent(required, {}) == ["one", "two", "three"]
+    assert unsent(required, {"three": third, "one": first}) == ["two"]
+    assert unsent(required, {"one": tuple(["a"]), "two": second, "three": third}) == ["one"]  # an equal one is another
+    assert unsent(required, required) == []
