@@ -4,6 +4,8 @@ state."""
 from __future__ import annotations
 
 import hashlib
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -174,3 +176,45 @@ def test_the_optimizers_algebra_has_as_many_threads_for_any_number_of_workers(pa
     finally:
         torch.set_num_threads(before)
     assert threads == [1]
+
+
+class Slowing:
+    """A worker that becomes slow: rank 1, from its fourth forward on."""
+
+    def __call__(self, worker: Worker, sample: Sample) -> None:
+        worker.state["forwards"] = worker.state.get("forwards", 0) + 1
+        if worker.rank == 1 and worker.state["forwards"] > 3:
+            time.sleep(0.05)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in forward, of torch, NumPy or Python's own."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source = nn.Linear(6, 4).double(), source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.source == "torch":
+            return nn.functional.dropout(y)
+        if self.source == "numpy":
+            return y + torch.from_numpy(np.random.randn(*y.shape))
+        return y + random.gauss(0.0, 1.0) if self.source == "python" else y
+
+
+@pytest.mark.parametrize("source", ["torch", "numpy", "python", "none"])
+def test_without_chunks_the_draws_of_a_step_stay_though_the_speeds_change(source: str) -> None:
+    """Shares would follow the speeds, and other chunks draw other numbers: so they follow with the next step."""
+    work = mlp()
+    with BatchOptimizer(Noisy(source), nn.MSELoss(), optimizer=None, parallelize=2, prehook=Slowing()) as opt:
+        opt.load(work.inputs, work.targets)
+        first = opt.evaluate()
+        planned = [opt._function.ready().plan.samples()]
+        for _ in range(10):
+            found = opt.evaluate()
+            planned.append(opt._function.ready().plan.samples())
+            assert torch.equal(found, first) or (source == "none" and torch.allclose(found, first))
+        assert (planned[-1] != planned[0]) == (source == "none")
+        opt.load(work.inputs, work.targets)
+        assert opt._function.ready().plan.samples()[1] < planned[0][1]

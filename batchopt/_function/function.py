@@ -239,6 +239,8 @@ class BatchFunction:
         answers = self.workers.evaluate(step, Kind.EVALUATE, self.observers.busy)
         self.workers.learn_from(answers, step.plan.samples())
         results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
+        if step.chunk_size is None and any(answer.drew for answer in answers):
+            self._step = replace(step, movable=False)  # other chunks would draw other numbers
         in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
         self._past = replace(self._past, hook_results=in_order)
         return answers

@@ -33,7 +33,8 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Answer:
     """The contribution of one worker to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
-    two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy."""
+    two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy; `drew`: whether its first forward
+    of the step drew random numbers."""
 
     rank: int
     samples: int
@@ -41,3 +42,4 @@ class Answer:
     partials: list[tuple[Node, Partial]]
     results: dict[int, list[Any]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    drew: bool = False

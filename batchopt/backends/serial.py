@@ -118,7 +118,7 @@ class SerialBackend(Backend):
             row = self._rows[summary.row]
             partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
         span = Span(report.began, report.seconds, order.first, order.last)
-        return [Answer(0, samples, report.seconds, partials, results, [span])]
+        return [Answer(0, samples, report.seconds, partials, results, [span], report.drew)]
 
     def set_direction(self, direction: torch.Tensor) -> None:
         self._evaluator.direction = self._setup.flat.layout.views(direction)

@@ -21,7 +21,7 @@ from batchopt_workers.collation import Collation
 from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
-from batchopt_workers.seeding import seed_draws
+from batchopt_workers.seeding import has_drawn, seed_draws
 from batchopt_workers.tree import Fold, Node
 from batchopt_workers.watch import BatchWatch, Watch
 from batchopt_workers.worker import Hook, Sample, Worker
@@ -83,10 +83,10 @@ class _Sums:
         losses = tuple(map(add, left.losses, right.losses))
         return _Partial(young.row, losses, bytes(map(max, left.used, right.used)))
 
-    def report(self, done: int, began: float) -> Report:
+    def report(self, done: int, began: float, drew: bool) -> Report:
         """The report once the chunks before `done` of the order, begun at `began`, were added."""
         summaries = tuple(Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials)
-        return Report(self.evaluation, done, time.perf_counter() - began, summaries, began)
+        return Report(self.evaluation, done, time.perf_counter() - began, summaries, began, drew)
 
 
 # Elements of all gradients together from which on each is collected as soon as it is there: more are not in the
@@ -174,6 +174,7 @@ class Evaluator:
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
+        self._drew: tuple[int, bool] = -1, False  # a step, and whether its first forward here drew random numbers
         self._seed = program.seed
         self._parameters = parameters
         self._buffers = buffers
@@ -206,7 +207,7 @@ class Evaluator:
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, _Partial(row, losses, used), rows)
             self.at_hand = range(0)
-            yield self._sums.report(chunk + 1, began), results
+            yield self._sums.report(chunk + 1, began, self._drew[1]), results
 
     def _chunk(self, order: Order, chunk: int, row: Row, results: list[Any]) -> tuple[tuple[float, ...], bytes]:
         assert self.batch is not None
@@ -240,6 +241,8 @@ class Evaluator:
             batch_watch.check()
             collation.check()
             self.watch.check()
+            if order.step != self._drew[0]:
+                self._drew = order.step, has_drawn(self._seed, order.step, chunk)
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)

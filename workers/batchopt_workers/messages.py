@@ -88,22 +88,23 @@ class Report:
     """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
     came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of
     earlier orders too. What they say stands until the next report: a row that is not named any more may be
-    overwritten."""
+    overwritten. `drew`: whether a forward of this step was seen to draw random numbers."""
 
     evaluation: int
     next: int
     seconds: float
     summaries: tuple[Summary, ...]
     began: float = 0.0
+    drew: bool = False
 
-    _HEAD = struct.Struct("<QIddIII")
+    _HEAD = struct.Struct("<QIddIII?")
     _SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for each parameter
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
         terms, width = (len(self.summaries[0].losses), len(self.summaries[0].used)) if self.summaries else (0, 0)
         count = len(self.summaries)
-        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width)]
+        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width, self.drew)]
         for s in self.summaries:
             parts += (
                 self._SUMMARY.pack(s.node.level, s.node.position, s.row),
@@ -116,11 +117,11 @@ class Report:
     def decode(cls, frame: bytes) -> Report:
         """The inverse of `encode`; raises `ValueError` for anything else."""
         try:
-            evaluation, done, seconds, began, count, terms, width = cls._HEAD.unpack_from(frame)
+            evaluation, done, seconds, began, count, terms, width, drew = cls._HEAD.unpack_from(frame)
             stride = cls._SUMMARY.size + 8 * terms + width
             if len(frame) != cls._HEAD.size + count * stride:
                 raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
-            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride, terms)), began)
+            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride, terms)), began, drew)
         except struct.error as error:
             raise ValueError(f"not a frame: {error}") from error
 

@@ -26,6 +26,19 @@ def seed_draws(seed: int, step: int, chunk: int) -> None:
     random.seed(number)
 
 
+def has_drawn(seed: int, step: int, chunk: int) -> bool:
+    """Whether a random number was drawn since `seed_draws` of the same; seeds anew to find out."""
+    after = _next_draws()
+    seed_draws(seed, step, chunk)
+    return after != _next_draws()
+
+
+def _next_draws() -> tuple[object, ...]:
+    """The next numbers of Python's and NumPy's generators, whose states are slow to read, and the states of torch's."""
+    states = [torch.get_rng_state(), *_cuda_states()]
+    return random.getrandbits(64), np.random.random_sample(), *(state.numpy().tobytes() for state in states)
+
+
 def _cuda_states() -> list[torch.Tensor]:
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 

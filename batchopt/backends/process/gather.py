@@ -159,7 +159,7 @@ class ProcessGather:
                 row = child.rows[summary.row]
                 partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
             samples, seconds = sum(map(self._samples, spans[child])), sum(span.seconds for span in spans[child])
-            found.append(Answer(child.rank, samples, seconds, partials, results[child], spans[child]))
+            found.append(Answer(child.rank, samples, seconds, partials, results[child], spans[child], report.drew))
         return found
 
 
