@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+from dataclasses import fields
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchopt import BatchOptimizer
 from batchopt._data.arguments import (
     check_callable,
     check_criterion,
@@ -25,6 +28,7 @@ from batchopt._data.arguments import (
     read_timeout,
     read_verbose,
 )
+from batchopt._function.settings import Settings
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import backend_class
@@ -337,3 +341,9 @@ def test_a_loss_is_a_criterion_or_a_loss_fn(criterion: Any, loss: Any) -> None:
 def test_no_other_loss_is_taken(criterion: Any, loss: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         check_criterion(criterion, loss)
+
+
+def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:
+    """They are read by name."""
+    arguments = set(inspect.signature(BatchOptimizer).parameters) - {"module", "optimizer", "ray_options"}
+    assert {field.name for field in fields(Settings)} - {"deterministic", "options"} == arguments
