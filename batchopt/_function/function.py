@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -42,13 +42,12 @@ from batchopt_workers.worker import Hook
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Past:
+class Past(NamedTuple):
     """The counters, and the results of the posthook in the last evaluation. A step that fails puts back the record that
     it began with."""
 
-    counters: Counters = field(default_factory=Counters)
-    hook_results: list[Any] = field(default_factory=list)
+    counters: Counters
+    hook_results: list[Any]
 
 
 class BatchFunction:
@@ -66,7 +65,7 @@ class BatchFunction:
         self.observers = Observers([self._reporter])
         self._checks_cut = settings.check_cut
         self._step: Step | None = None
-        self._past = Past(counters or Counters())
+        self._past = Past(counters or Counters(), [])
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
         self._closed = False
@@ -155,7 +154,7 @@ class BatchFunction:
             workers.backend.load(prepared, self.weights)
             workers.leave_out_the_lost()
             number, batch = self._past.counters.steps + 1, prepared.batch
-            self._past = replace(self._past, counters=replace(self._past.counters, steps=number))
+            self._past = Past(replace(self._past.counters, steps=number), self._past.hook_results)
             chunk_size = choose_chunk_size(batch.size, settings.chunk_size, settings.deterministic)
             plan = make_plan(batch.size, chunk_size, workers.speeds)
             self._step = Step(number, batch, self.weights, chunk_size, plan)
@@ -165,7 +164,7 @@ class BatchFunction:
             refuse_frequencies(subject.module, len(workers.infos), batch, plan.cut.chunks)
             self._reporter.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
             movable = not self._reporter.cut_matters(subject.module, plan.cut.chunks)
-            self._step = replace(self._step, plan=plan, movable=movable)
+            self._step = self._step._replace(plan=plan, movable=movable)
             if movable:
                 self._check_cut(self._step)
 
@@ -227,7 +226,7 @@ class BatchFunction:
         """An evaluation is over: count it, and tell who wants to know."""
         terms = dict(zip(self._terms or (), self._term_losses, strict=False))
         counters = self._past.counters.evaluated(loss, terms)
-        self._past = replace(self._past, counters=counters)
+        self._past = Past(counters, self._past.hook_results)
         number, batch, bounds = counters.evaluations, counters.batches + 1, self._loaded().plan.cut.bounds
         ended = time.perf_counter()
         self.observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
@@ -240,9 +239,9 @@ class BatchFunction:
         self.workers.learn_from(answers, step.plan.samples())
         results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
         if step.chunk_size is None and any(answer.drew for answer in answers):
-            self._step = replace(step, movable=False)  # other chunks would draw other numbers
+            self._step = step._replace(movable=False)  # other chunks would draw other numbers
         in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
-        self._past = replace(self._past, hook_results=in_order)
+        self._past = Past(self._past.counters, in_order)
         return answers
 
     @undisturbed
@@ -282,7 +281,7 @@ class BatchFunction:
         if not whole.finite and self.settings.on_nonfinite == "raise":
             raise self._not_finite(step, Kind.MULTIPLY)
         counters = replace(self._past.counters, products=self._past.counters.products + 1)
-        self._past = replace(self._past, counters=counters)
+        self._past = Past(counters, self._past.hook_results)
         return product
 
     # ---- what is undone
@@ -313,7 +312,7 @@ class BatchFunction:
                 yield
             if counted:
                 counters = replace(self._past.counters, steps=before.counters.steps)
-                after = replace(self._past, counters=counters)
+                after = Past(counters, self._past.hook_results)
         finally:
             self._forget_batch()
             self._past = after
@@ -347,11 +346,11 @@ class BatchFunction:
         counters = self._past.counters.stepped(self._loaded().batch.size)
         if left is not None:
             counters = replace(counters, loss=left.loss, terms=dict(left.terms))
-        self._past = replace(self._past, counters=counters)
+        self._past = Past(counters, self._past.hook_results)
 
     def resume(self, counters: Counters, terms: dict[str, Term] | None, speeds: Sequence[float | None]) -> None:
         """Go on from these; from `speeds` if they are of as many workers. A batch has to be loaded anew."""
-        self._terms, self._past = terms, replace(self._past, counters=counters)
+        self._terms, self._past = terms, Past(counters, self._past.hook_results)
         self._forget_batch()
         if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
             self.workers.set_speeds(Speeds(tuple(speeds)))
@@ -365,7 +364,7 @@ class BatchFunction:
         step = self.ready()
         size = step.batch.size
         chunk_size = step.chunk_size or math.ceil(size / max(least, len(self.workers.infos)))
-        self._step = replace(step, chunk_size=chunk_size, plan=make_plan(size, chunk_size, self.workers.speeds))
+        self._step = step._replace(chunk_size=chunk_size, plan=make_plan(size, chunk_size, self.workers.speeds))
         return size, chunk_size
 
     def twin(self, program: Program, **changes: Any) -> BatchFunction:

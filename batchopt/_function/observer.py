@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchopt._mapreduce.answers import Answer
 
 
-@dataclass(frozen=True)
-class Evaluated:
+class Evaluated(NamedTuple):
     """A finished evaluation.
 
     The `number`-th of all, on the `batch`-th batch, found `loss` (f) and that of each term by name. The map took from

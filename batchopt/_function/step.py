@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from batchopt._mapreduce.plan import Plan, follow
 from batchopt._mapreduce.speeds import Speeds
 from batchopt_workers.batch import Batch
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One batch. Random draws depend on its `number`; its terms count in f with `weights`.
 
     `chunk_size` None: chunks are as large as the workers' speeds make them. `movable`: whether shares may change while
@@ -26,4 +25,4 @@ class Step:
 
     def followed(self, speeds: Speeds) -> Step:
         """The same for the next evaluation: with another plan if `speeds` make one noticeably faster."""
-        return replace(self, plan=follow(self.plan, self.chunk_size, speeds)) if self.movable else self
+        return self._replace(plan=follow(self.plan, self.chunk_size, speeds)) if self.movable else self
