@@ -75,7 +75,7 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
-def is_template(process: psutil.Process) -> bool:
+def is_fork_server(process: psutil.Process) -> bool:
     """Whether it is the process that the next workers will be forked from."""
     latest = forkserver._latest
     return latest is not None and latest._process.pid == process.pid
@@ -96,7 +96,7 @@ def nothing_left_behind() -> Iterator[None]:
     children = {child.pid for child in me.children(recursive=True)}
     yield
     gc.collect()
-    left = [child for child in me.children(recursive=True) if child.pid not in children and not is_template(child)]
+    left = [child for child in me.children(recursive=True) if child.pid not in children and not is_fork_server(child)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
     assert not left, f"processes left: {[process.cmdline() for process in left]}"
     deadline = time.monotonic() + PATIENCE  # what another program makes has nobody for a moment

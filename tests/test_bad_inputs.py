@@ -246,7 +246,7 @@ ARGUMENTS = {
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[BaseProcess]:
-    """The processes that the library tries to start: it fails. The template is there: it may start before all is
+    """The processes that the library tries to start: it fails. The fork server is there: it may start before all is
     checked, and is none that works."""
     forkserver.anticipate(2, None)
     tried: list[BaseProcess] = []

@@ -18,7 +18,7 @@ WORKERS = 4
 
 
 def slow_loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """So many seconds for each sample, in a worker that was told."""
+    """So many seconds for each sample, in a worker that was sent."""
     time.sleep(len(x) * getattr(time, "batchopt_test_seconds", 0.001))
     return nn.functional.mse_loss(module(x), y)
 

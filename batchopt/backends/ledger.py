@@ -18,7 +18,7 @@ POISONOUS = 3
 LATE = 3.0
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """Chunks `first` up to `last`."""
 
     first: int
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 class Ledger:
     """The missing chunks of one evaluation, and the losses with each chunk."""
 
-    def __init__(self, chunks: int, runs: Iterable[Run]) -> None:
+    def __init__(self, chunks: int, runs: Iterable[ChunkRun]) -> None:
         """Of so many chunks, those in `runs` are missing."""
         self._missing = bytearray(chunks)
         for run in runs:
@@ -45,20 +45,20 @@ class Ledger:
         self.missing -= sum(self._missing[first:last])
         self._missing[first:last] = bytes(last - first)
 
-    def trimmed(self, run: Run) -> Run | None:
+    def trimmed(self, run: ChunkRun) -> ChunkRun | None:
         """The run without the chunks at both ends that are not missing; None if nothing remains."""
         first, last = run
         while first < last and not self._missing[first]:
             first += 1
         while first < last and not self._missing[last - 1]:
             last -= 1
-        return Run(first, last) if first < last else None
+        return ChunkRun(first, last) if first < last else None
 
-    def missing_in(self, run: Run) -> Iterator[int]:
+    def missing_in(self, run: ChunkRun) -> Iterator[int]:
         """The missing chunks of a run."""
         return (chunk for chunk in range(*run) if self._missing[chunk])
 
-    def missing_outside(self, taken: Iterable[Run]) -> list[Run]:
+    def missing_outside(self, taken: Iterable[ChunkRun]) -> list[ChunkRun]:
         """The missing chunks that are in none of the runs `taken`, as runs; all chunks of one have as many losses."""
         mask = bytearray(self._missing)
         for run in taken:
@@ -70,7 +70,7 @@ class Ledger:
             if self.losses:
                 alike = (chunk for chunk in range(first, last) if self.losses[chunk] != self.losses[first])
                 last = next(alike, last)
-            found.append(Run(first, last))
+            found.append(ChunkRun(first, last))
             first = mask.find(1, last)
         return found
 

@@ -11,18 +11,15 @@ import torch
 
 from batchopt._data.arguments import read_parallelize
 from batchopt._machine.threads import torch_threads
-from batchopt._mapreduce.answers import Answer, Partial, Span
+from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.errors import WorkerError
+from batchopt.backends.local_worker import LocalWorker, run_precode
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
-from batchopt_workers.failures import message_of
 from batchopt_workers.messages import Cut, Order
-from batchopt_workers.rows import Rows
 from batchopt_workers.seeding import draws_kept
-from batchopt_workers.tree import most_held
-from batchopt_workers.watch import StateWritten, Watch
+from batchopt_workers.watch import Watch
 from batchopt_workers.worker import Hook, Worker
 
 
@@ -43,24 +40,16 @@ class SerialBackend(Backend):
         self._info = WorkerInfo(0, os.getpid(), socket.gethostname(), device)
         self._setup = setup
         self._worker = Worker(0, 1, device)
-        if setup.precode is not None:
-            try:
-                setup.precode(self._worker)
-            except Exception as error:
-                raise WorkerError(0, type(error).__name__, message_of(error), range(0), "running precode") from error
+        run_precode(setup.precode, self._worker)
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
-        self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
-        self._make_watch()
-        self._examined = False  # whether an evaluation has shown which constants a forward writes
-        self._rows = self._make_rows(1)
+        evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        self._evaluator = evaluator
+        self._local = LocalWorker(evaluator, setup.flat.layout, setup.buffers.size, self._make_watch())
 
     @property
     def workers(self) -> list[WorkerInfo]:
         return [self._info]
-
-    def _make_rows(self, count: int) -> Rows:
-        return Rows(self._setup.flat.layout, self._setup.buffers.size, count, None, self._worker.device)
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
@@ -69,14 +58,13 @@ class SerialBackend(Backend):
         self._evaluator.hooked = hooked
 
     def include_state(self, names: Collection[str]) -> None:
-        self._make_watch()
-        self._examined = False
-        self._rows = self._make_rows(len(self._rows))
+        self._local.follow(self._make_watch(), self._setup.buffers.size)
+        self._local.examine()
 
-    def _make_watch(self) -> None:
+    def _make_watch(self) -> Watch:
         variable = (*self._setup.parameters, *self._setup.buffers.tensors)
         others = [(met.path, met.tensor) for met in tensors_of_f(self._snapshot)]
-        self._evaluator.watch = Watch(self._setup.program.module, others, variable)
+        return Watch(self._setup.program.module, others, variable)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
@@ -85,40 +73,14 @@ class SerialBackend(Backend):
         self._evaluator.batch, self._evaluator.weights = prepared.batch, weights
         if not self._snapshot.holds():
             self._snapshot = snapshot_of(self._setup.program, hooks=False)
-            self._make_watch()
-            if self._rows.changes != self._setup.buffers.size:
-                self._rows = self._make_rows(len(self._rows))
+            self._local.follow(self._make_watch(), self._setup.buffers.size)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         (order,) = orders
         if order is None:
             return []
-        self._evaluator.cut = cut
-        needed = most_held(order.first, order.last, cut.chunks)
-        if needed > len(self._rows):
-            self._rows = self._make_rows(needed)
-        results = {}
-        if not self._examined:
-            self._evaluator.watch.compare()
-        try:
-            with draws_kept(), torch_threads(self._setup.threads):
-                for report, of_chunk in self._evaluator.evaluate(order, self._rows):
-                    if of_chunk:
-                        results[report.next - 1] = of_chunk
-        except StateWritten:
-            raise
-        except Exception as error:
-            batch, at_hand = self._evaluator.batch, self._evaluator.at_hand
-            terms = {} if batch is None else batch.numbering.within(at_hand)
-            raise WorkerError(0, type(error).__name__, message_of(error), at_hand, terms=terms) from error
-        self._examined = True
-        samples = cut.bounds[order.last] - cut.bounds[order.first]
-        partials = []
-        for summary in report.summaries:
-            row = self._rows[summary.row]
-            partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
-        span = Span(report.began, report.seconds, order.first, order.last)
-        return [Answer(0, samples, report.seconds, partials, results, [span], report.drew)]
+        with draws_kept(), torch_threads(self._setup.threads):
+            return [self._local.evaluate(cut, order)]
 
     def set_direction(self, direction: torch.Tensor) -> None:
         self._evaluator.direction = self._setup.flat.layout.views(direction)

@@ -447,13 +447,15 @@ class Contract:
 
     # ---- one function within a step
 
-    def test_dropout_is_the_same_within_a_step_and_new_in_the_next(self, make: Make) -> None:
+    @pytest.mark.parametrize("chunk_size", [6, None])
+    def test_dropout_is_the_same_within_a_step_and_new_in_the_next(self, make: Make, chunk_size: int | None) -> None:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 4)).double()
         case = Workload(module, nn.MSELoss(), torch.randn(20, 6).double(), torch.randn(20, 4).double())
-        opt = make(module, case.criterion, optimizer=None, chunk_size=6)
+        opt = make(module, case.criterion, optimizer=None, chunk_size=chunk_size)
         opt.load(case.inputs, case.targets)
         first = opt.evaluate()
+        assert opt._function.ready().movable == (chunk_size is not None)  # else other chunks would draw other numbers
         assert torch.equal(opt.evaluate(), first) and torch.equal(opt.evaluate(), first)
         opt.load(case.inputs, case.targets)
         assert not torch.equal(opt.evaluate(), first)

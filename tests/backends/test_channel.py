@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.backends.process.channel import Channel, ProtocolError, Reply
+from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import HEAD, Kind
 
@@ -57,13 +57,13 @@ def test_a_reply_of_any_size_arrives_whole(ends: Ends, size: int) -> None:
     assert not channel.idle
     writer = threading.Thread(target=theirs.send_bytes, args=(HEAD.pack(1, Kind.RESULT) + body,))
     writer.start()
-    found: list[Reply] = []
+    found: list[WorkerReply] = []
     while not channel.idle:
         wait(channel)
         channel.receive()
         found += channel.replies()
     writer.join()
-    assert found == [Reply(1, Kind.RESULT, body)]
+    assert found == [WorkerReply(1, Kind.RESULT, body)]
 
 
 def test_a_large_message_waits_for_room_without_blocking(ends: Ends) -> None:
@@ -159,7 +159,7 @@ def test_any_bytes_are_messages_or_an_error(data: bytes, cut: int) -> None:
     ours, theirs = Pipe(duplex=True)
     channel = Channel(ours)
     with theirs:
-        found: list[Reply] = []
+        found: list[WorkerReply] = []
         try:
             for part in (data[:cut], data[cut:]):
                 if part:

@@ -21,10 +21,10 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends.process.worker import Child
+from batchopt.backends.process.worker import WorkerProcess
 from batchopt_workers.versions import versions
 from tests.backends.test_life import SCRIPT, assert_gone, pids, python
-from tests.conftest import is_template
+from tests.conftest import is_fork_server
 from tests.workloads import Mlp, mlp
 
 SLOW = pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_hundred_replaced_workers_leave_no_descriptor_and_no_process() -> None
             opt.step(case.inputs, case.targets)
             opt.run_on_workers(lambda worker: None)  # waits for the new one
         assert psutil.Process().num_fds() <= before + 2
-        workers = [child for child in psutil.Process().children(recursive=True) if not is_template(child)]
+        workers = [child for child in psutil.Process().children(recursive=True) if not is_fork_server(child)]
         assert len(workers) == 2
         assert sum(worker.restarts for worker in opt.workers) == 15
 
@@ -273,9 +273,9 @@ def test_too_few_descriptors_are_an_error_that_says_so() -> None:
 
 @pytest.mark.parametrize("failures", [1, 4, 1000])
 def test_no_process_is_to_be_had_when_all_workers_have_died(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    made, tried = Child, itertools.count()
+    made, tried = WorkerProcess, itertools.count()
 
-    def make(*args: Any) -> Child:
+    def make(*args: Any) -> WorkerProcess:
         if next(tried) < failures:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return made(*args)
@@ -283,7 +283,7 @@ def test_no_process_is_to_be_had_when_all_workers_have_died(monkeypatch: pytest.
     case = mlp()
     with BatchOptimizer(case.module, case.criterion, optimizer="sgd", parallelize=2) as opt:
         opt.step(case.inputs, case.targets)
-        monkeypatch.setattr("batchopt.backends.process.backend.Child", make)
+        monkeypatch.setattr("batchopt.backends.process.group.WorkerProcess", make)
         for worker in opt.workers:
             os.kill(worker.pid, signal.SIGKILL)
         if failures <= 4:  # each worker is tried three times

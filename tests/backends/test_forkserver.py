@@ -24,7 +24,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
 from batchopt.backends.process import forkserver
-from batchopt_workers.forkserver import REPLY, REQUEST, Request, Task
+from batchopt_workers.forkserver import REPLY, REQUEST, Command, CommandMessage
 from tests.backends.test_life import assert_gone, pids, python
 
 
@@ -34,7 +34,7 @@ def small() -> BatchOptimizer:
 
 
 def latest() -> psutil.Process:
-    """The template as the system sees it."""
+    """The fork server as the system sees it."""
     assert forkserver._latest is not None
     return psutil.Process(forkserver._latest._process.pid)
 
@@ -144,8 +144,8 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
 
 
 def test_a_request_is_what_it_was() -> None:
-    request = Request(7, Task.FORK, 3, 5, 2)
-    assert Request.decode(request.encode()) == request
+    request = CommandMessage(7, Command.FORK, 3, 5, 2)
+    assert CommandMessage.decode(request.encode()) == request
     assert len(request.encode()) == REQUEST.size
     assert REPLY.unpack(REPLY.pack(2**40, -11)) == (2**40, -11)
 
@@ -156,9 +156,9 @@ from batchopt.backends.process import forkserver
 x, y = torch.ones(4, 2), torch.ones(4, 1)
 opt = batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2)
 opt.step(x, y)
-template_pid = forkserver._latest._process.pid
+server_pid = forkserver._latest._process.pid
 """
-STOP = "os.kill(template_pid, signal.SIGSTOP)\n"
+STOP = "os.kill(server_pid, signal.SIGSTOP)\n"
 
 
 def test_it_is_replaced_if_it_is_stopped() -> None:
@@ -167,7 +167,7 @@ def test_it_is_replaced_if_it_is_stopped() -> None:
 os.kill(opt.workers[0].pid, signal.SIGKILL)
 opt.step(x, y)
 opt.run_on_workers(lambda worker: None)  # waits for the new one
-print("PIDS", template_pid, forkserver._latest._process.pid)
+print("PIDS", server_pid, forkserver._latest._process.pid)
 """
     ended = python("-c", SMALL + STOP + then)
     assert ended.returncode == 0, ended.stderr
@@ -178,7 +178,7 @@ print("PIDS", template_pid, forkserver._latest._process.pid)
 
 @pytest.mark.parametrize("last", ["opt.close()", ""], ids=["close", "end"])
 def test_nothing_waits_for_it_if_it_is_stopped(last: str) -> None:
-    ended = python("-c", SMALL + STOP + "print('PIDS', template_pid, opt.workers[0].pid, flush=True)\n" + last)
+    ended = python("-c", SMALL + STOP + "print('PIDS', server_pid, opt.workers[0].pid, flush=True)\n" + last)
     assert ended.returncode == 0, ended.stderr
     assert_gone(pids(ended.stdout))
 
@@ -194,7 +194,7 @@ def killed_when_it_says(script: str, **options: Any) -> list[int]:
 
 
 def test_it_ends_with_its_parent_even_if_it_is_stopped() -> None:
-    assert_gone(killed_when_it_says(SMALL + STOP + "print('PIDS', template_pid, template_pid, flush=True)\ninput()"))
+    assert_gone(killed_when_it_says(SMALL + STOP + "print('PIDS', server_pid, server_pid, flush=True)\ninput()"))
 
 
 def test_it_ends_with_its_parent_even_while_it_imports(tmp_path: Path) -> None:
@@ -220,11 +220,11 @@ def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
 
 def test_ends_of_children_may_be_ignored() -> None:
     then = """
-print("PIDS", template_pid, opt.workers[0].pid)
+print("PIDS", server_pid, opt.workers[0].pid)
 os.kill(opt.workers[0].pid, signal.SIGKILL)
 opt.step(x, y)
 opt.run_on_workers(lambda worker: None)
-assert forkserver._latest._process.pid == template_pid and forkserver._latest.lives
+assert forkserver._latest._process.pid == server_pid and forkserver._latest.lives
 opt.close()
 """
     torchs_own = "ignore:Implicitly cleaning up"  # a folder that torch 2.6 makes

@@ -21,7 +21,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Worker
 from batchopt.backends.process import backend
-from tests.conftest import is_template, listening, shared_memory
+from tests.conftest import is_fork_server, listening, shared_memory
 from tests.workloads import Mlp, mlp
 
 SCRIPT = """
@@ -244,7 +244,7 @@ multiprocessing.set_start_method("spawn")
         )  # a larger block is sent to living workers
         everyone = [os.getpid(), *(worker.pid for worker in opt.workers)]
         children = psutil.Process().children(recursive=True)
-        assert {child.pid for child in children if not is_template(child)} == set(everyone[1:])
+        assert {child.pid for child in children if not is_fork_server(child)} == set(everyone[1:])
         assert not listening([os.getpid(), *(child.pid for child in children)])
         assert multiprocessing.active_children()
 

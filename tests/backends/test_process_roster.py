@@ -1,4 +1,4 @@
-"""Which worker processes are started, killed and given up, and what each is still to be told: without a process."""
+"""Which worker processes are started, killed and given up, and what each is still to be sent: without a process."""
 
 from __future__ import annotations
 

@@ -17,14 +17,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt.backends.ledger import LATE, POISONOUS, Run
-from batchopt.backends.process.scheduler import PATIENCE, WORTHWHILE, Assign, Death, Dispatch, Estimate, Limit
+from batchopt.backends.ledger import LATE, POISONOUS, ChunkRun
+from batchopt.backends.process.scheduler import (
+    PATIENCE,
+    WORTHWHILE,
+    Assign,
+    ChunkEstimate,
+    Death,
+    Limit,
+    WorkerScheduler,
+)
 from batchopt_workers.tree import Fold, Node
 
 
-def at_hand(dispatch: Dispatch, worker: int) -> int | None:
+def current(scheduler: WorkerScheduler, worker: int) -> int | None:
     """The chunk that the worker is at, as far as one knows."""
-    found = dispatch.at_hand(worker)
+    found = scheduler.current(worker)
     return None if found is None else found[0]
 
 
@@ -33,110 +41,110 @@ def unknown(worker: int, chunk: int) -> float | None:
     return None
 
 
-def pace(*seconds: float | None) -> Estimate:
+def pace(*seconds: float | None) -> ChunkEstimate:
     """Worker `i` needs `seconds[i]` for any chunk."""
     return lambda worker, chunk: seconds[worker]
 
 
-def begun(*runs: tuple[int, int] | None, now: float = 0.0) -> Dispatch:
+def begun(*runs: tuple[int, int] | None, now: float = 0.0) -> WorkerScheduler:
     """Every worker has begun the run planned for it."""
     chunks = max(run[1] for run in runs if run is not None)
-    dispatch = Dispatch([None if run is None else Run(*run) for run in runs], chunks)
-    dispatch.decide([worker for worker, run in enumerate(runs) if run is not None], unknown, now)
-    return dispatch
+    scheduler = WorkerScheduler([None if run is None else ChunkRun(*run) for run in runs], chunks)
+    scheduler.decide([worker for worker, run in enumerate(runs) if run is not None], unknown, now)
+    return scheduler
 
 
 # ---- the run planned for a worker, and runs that nobody evaluates
 
 
 def test_each_worker_first_gets_the_run_planned_for_it() -> None:
-    dispatch = Dispatch([Run(0, 2), Run(2, 3), Run(3, 6)], 6)
-    commands = dispatch.decide([2, 0, 1], unknown, 0.0)
+    scheduler = WorkerScheduler([ChunkRun(0, 2), ChunkRun(2, 3), ChunkRun(3, 6)], 6)
+    commands = scheduler.decide([2, 0, 1], unknown, 0.0)
     assert sorted(commands) == [Assign(0, 0, 2), Assign(1, 2, 3), Assign(2, 3, 6)]
 
 
 def test_a_run_goes_to_its_own_worker_even_if_one_without_a_run_is_asked_first() -> None:
-    dispatch = Dispatch([None, Run(0, 2)], 2)
-    assert dispatch.decide([0, 1], pace(1e-4, 1e-4), 0.0) == [Assign(1, 0, 2)]
+    scheduler = WorkerScheduler([None, ChunkRun(0, 2)], 2)
+    assert scheduler.decide([0, 1], pace(1e-4, 1e-4), 0.0) == [Assign(1, 0, 2)]
 
 
 def test_the_run_of_a_worker_that_is_busy_with_something_else_goes_to_one_that_has_none() -> None:
-    dispatch = Dispatch([Run(0, 2), Run(2, 4), None], 4)
-    assert dispatch.decide([0, 2], unknown, 0.0) == [Assign(0, 0, 2), Assign(2, 2, 4)]
-    assert dispatch.decide([1], pace(1e-4, 1e-4, 1e-4), 0.0) == []
+    scheduler = WorkerScheduler([ChunkRun(0, 2), ChunkRun(2, 4), None], 4)
+    assert scheduler.decide([0, 2], unknown, 0.0) == [Assign(0, 0, 2), Assign(2, 2, 4)]
+    assert scheduler.decide([1], pace(1e-4, 1e-4, 1e-4), 0.0) == []
 
 
 def test_what_a_dead_worker_left_is_taken_before_anything_is_stolen() -> None:
-    dispatch = begun((0, 4), (4, 20), None, None)
-    dispatch.reported(0, 1, 0.1)
-    assert dispatch.lost(0) is None
-    assert dispatch.decide([2, 3], pace(1.0, 1.0, 1.0, 1.0), 0.2) == [Assign(2, 2, 4), Assign(3, 1, 2)]
+    scheduler = begun((0, 4), (4, 20), None, None)
+    scheduler.reported(0, 1, 0.1)
+    assert scheduler.lost(0) is None
+    assert scheduler.decide([2, 3], pace(1.0, 1.0, 1.0, 1.0), 0.2) == [Assign(2, 2, 4), Assign(3, 1, 2)]
 
 
 def test_the_chunk_that_a_worker_died_at_is_tried_last() -> None:
-    dispatch = Dispatch([Run(0, 2), Run(2, 4), None], 4)
-    dispatch.decide([0], unknown, 0.0)
-    dispatch.lost(0)
+    scheduler = WorkerScheduler([ChunkRun(0, 2), ChunkRun(2, 4), None], 4)
+    scheduler.decide([0], unknown, 0.0)
+    scheduler.lost(0)
     for first, last in [(1, 2), (2, 4), (0, 1)]:
-        assert dispatch.decide([2], unknown, 0.0) == [Assign(2, first, last)]
-        dispatch.reported(2, last, 0.0)
-        dispatch.ended(2)
+        assert scheduler.decide([2], unknown, 0.0) == [Assign(2, first, last)]
+        scheduler.reported(2, last, 0.0)
+        scheduler.ended(2)
 
 
 def test_what_a_worker_left_undone_when_its_order_ended_waits_for_somebody() -> None:
-    dispatch = begun((0, 4), None)
-    dispatch.reported(0, 1, 0.1)
-    dispatch.ended(0)
-    assert not dispatch.workers
-    assert dispatch.decide([1], unknown, 0.2) == [Assign(1, 1, 4)]
+    scheduler = begun((0, 4), None)
+    scheduler.reported(0, 1, 0.1)
+    scheduler.ended(0)
+    assert not scheduler.workers
+    assert scheduler.decide([1], unknown, 0.2) == [Assign(1, 1, 4)]
 
 
 def test_what_others_finished_of_a_lost_run_is_not_done_again() -> None:
-    dispatch = begun((0, 8), None, None)
-    assert dispatch.decide([1], pace(1.0, 1.0, 1.0), 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
-    dispatch.reported(0, 6, 0.1)  # it had gone past the limit before it read it
-    dispatch.ended(0)
-    dispatch.lost(1)
-    assert dispatch.decide([2], unknown, 0.2) == [Assign(2, 6, 8)]
+    scheduler = begun((0, 8), None, None)
+    assert scheduler.decide([1], pace(1.0, 1.0, 1.0), 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
+    scheduler.reported(0, 6, 0.1)  # it had gone past the limit before it read it
+    scheduler.ended(0)
+    scheduler.lost(1)
+    assert scheduler.decide([2], unknown, 0.2) == [Assign(2, 6, 8)]
 
 
 def test_a_lost_run_that_others_finished_is_nobodys_any_more() -> None:
-    dispatch = begun((0, 1), (1, 2))
-    dispatch.reported(0, 1, 0.1)
-    dispatch.ended(0)
-    assert dispatch.decide([0], pace(0.01, 0.01), 1.0) == [Assign(0, 1, 2)]
-    dispatch.lost(1)
-    dispatch.reported(0, 2, 1.1)
-    dispatch.ended(0)
-    assert dispatch.missing == 0
-    assert dispatch.decide([0], pace(0.01, 0.01), 9.0) == []
+    scheduler = begun((0, 1), (1, 2))
+    scheduler.reported(0, 1, 0.1)
+    scheduler.ended(0)
+    assert scheduler.decide([0], pace(0.01, 0.01), 1.0) == [Assign(0, 1, 2)]
+    scheduler.lost(1)
+    scheduler.reported(0, 2, 1.1)
+    scheduler.ended(0)
+    assert scheduler.missing == 0
+    assert scheduler.decide([0], pace(0.01, 0.01), 9.0) == []
 
 
 def test_what_a_worker_finished_before_it_was_lost_counts() -> None:
-    dispatch = begun((0, 3), None)
-    dispatch.reported(0, 2, 0.1)
-    dispatch.lost(0)
-    assert dispatch.missing == 1
-    assert dispatch.decide([1], unknown, 0.2) == [Assign(1, 2, 3)]
+    scheduler = begun((0, 3), None)
+    scheduler.reported(0, 2, 0.1)
+    scheduler.lost(0)
+    assert scheduler.missing == 1
+    assert scheduler.decide([1], unknown, 0.2) == [Assign(1, 2, 3)]
 
 
 def test_a_worker_that_has_a_task_is_given_no_other() -> None:
-    dispatch = begun((0, 4), (4, 5))
-    assert dispatch.decide([0, 1], pace(9.0, 1e-5), 100.0) == []
+    scheduler = begun((0, 4), (4, 5))
+    assert scheduler.decide([0, 1], pace(9.0, 1e-5), 100.0) == []
 
 
 def test_workers_without_a_run_and_empty_runs_are_no_work() -> None:
-    dispatch = Dispatch([None, Run(2, 2), Run(0, 2)], 2)
-    assert dispatch.missing == 2
-    assert dispatch.decide([0, 1], pace(1e-4, 1e-4, 1e-4), 0.0) == [Assign(0, 0, 2)]
-    assert list(dispatch.workers) == [0]
+    scheduler = WorkerScheduler([None, ChunkRun(2, 2), ChunkRun(0, 2)], 2)
+    assert scheduler.missing == 2
+    assert scheduler.decide([0, 1], pace(1e-4, 1e-4, 1e-4), 0.0) == [Assign(0, 0, 2)]
+    assert list(scheduler.workers) == [0]
 
 
 def test_an_evaluation_without_chunks_is_complete() -> None:
-    dispatch = Dispatch([None, None], 0)
-    assert dispatch.missing == 0
-    assert dispatch.decide([0, 1], pace(1.0, 1.0), 0.0) == []
-    assert dispatch.next_late(pace(1.0, 1.0)) == math.inf
+    scheduler = WorkerScheduler([None, None], 0)
+    assert scheduler.missing == 0
+    assert scheduler.decide([0, 1], pace(1.0, 1.0), 0.0) == []
+    assert scheduler.next_late(pace(1.0, 1.0)) == math.inf
 
 
 # ---- stealing
@@ -144,27 +152,27 @@ def test_an_evaluation_without_chunks_is_complete() -> None:
 
 @pytest.mark.parametrize("last, middle", [(2, 1), (3, 2), (4, 2), (5, 3), (9, 5)])
 def test_the_second_half_of_what_is_left_is_taken_and_its_owner_told_first(last: int, middle: int) -> None:
-    dispatch = begun((0, last), None)
-    assert dispatch.decide([1], pace(1.0, 1.0), 0.0) == [Limit(0, middle), Assign(1, middle, last)]
+    scheduler = begun((0, last), None)
+    assert scheduler.decide([1], pace(1.0, 1.0), 0.0) == [Limit(0, middle), Assign(1, middle, last)]
 
 
 def test_half_of_what_is_left_is_half_of_what_was_not_reported() -> None:
-    dispatch = begun((0, 8), None)
-    dispatch.reported(0, 4, 0.1)
-    assert dispatch.decide([1], pace(1.0, 1.0), 0.1) == [Limit(0, 6), Assign(1, 6, 8)]
+    scheduler = begun((0, 8), None)
+    scheduler.reported(0, 4, 0.1)
+    assert scheduler.decide([1], pace(1.0, 1.0), 0.1) == [Limit(0, 6), Assign(1, 6, 8)]
 
 
 def test_the_one_with_the_most_seconds_of_work_before_it_is_relieved() -> None:
     slow_with_few, quick_with_many = (0, 4), (4, 20)
-    dispatch = begun(slow_with_few, quick_with_many, None)
-    assert dispatch.decide([2], pace(1.0, 0.1, 0.1), 0.0) == [Limit(0, 2), Assign(2, 2, 4)]
-    dispatch = begun(slow_with_few, quick_with_many, None)
-    assert dispatch.decide([2], pace(0.1, 0.1, 0.1), 0.0) == [Limit(1, 12), Assign(2, 12, 20)]
+    scheduler = begun(slow_with_few, quick_with_many, None)
+    assert scheduler.decide([2], pace(1.0, 0.1, 0.1), 0.0) == [Limit(0, 2), Assign(2, 2, 4)]
+    scheduler = begun(slow_with_few, quick_with_many, None)
+    assert scheduler.decide([2], pace(0.1, 0.1, 0.1), 0.0) == [Limit(1, 12), Assign(2, 12, 20)]
 
 
 def test_several_idle_workers_halve_on() -> None:
-    dispatch = begun((0, 8), None, None)
-    commands = dispatch.decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
+    scheduler = begun((0, 8), None, None)
+    commands = scheduler.decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
     assert commands == [Limit(0, 4), Assign(1, 4, 8), Limit(0, 2), Assign(2, 2, 4)]
 
 
@@ -186,25 +194,25 @@ def test_several_idle_workers_halve_on() -> None:
 )
 def test_a_slow_thief_takes_only_what_it_does_sooner(last: int, seconds: float, now: float, middle: int | None) -> None:
     """The owner takes one second for each, of which it has begun the first."""
-    dispatch = begun((0, last), None)
+    scheduler = begun((0, last), None)
     expected = [] if middle is None else [Limit(0, middle), Assign(1, middle, last)]
-    assert dispatch.decide([1], pace(1.0, seconds), now) == expected
+    assert scheduler.decide([1], pace(1.0, seconds), now) == expected
 
 
 def test_a_slow_thief_does_help_one_that_is_late() -> None:
-    dispatch = begun((0, 2), None)
-    assert dispatch.decide([1], pace(1.0, 10.0), LATE) == [Limit(0, 1), Assign(1, 1, 2)]
+    scheduler = begun((0, 2), None)
+    assert scheduler.decide([1], pace(1.0, 10.0), LATE) == [Limit(0, 1), Assign(1, 1, 2)]
 
 
 def test_the_chunk_at_hand_is_not_stolen() -> None:
-    dispatch = begun((0, 1), None)
-    assert dispatch.decide([1], pace(100.0, 0.01), 1.0) == []
+    scheduler = begun((0, 1), None)
+    assert scheduler.decide([1], pace(100.0, 0.01), 1.0) == []
 
 
 @pytest.mark.parametrize("each, worth", [(WORTHWHILE, True), (0.9 * WORTHWHILE, False)])
 def test_only_work_that_is_worth_a_message_is_stolen(each: float, worth: bool) -> None:
-    dispatch = begun((0, 2), None)
-    assert bool(dispatch.decide([1], pace(each, each), 0.0)) == worth
+    scheduler = begun((0, 2), None)
+    assert bool(scheduler.decide([1], pace(each, each), 0.0)) == worth
 
 
 def test_many_short_chunks_are_worth_a_message_together() -> None:
@@ -218,24 +226,24 @@ def test_a_chunk_of_unknown_length_is_worth_a_message() -> None:
 
 
 def test_chunks_that_a_worker_began_before_it_read_its_limit_count() -> None:
-    dispatch = begun((0, 4), None)
-    dispatch.decide([1], pace(1.0, 1.0), 0.0)
-    dispatch.reported(0, 3, 0.5)
-    assert dispatch.missing == 1
-    assert at_hand(dispatch, 0) is None
-    dispatch.ended(0)
-    dispatch.reported(1, 3, 0.6)
-    assert dispatch.missing == 1
-    dispatch.reported(1, 4, 0.7)
-    assert dispatch.missing == 0
+    scheduler = begun((0, 4), None)
+    scheduler.decide([1], pace(1.0, 1.0), 0.0)
+    scheduler.reported(0, 3, 0.5)
+    assert scheduler.missing == 1
+    assert current(scheduler, 0) is None
+    scheduler.ended(0)
+    scheduler.reported(1, 3, 0.6)
+    assert scheduler.missing == 1
+    scheduler.reported(1, 4, 0.7)
+    assert scheduler.missing == 0
 
 
 def test_what_its_owner_did_past_the_limit_is_not_stolen_on() -> None:
-    dispatch = begun((0, 8), None, None)
-    dispatch.decide([1], pace(1.0, 1.0, 1.0), 0.0)
-    dispatch.reported(0, 7, 0.5)
-    dispatch.ended(0)
-    assert dispatch.decide([2], pace(1.0, 1.0, 1.0), 0.5) == [Limit(1, 7), Assign(2, 7, 8)]
+    scheduler = begun((0, 8), None, None)
+    scheduler.decide([1], pace(1.0, 1.0, 1.0), 0.0)
+    scheduler.reported(0, 7, 0.5)
+    scheduler.ended(0)
+    assert scheduler.decide([2], pace(1.0, 1.0, 1.0), 0.5) == [Limit(1, 7), Assign(2, 7, 8)]
 
 
 # ---- late chunks
@@ -244,278 +252,278 @@ def test_what_its_owner_did_past_the_limit_is_not_stolen_on() -> None:
 @pytest.mark.parametrize("each", [0.001, PATIENCE / LATE, 1.0])
 def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
     due = 5.0 + max(PATIENCE, LATE * each)
-    dispatch = begun((0, 1), None, now=5.0)
-    assert dispatch.next_late(pace(each, each)) == due
-    assert dispatch.decide([1], pace(each, each), due - 1e-6) == []
-    assert dispatch.decide([1], pace(each, each), due) == [Assign(1, 0, 1)]
+    scheduler = begun((0, 1), None, now=5.0)
+    assert scheduler.next_late(pace(each, each)) == due
+    assert scheduler.decide([1], pace(each, each), due - 1e-6) == []
+    assert scheduler.decide([1], pace(each, each), due) == [Assign(1, 0, 1)]
 
 
 def test_of_a_late_worker_all_that_it_has_not_begun_is_taken_and_then_its_chunk_is_copied() -> None:
-    dispatch = begun((0, 6), None, None)
-    dispatch.reported(0, 1, 0.0)
+    scheduler = begun((0, 6), None, None)
+    scheduler.reported(0, 1, 0.0)
     estimate = pace(1.0, 100.0, 100.0)
-    assert dispatch.decide([1], estimate, LATE) == [Limit(0, 2), Assign(1, 2, 6)]
-    dispatch.reported(1, 6, LATE)
-    assert dispatch.decide([2], estimate, LATE) == [Assign(2, 1, 2)]
+    assert scheduler.decide([1], estimate, LATE) == [Limit(0, 2), Assign(1, 2, 6)]
+    scheduler.reported(1, 6, LATE)
+    assert scheduler.decide([2], estimate, LATE) == [Assign(2, 1, 2)]
 
 
 def test_of_a_worker_that_is_not_late_yet_half_is_taken() -> None:
-    dispatch = begun((0, 5), None)
-    assert dispatch.decide([1], pace(1.0, 1.0), LATE - 1e-6) == [Limit(0, 3), Assign(1, 3, 5)]
+    scheduler = begun((0, 5), None)
+    assert scheduler.decide([1], pace(1.0, 1.0), LATE - 1e-6) == [Limit(0, 3), Assign(1, 3, 5)]
 
 
 def test_what_is_behind_a_late_chunk_is_taken_however_little_it_is() -> None:
-    dispatch = begun((0, 2), None)
+    scheduler = begun((0, 2), None)
     estimate = pace(1e-5, 1e-5)
-    assert dispatch.decide([1], estimate, PATIENCE - 1e-6) == []
-    assert dispatch.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
+    assert scheduler.decide([1], estimate, PATIENCE - 1e-6) == []
+    assert scheduler.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
 
 
 def test_two_idle_workers_share_what_a_late_one_has() -> None:
-    dispatch = begun((0, 3), None, None)
+    scheduler = begun((0, 3), None, None)
     estimate = pace(1e-5, 1e-5, 1e-5)
-    assert dispatch.decide([1, 2], estimate, 1.0) == [Limit(0, 1), Assign(1, 1, 3), Assign(2, 0, 1)]
+    assert scheduler.decide([1, 2], estimate, 1.0) == [Limit(0, 1), Assign(1, 1, 3), Assign(2, 0, 1)]
 
 
 def test_a_chunk_is_copied_again_only_if_late_with_all_who_are_at_it() -> None:
-    dispatch = begun((0, 1), None, None)
+    scheduler = begun((0, 1), None, None)
     estimate = pace(1.0, 2.0, 1.0)
-    assert dispatch.decide([1], estimate, 3.0) == [Assign(1, 0, 1)]
-    assert dispatch.next_late(estimate) == 3.0 + LATE * 2.0
-    assert dispatch.decide([2], estimate, 8.9) == []
-    assert dispatch.decide([2], estimate, 9.0) == [Assign(2, 0, 1)]
+    assert scheduler.decide([1], estimate, 3.0) == [Assign(1, 0, 1)]
+    assert scheduler.next_late(estimate) == 3.0 + LATE * 2.0
+    assert scheduler.decide([2], estimate, 8.9) == []
+    assert scheduler.decide([2], estimate, 9.0) == [Assign(2, 0, 1)]
 
 
 def test_one_turn_copies_a_late_chunk_once() -> None:
-    dispatch = begun((0, 1), None, None)
-    assert dispatch.decide([1, 2], pace(1.0, 1.0, 1.0), 50.0) == [Assign(1, 0, 1)]
+    scheduler = begun((0, 1), None, None)
+    assert scheduler.decide([1, 2], pace(1.0, 1.0, 1.0), 50.0) == [Assign(1, 0, 1)]
 
 
 def test_what_is_late_longest_is_copied_first() -> None:
-    dispatch = begun((0, 1), (1, 2), None)
-    assert dispatch.decide([2], pace(2.0, 1.0, 1.0), 50.0) == [Assign(2, 1, 2)]
-    assert dispatch.next_late(pace(2.0, 1.0, 1.0)) == LATE * 2.0
+    scheduler = begun((0, 1), (1, 2), None)
+    assert scheduler.decide([2], pace(2.0, 1.0, 1.0), 50.0) == [Assign(2, 1, 2)]
+    assert scheduler.next_late(pace(2.0, 1.0, 1.0)) == LATE * 2.0
 
 
 def test_nothing_is_late_while_nobody_knows_how_long_it_takes() -> None:
-    dispatch = begun((0, 1), None)
-    assert dispatch.next_late(unknown) == math.inf
-    assert dispatch.decide([1], unknown, 1e6) == []
+    scheduler = begun((0, 1), None)
+    assert scheduler.next_late(unknown) == math.inf
+    assert scheduler.decide([1], unknown, 1e6) == []
 
 
 def test_a_report_starts_the_clock_of_the_next_chunk() -> None:
-    dispatch = begun((0, 2), None)
-    dispatch.reported(0, 1, 7.0)
-    assert dispatch.next_late(pace(1.0, 1.0)) == 7.0 + LATE
+    scheduler = begun((0, 2), None)
+    scheduler.reported(0, 1, 7.0)
+    assert scheduler.next_late(pace(1.0, 1.0)) == 7.0 + LATE
 
 
 def test_a_report_of_nothing_new_starts_no_clock() -> None:
-    dispatch = begun((0, 2), None)
-    dispatch.reported(0, 0, 7.0)
-    assert dispatch.next_late(pace(1.0, 1.0)) == LATE
+    scheduler = begun((0, 2), None)
+    scheduler.reported(0, 0, 7.0)
+    assert scheduler.next_late(pace(1.0, 1.0)) == LATE
 
 
 def test_the_next_chunk_to_be_late_is_the_first_of_all() -> None:
-    dispatch = begun((0, 1), (1, 2))
-    assert dispatch.next_late(pace(5.0, 2.0)) == LATE * 2.0
+    scheduler = begun((0, 1), (1, 2))
+    assert scheduler.next_late(pace(5.0, 2.0)) == LATE * 2.0
 
 
 def test_a_chunk_counts_once_whoever_reports_it_first() -> None:
-    dispatch = begun((0, 1), None)
-    dispatch.decide([1], pace(1.0, 1.0), 3.0)
-    dispatch.reported(1, 1, 4.0)
-    assert dispatch.missing == 0
-    dispatch.reported(0, 1, 5.0)
-    assert dispatch.missing == 0
+    scheduler = begun((0, 1), None)
+    scheduler.decide([1], pace(1.0, 1.0), 3.0)
+    scheduler.reported(1, 1, 4.0)
+    assert scheduler.missing == 0
+    scheduler.reported(0, 1, 5.0)
+    assert scheduler.missing == 0
 
 
 def test_a_chunk_that_is_done_elsewhere_is_not_late() -> None:
-    dispatch = begun((0, 1), (1, 2), None)
+    scheduler = begun((0, 1), (1, 2), None)
     estimate = pace(1.0, 100.0, 1.0)
-    assert dispatch.decide([2], estimate, 3.0) == [Assign(2, 0, 1)]
-    dispatch.reported(2, 1, 4.0)
-    dispatch.ended(2)
-    assert dispatch.next_late(estimate) == LATE * 100.0
-    assert dispatch.decide([2], estimate, 50.0) == []
+    assert scheduler.decide([2], estimate, 3.0) == [Assign(2, 0, 1)]
+    scheduler.reported(2, 1, 4.0)
+    scheduler.ended(2)
+    assert scheduler.next_late(estimate) == LATE * 100.0
+    assert scheduler.decide([2], estimate, 50.0) == []
 
 
 def test_a_worker_that_is_done_up_to_its_limit_is_at_no_chunk() -> None:
-    dispatch = begun((0, 2), None)
-    dispatch.decide([1], pace(1.0, 1.0), 0.0)
-    dispatch.reported(0, 1, 0.5)
-    assert dispatch.next_late(pace(100.0, 1.0)) == LATE
+    scheduler = begun((0, 2), None)
+    scheduler.decide([1], pace(1.0, 1.0), 0.0)
+    scheduler.reported(0, 1, 0.5)
+    assert scheduler.next_late(pace(100.0, 1.0)) == LATE
 
 
 # ---- poison
 
 
-def lose(dispatch: Dispatch, worker: int, now: float) -> int | None:
+def lose(scheduler: WorkerScheduler, worker: int, now: float) -> int | None:
     """The worker takes what there is, and dies in it."""
-    dispatch.decide([worker], unknown, now)
-    return dispatch.lost(worker)
+    scheduler.decide([worker], unknown, now)
+    return scheduler.lost(worker)
 
 
 def test_the_chunk_that_three_workers_died_at_is_named() -> None:
-    dispatch = begun((0, 2))
-    dispatch.reported(0, 1, 0.0)
+    scheduler = begun((0, 2))
+    scheduler.reported(0, 1, 0.0)
     assert POISONOUS == 3
-    assert dispatch.lost(0) is None
-    assert lose(dispatch, 0, 1.0) is None
-    assert lose(dispatch, 0, 2.0) == 1
+    assert scheduler.lost(0) is None
+    assert lose(scheduler, 0, 1.0) is None
+    assert lose(scheduler, 0, 2.0) == 1
 
 
 def test_a_signal_from_outside_counts_half() -> None:
-    dispatch = begun((0, 1))
-    found = [dispatch.lost(0, Death.OUTSIDE)]
+    scheduler = begun((0, 1))
+    found = [scheduler.lost(0, Death.OUTSIDE)]
     while found[-1] is None:
-        dispatch.decide([0], unknown, 0.0)
-        found.append(dispatch.lost(0, Death.OUTSIDE))
+        scheduler.decide([0], unknown, 0.0)
+        found.append(scheduler.lost(0, Death.OUTSIDE))
     assert found == [None] * 5 + [0]
-    assert dispatch.ledger.losses[0] == 6
+    assert scheduler.ledger.losses[0] == 6
 
 
 def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
-    dispatch = begun((0, 1), None, None)
+    scheduler = begun((0, 1), None, None)
     known = pace(1.0, 1.0, 1.0)
-    assert dispatch.patience(0) == 1.0
-    assert dispatch.decide([1], known, 10.0) == [Assign(1, 0, 1)]  # it is late
+    assert scheduler.patience(0) == 1.0
+    assert scheduler.decide([1], known, 10.0) == [Assign(1, 0, 1)]  # it is late
     for worker in (0, 1):
-        dispatch.lost(worker, Death.HANG)
-        assert dispatch.patience(0) == 2.0
-    dispatch.decide([2], known, 20.0)
-    dispatch.lost(2, Death.HANG)
-    assert dispatch.patience(0) == 4.0
+        scheduler.lost(worker, Death.HANG)
+        assert scheduler.patience(0) == 2.0
+    scheduler.decide([2], known, 20.0)
+    scheduler.lost(2, Death.HANG)
+    assert scheduler.patience(0) == 4.0
 
 
 def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
     """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time, and
     with four times as much: the three may all have had too little."""
-    dispatch = begun((0, 1), None, None)
+    scheduler = begun((0, 1), None, None)
     known = pace(1.0, 1.0, 1.0)
     for worker in (1, 2):
-        assert dispatch.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
-    assert [dispatch.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
-    assert dispatch.decide([0, 1, 2], known, 40.0) == [Assign(0, 0, 1)]
-    assert dispatch.decide([1, 2], known, 1e6) == [] and dispatch.next_late(known) == math.inf
-    assert dispatch.patience(0) == 2.0 and dispatch.lost(0, Death.HANG) is None
-    assert dispatch.decide([0, 1, 2], known, 80.0) == [Assign(0, 0, 1)]
-    assert dispatch.patience(0) == 4.0 and dispatch.lost(0, Death.HANG) == 0
+        assert scheduler.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
+    assert [scheduler.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
+    assert scheduler.decide([0, 1, 2], known, 40.0) == [Assign(0, 0, 1)]
+    assert scheduler.decide([1, 2], known, 1e6) == [] and scheduler.next_late(known) == math.inf
+    assert scheduler.patience(0) == 2.0 and scheduler.lost(0, Death.HANG) is None
+    assert scheduler.decide([0, 1, 2], known, 80.0) == [Assign(0, 0, 1)]
+    assert scheduler.patience(0) == 4.0 and scheduler.lost(0, Death.HANG) == 0
 
 
 def test_deaths_at_other_chunks_poison_nothing() -> None:
-    dispatch = begun((0, 9))
+    scheduler = begun((0, 9))
     for chunk in range(9):
-        assert at_hand(dispatch, 0) == chunk
-        assert dispatch.lost(0) is None
-        dispatch.decide([0], unknown, 0.0)
-    assert dispatch.missing == 9
+        assert current(scheduler, 0) == chunk
+        assert scheduler.lost(0) is None
+        scheduler.decide([0], unknown, 0.0)
+    assert scheduler.missing == 9
 
 
 def test_a_chunk_that_was_done_elsewhere_is_no_poison() -> None:
-    dispatch = begun((0, 1), None, None, None)
+    scheduler = begun((0, 1), None, None, None)
     known = pace(1.0, 1.0, 1.0, 1.0)
     for worker in (1, 2, 3):
-        assert dispatch.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
-    assert dispatch.lost(0) is None
-    assert dispatch.lost(1) is None
-    dispatch.reported(2, 1, 40.0)
-    assert dispatch.lost(3) is None
+        assert scheduler.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
+    assert scheduler.lost(0) is None
+    assert scheduler.lost(1) is None
+    scheduler.reported(2, 1, 40.0)
+    assert scheduler.lost(3) is None
 
 
 def test_a_worker_that_dies_with_all_done_is_no_sign_of_poison() -> None:
-    dispatch = begun((0, 1), None)
+    scheduler = begun((0, 1), None)
     for _ in range(2):
-        assert dispatch.lost(0) is None
-        dispatch.decide([0], unknown, 0.0)
-    dispatch.reported(0, 1, 0.0)
-    assert dispatch.lost(0) is None
-    assert dispatch.missing == 0
+        assert scheduler.lost(0) is None
+        scheduler.decide([0], unknown, 0.0)
+    scheduler.reported(0, 1, 0.0)
+    assert scheduler.lost(0) is None
+    assert scheduler.missing == 0
 
 
 def test_a_death_at_the_limit_is_not_held_against_the_next_chunk() -> None:
-    dispatch = begun((0, 2), None)
+    scheduler = begun((0, 2), None)
     for _ in range(2):
-        dispatch.decide([1], pace(1.0, 1.0), 0.0)
-        assert dispatch.lost(1) is None
-    dispatch.reported(0, 1, 0.5)
-    assert dispatch.lost(0) is None
-    dispatch.decide([0], unknown, 0.5)
-    assert dispatch.lost(0) == 1
+        scheduler.decide([1], pace(1.0, 1.0), 0.0)
+        assert scheduler.lost(1) is None
+    scheduler.reported(0, 1, 0.5)
+    assert scheduler.lost(0) is None
+    scheduler.decide([0], unknown, 0.5)
+    assert scheduler.lost(0) == 1
 
 
 def test_one_who_had_nothing_to_do_may_die() -> None:
-    dispatch = begun((0, 1), None)
-    assert dispatch.lost(1) is None
-    dispatch.ended(1)
-    assert list(dispatch.workers) == [0]
+    scheduler = begun((0, 1), None)
+    assert scheduler.lost(1) is None
+    scheduler.ended(1)
+    assert list(scheduler.workers) == [0]
 
 
 # ---- what is known of a worker
 
 
 def test_at_hand_is_the_chunk_after_the_last_report() -> None:
-    dispatch = Dispatch([Run(2, 4), Run(0, 2)], 4)
-    assert at_hand(dispatch, 0) is None
-    dispatch.decide([0, 1], unknown, 0.0)
-    assert (at_hand(dispatch, 0), at_hand(dispatch, 1)) == (2, 0)
-    dispatch.reported(0, 3, 0.0)
-    assert at_hand(dispatch, 0) == 3
-    dispatch.reported(0, 4, 0.0)
-    assert at_hand(dispatch, 0) is None
-    dispatch.lost(1)
-    assert at_hand(dispatch, 1) is None
+    scheduler = WorkerScheduler([ChunkRun(2, 4), ChunkRun(0, 2)], 4)
+    assert current(scheduler, 0) is None
+    scheduler.decide([0, 1], unknown, 0.0)
+    assert (current(scheduler, 0), current(scheduler, 1)) == (2, 0)
+    scheduler.reported(0, 3, 0.0)
+    assert current(scheduler, 0) == 3
+    scheduler.reported(0, 4, 0.0)
+    assert current(scheduler, 0) is None
+    scheduler.lost(1)
+    assert current(scheduler, 1) is None
 
 
 @pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9)])
 def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> None:
-    dispatch = begun((2, 4), None, (4, 8))
-    dispatch.reported(2, 6, 0.0)
+    scheduler = begun((2, 4), None, (4, 8))
+    scheduler.reported(2, 6, 0.0)
     with pytest.raises(ValueError, match=f"worker {worker} reports chunk {done - 1}, which it was not given"):
-        dispatch.reported(worker, done, 0.0)
-    assert dispatch.missing == 4
+        scheduler.reported(worker, done, 0.0)
+    assert scheduler.missing == 4
 
 
 def test_a_report_after_the_order_ended_is_an_error() -> None:
-    dispatch = begun((0, 2))
-    dispatch.ended(0)
+    scheduler = begun((0, 2))
+    scheduler.ended(0)
     with pytest.raises(ValueError, match="not given"):
-        dispatch.reported(0, 1, 0.0)
+        scheduler.reported(0, 1, 0.0)
 
 
 def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
-    dispatch = begun((0, 8), (8, 16), None)
-    assert dispatch.decide([2], pace(1.0, 1e-4, 1.0), 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
+    scheduler = begun((0, 8), (8, 16), None)
+    assert scheduler.decide([2], pace(1.0, 1e-4, 1.0), 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
     with pytest.raises(ValueError, match="worker 0 reports chunk 8, which it was not given"):
-        dispatch.reported(0, 9, 0.0)
-    dispatch.reported(0, 8, 0.0)
+        scheduler.reported(0, 9, 0.0)
+    scheduler.reported(0, 8, 0.0)
     with pytest.raises(ValueError, match="worker 2 reports chunk 15, which it was not given"):
-        dispatch.reported(2, 16, 0.0)
-    assert dispatch.missing == 8
+        scheduler.reported(2, 16, 0.0)
+    assert scheduler.missing == 8
 
 
 def test_no_worker_idles_for_a_turn_while_there_is_work_to_steal() -> None:
-    dispatch = begun((0, 8), (8, 16), None)
+    scheduler = begun((0, 8), (8, 16), None)
     estimate = pace(1.0, 0.5, 1.0)
-    assert dispatch.decide([2], estimate, 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
-    dispatch.reported(0, 8, 1.0)  # past its limit, and all of what worker 2 is at
-    dispatch.reported(1, 9, 1.0)
-    dispatch.ended(0)
-    dispatch.decide([0], estimate, 1.0)
-    assert 0 in dispatch.workers
+    assert scheduler.decide([2], estimate, 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
+    scheduler.reported(0, 8, 1.0)  # past its limit, and all of what worker 2 is at
+    scheduler.reported(1, 9, 1.0)
+    scheduler.ended(0)
+    scheduler.decide([0], estimate, 1.0)
+    assert 0 in scheduler.workers
 
 
 def test_it_is_known_when_what_is_behind_a_chunk_that_was_done_elsewhere_can_be_taken() -> None:
-    dispatch = begun((0, 8), None)
+    scheduler = begun((0, 8), None)
     estimate = pace(1e-3, 1e-3)
-    assert dispatch.decide([1], estimate, 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
-    dispatch.reported(0, 5, 0.005)  # it had begun chunk 4; worker 1 hangs
-    dispatch.ended(0)
-    assert dispatch.decide([0], estimate, 0.005) == [Limit(1, 6), Assign(0, 6, 8)]
-    dispatch.reported(0, 8, 0.007)
-    dispatch.ended(0)
-    assert dispatch.decide([0], estimate, 0.007) == []
-    assert dispatch.missing == 1
-    assert dispatch.next_late(estimate) == PATIENCE
+    assert scheduler.decide([1], estimate, 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
+    scheduler.reported(0, 5, 0.005)  # it had begun chunk 4; worker 1 hangs
+    scheduler.ended(0)
+    assert scheduler.decide([0], estimate, 0.005) == [Limit(1, 6), Assign(0, 6, 8)]
+    scheduler.reported(0, 8, 0.007)
+    scheduler.ended(0)
+    assert scheduler.decide([0], estimate, 0.007) == []
+    assert scheduler.missing == 1
+    assert scheduler.next_late(estimate) == PATIENCE
 
 
 # ---- all together
@@ -549,7 +557,7 @@ class Hand:
         self.busy = self.stopped = False
         self.limit = 0
 
-    def start(self, number: int, evaluation: int, run: Run, chunks: int) -> None:
+    def start(self, number: int, evaluation: int, run: ChunkRun, chunks: int) -> None:
         """It reads an order."""
         assert not self.busy
         if evaluation != self.evaluation:
@@ -615,7 +623,7 @@ CUTS = st.tuples(*[st.integers(0, 32)] * (RANKS - 1))
 
 
 class Evaluations(RuleBasedStateMachine):
-    """A parent that does as `round`, `pool` and `process` do, and workers that do what they like, over evaluations.
+    """A parent that does as `gather`, `pool` and `process` do, and workers that do what they like, over evaluations.
 
     At the end of each one the partials that were reported are reduced: every chunk has to be in there once.
     """
@@ -632,11 +640,11 @@ class Evaluations(RuleBasedStateMachine):
         """A new evaluation, whatever workers are still at."""
         self.cuts = cuts
         bounds = [0, *sorted(min(cut, self.chunks) for cut in cuts), self.chunks]
-        runs = [Run(first, last) if first < last else None for first, last in pairwise(bounds)]
-        self.dispatch = Dispatch(runs, self.chunks)
+        runs = [ChunkRun(first, last) if first < last else None for first, last in pairwise(bounds)]
+        self.scheduler = WorkerScheduler(runs, self.chunks)
         self.evaluation += 1
         self.missing = set(range(self.chunks))
-        self.told: dict[int, Run] = {}  # what is left of each worker's order, as far as the parent knows
+        self.sent: dict[int, ChunkRun] = {}  # what is left of each worker's order, as far as the parent knows
         self.heard: dict[Hand, Said] = {}
         self.deaths: Counter[int] = Counter()
         self.alone: set[int] = set()  # the workers that make the last trial of a chunk
@@ -652,21 +660,21 @@ class Evaluations(RuleBasedStateMachine):
         return [rank for rank, hand in sorted(self.hands.items()) if not hand.busy and not hand.outbox]
 
     def _direct(self, ranks: Sequence[int]) -> None:
-        """As `ProcessBackend._direct`."""
+        """As `WorkerGroup._direct`."""
         self.turns += 1
-        for command in self.dispatch.decide(ranks, self._estimate, self.now):
+        for command in self.scheduler.decide(ranks, self._estimate, self.now):
             if isinstance(command, Limit):
                 self._limit(command)
             else:
                 assert command.worker in ranks
                 self._assign(command)
-        if idle := [rank for rank in ranks if rank not in self.told]:
+        if idle := [rank for rank in ranks if rank not in self.sent]:
             self._nothing_is_left_to_give(idle)
 
     def _nothing_is_left_to_give(self, idle: Sequence[int]) -> None:
-        at_work = {chunk for run in self.told.values() for chunk in range(*run)}
+        at_work = {chunk for run in self.sent.values() for chunk in range(*run)}
         assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
-        for rank, (first, last) in self.told.items():
+        for rank, (first, last) in self.sent.items():
             behind = self.missing & set(range(first + 1, last))
             seconds = self.paces[rank]
             work = len(behind) * (WORTHWHILE if seconds is None else seconds)
@@ -676,58 +684,58 @@ class Evaluations(RuleBasedStateMachine):
                 assert work < WORTHWHILE or too_slow, "work that could be stolen"
         suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
         if self.missing - suspects and None not in self.paces:
-            assert self.dispatch.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
+            assert self.scheduler.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
 
     def _limit(self, command: Limit) -> None:
-        first, last = self.told[command.worker]
+        first, last = self.sent[command.worker]
         assert first < command.last < last
-        self.told[command.worker] = Run(first, command.last)
+        self.sent[command.worker] = ChunkRun(first, command.last)
         self.hands[command.worker].limit = min(self.hands[command.worker].limit, command.last)
 
     def _assign(self, command: Assign) -> None:
         worker, first, last = command
-        assert worker not in self.told, "a second task"
+        assert worker not in self.sent, "a second task"
         assert first < last
         assert set(range(first, last)) <= self.missing, "what is done is given again"
         self.alone.discard(worker)
         if self.deaths[first] >= POISONOUS - 1:
-            assert last == first + 1 and all(run.first != first for run in self.told.values()), "it is tried alone"
+            assert last == first + 1 and all(run.first != first for run in self.sent.values()), "it is tried alone"
             self.alone.add(worker)
-        self.told[worker] = Run(first, last)
+        self.sent[worker] = ChunkRun(first, last)
         self.numbers += 1
-        self.hands[worker].start(self.numbers, self.evaluation, Run(first, last), self.chunks)
+        self.hands[worker].start(self.numbers, self.evaluation, ChunkRun(first, last), self.chunks)
 
     def _hear(self, rank: int, said: Said) -> None:
-        """As `Round.heard`."""
+        """As `ProcessGather.heard`."""
         hand = self.hands[rank]
-        if said.evaluation != self.evaluation or rank not in self.told or said.number != hand.number:
+        if said.evaluation != self.evaluation or rank not in self.sent or said.number != hand.number:
             return  # of no interest any more
-        self.dispatch.reported(rank, said.done, self.now)
-        self.missing -= set(range(said.done)) & set(range(self.told[rank].first, said.done))
-        self.told[rank] = Run(said.done, self.told[rank].last)
+        self.scheduler.reported(rank, said.done, self.now)
+        self.missing -= set(range(said.done)) & set(range(self.sent[rank].first, said.done))
+        self.sent[rank] = ChunkRun(said.done, self.sent[rank].last)
         self.heard[hand] = said
         if said.final:
             self._end(rank)
 
     def _end(self, rank: int) -> None:
-        self.dispatch.ended(rank)
-        del self.told[rank]
+        self.scheduler.ended(rank)
+        del self.sent[rank]
 
     def _hear_all(self, rank: int) -> None:
         while self.hands[rank].outbox:
             self._hear(rank, self.hands[rank].outbox.popleft())
 
     def _lose(self, rank: int) -> None:
-        """As `Pool._bury` and `Round.lost`."""
+        """As `Pool._reap` and `ProcessGather.lost`."""
         self._hear_all(rank)
         del self.hands[rank]
-        run = self.told.pop(rank, None)
+        run = self.sent.pop(rank, None)
         expected = None
         if run is not None and run.first < run.last:
             self.deaths[run.first] += 1
             if self.deaths[run.first] >= POISONOUS and rank in self.alone and run.first in self.missing:
                 expected = run.first
-        assert self.dispatch.lost(rank) == expected
+        assert self.scheduler.lost(rank) == expected
         self.poisoned = self.poisoned or expected is not None
 
     def _call_off(self) -> None:
@@ -752,7 +760,7 @@ class Evaluations(RuleBasedStateMachine):
     @rule()
     def nobody_says_anything_until_a_chunk_is_late(self) -> None:
         self._direct(self._idle())
-        due = self.dispatch.next_late(self._estimate)
+        due = self.scheduler.next_late(self._estimate)
         self.now = max(self.now, due) if due < math.inf else self.now
         self._direct(self._idle())
 
@@ -796,7 +804,7 @@ class Evaluations(RuleBasedStateMachine):
             if hand in self.heard and not hand.outbox:
                 self._hear(rank, self.heard[hand])
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.sent)
     @rule(rank=WHO)
     def an_order_ends_early(self, rank: int) -> None:
         """With an error, say; the chunk at hand is not finished."""
@@ -804,7 +812,7 @@ class Evaluations(RuleBasedStateMachine):
         if hand is not None and hand.busy:
             self._hear_all(rank)
             hand.busy = False
-            if rank in self.told:
+            if rank in self.sent:
                 self._end(rank)
 
     @precondition(lambda self: self.turns >= 8)
@@ -815,7 +823,7 @@ class Evaluations(RuleBasedStateMachine):
         if shut_down:
             for rank in list(self.hands):
                 self._lose(rank)
-            assert not self.dispatch.workers
+            assert not self.scheduler.workers
             self.hands = {rank: Hand() for rank in range(RANKS)}
         self._plan(cuts)
 
@@ -833,7 +841,7 @@ class Evaluations(RuleBasedStateMachine):
             if rank not in hanging:
                 self.hands.setdefault(rank, Hand())
         rounds = 0
-        while self.dispatch.missing:
+        while self.scheduler.missing:
             self._round(hanging)
             rounds += 1
             assert rounds <= (RANKS + 1) * (self.chunks + 1)
@@ -842,9 +850,9 @@ class Evaluations(RuleBasedStateMachine):
 
     def _round(self, hanging: set[int]) -> None:
         for rank in (
-            hanging & self.told.keys()
+            hanging & self.sent.keys()
         ):  # of a suspect nobody has a copy: one waits until the pool has killed it
-            if self.deaths[self.told[rank].first] >= POISONOUS - 1:
+            if self.deaths[self.sent[rank].first] >= POISONOUS - 1:
                 self._lose(rank)
         self._direct(self._idle())
         self.now += LATE if hanging else 0.001
@@ -872,18 +880,18 @@ class Evaluations(RuleBasedStateMachine):
 
     @invariant()
     def the_number_of_missing_chunks_is_right(self) -> None:
-        assert self.dispatch.missing == len(self.missing)
+        assert self.scheduler.missing == len(self.missing)
 
     @invariant()
     def it_knows_who_is_at_what(self) -> None:
-        assert set(self.dispatch.workers) == self.told.keys() <= self.hands.keys()
+        assert set(self.scheduler.workers) == self.sent.keys() <= self.hands.keys()
         for rank in range(RANKS):
-            run = self.told.get(rank)
-            assert at_hand(self.dispatch, rank) == (run.first if run is not None and run.first < run.last else None)
+            run = self.sent.get(rank)
+            assert current(self.scheduler, rank) == (run.first if run is not None and run.first < run.last else None)
 
     @invariant()
     def once_all_have_begun_only_what_is_late_is_given_out(self) -> None:
-        spare = copy.deepcopy(self.dispatch)
+        spare = copy.deepcopy(self.scheduler)
         begun = spare.all_begun
         given = spare.decide(range(RANKS), unknown, 0.0)
         assert not (begun and given)
@@ -891,7 +899,7 @@ class Evaluations(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         """If all tasks ended now, every missing chunk would be given out."""
-        spare = copy.deepcopy(self.dispatch)
+        spare = copy.deepcopy(self.scheduler)
         for worker in spare.workers:
             spare.ended(worker)
         while spare.missing:
@@ -919,27 +927,27 @@ TestEvaluations.settings = settings(deadline=None, max_examples=100, stateful_st
 
 
 def test_half_of_what_nobody_has_begun_is_given_up() -> None:
-    dispatch = begun((0, 8), (8, 16), None)
-    dispatch.reported(0, 3, 1.0)
-    given, limits = dispatch.release()
-    assert given == [Run(6, 8), Run(12, 16)] and limits == [Limit(0, 6), Limit(1, 12)]
-    assert dispatch.missing == 16 - 3 - 2 - 4
+    scheduler = begun((0, 8), (8, 16), None)
+    scheduler.reported(0, 3, 1.0)
+    given, limits = scheduler.release()
+    assert given == [ChunkRun(6, 8), ChunkRun(12, 16)] and limits == [Limit(0, 6), Limit(1, 12)]
+    assert scheduler.missing == 16 - 3 - 2 - 4
     for worker, last in ((0, 6), (1, 12)):
-        dispatch.reported(worker, last, 2.0)
-        dispatch.ended(worker)
-    assert dispatch.missing == 0 and dispatch.decide([0, 1, 2], unknown, 3.0) == []
+        scheduler.reported(worker, last, 2.0)
+        scheduler.ended(worker)
+    assert scheduler.missing == 0 and scheduler.decide([0, 1, 2], unknown, 3.0) == []
 
 
 def test_runs_that_wait_for_a_worker_are_given_up_by_half_and_the_chunk_at_hand_is_not() -> None:
-    dispatch = Dispatch([Run(0, 4), Run(4, 5)], 5)
-    assert dispatch.release() == ([Run(2, 4), Run(4, 5)], []) and dispatch.missing == 2
-    dispatch = begun((0, 1), (1, 2))
-    assert dispatch.release() == ([], []) and dispatch.missing == 2
+    scheduler = WorkerScheduler([ChunkRun(0, 4), ChunkRun(4, 5)], 5)
+    assert scheduler.release() == ([ChunkRun(2, 4), ChunkRun(4, 5)], []) and scheduler.missing == 2
+    scheduler = begun((0, 1), (1, 2))
+    assert scheduler.release() == ([], []) and scheduler.missing == 2
 
 
 def test_a_chunk_that_was_given_up_and_begun_all_the_same_counts_for_nothing() -> None:
-    dispatch = begun((0, 4))
-    assert dispatch.release()[0] == [Run(2, 4)]
-    dispatch.reported(0, 3, 1.0)  # the limit came too late for chunk 2
-    dispatch.ended(0)
-    assert dispatch.missing == 0
+    scheduler = begun((0, 4))
+    assert scheduler.release()[0] == [ChunkRun(2, 4)]
+    scheduler.reported(0, 3, 1.0)  # the limit came too late for chunk 2
+    scheduler.ended(0)
+    assert scheduler.missing == 0

@@ -16,21 +16,21 @@ from torch import nn
 
 from batchopt._data.batches import Reading, read_batch
 from batchopt._program.flatten import flatten
-from batchopt.backends.ledger import Run
-from batchopt.backends.ray.actor import Host, request
-from batchopt.backends.ray.editions import Editions, delivery
+from batchopt.backends.ledger import ChunkRun
+from batchopt.backends.ray.actor import NodeActor, request
 from batchopt.backends.ray.messages import (
+    Assignment,
+    AssignmentResult,
     CalledOff,
-    Contract,
     Envelope,
+    NodeReply,
+    NodeRequest,
+    NodeSetup,
     OutOfStep,
     Question,
-    Reply,
-    Request,
-    Share,
-    Yield,
 )
-from batchopt.backends.ray.transfer import Shipment, from_bytes, to_bytes
+from batchopt.backends.ray.program_versions import ProgramVersions, update_for
+from batchopt.backends.ray.transfer import SendableBatch, from_bytes, to_bytes
 from batchopt.errors import WorkerError
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Cut, Kind
@@ -40,20 +40,20 @@ from batchopt_workers.worker import Sample, Worker
 from tests.workloads import Workload, mlp
 
 
-def work(host: Host, place: tuple[int, int], news: list[Request], task: Request) -> Reply:
+def work(host: NodeActor, place: tuple[int, int], updates: list[NodeRequest], task: NodeRequest) -> NodeReply:
     """What a node does with a request."""
-    return host.work(Envelope(*place, news, task.method), *task.arguments)
+    return host.work(Envelope(*place, updates, task.method), *task.arguments)
 
 
-class Driver:
-    """What a driver does with one machine, in chunks of two samples."""
+class ParentOf:
+    """What a parent does with one machine, in chunks of two samples."""
 
     def __init__(self, case: Workload, ranks: tuple[int, ...] = (4, 5), prehook: Any = None) -> None:
-        self.case, self.host = case, Host()
+        self.case, self.host = case, NodeActor()
         self.flat, parameters = flatten(case.module)
         self.program = Program(case.module, case.criterion, (None,), 0, prehook)
-        self.editions = Editions(self.program, parameters)
-        contract = Contract(
+        self.program_versions = ProgramVersions(self.program, parameters)
+        node_setup = NodeSetup(
             layout=self.flat.layout,
             precode=dumps(_note_rank),
             fixed_bits=True,
@@ -64,27 +64,27 @@ class Driver:
             ranks=ranks,
             world=9,
             torch=TorchSettings.current(),
-            digests=self.editions.latest.digests,
+            digests=self.program_versions.latest.digests,
         )
-        started = work(self.host, (0, 0), [], request(Host.start, contract, self.editions.first))
-        assert started.failed is None, started.failed
+        started = work(self.host, (0, 0), [], request(NodeActor.start, node_setup, self.program_versions.first))
+        assert started.failure is None, started.failure
         batch = read_batch(case.inputs, case.targets, None, {None: Reading(None, "mean", case.criterion, None, None)})
-        self.shipment = Shipment.of(batch)
+        self.sendable = SendableBatch.of(batch)
         self.cut = Cut((*range(0, batch.size, 2), batch.size))
         self.numbers = iter(range(1, 100))
-        self.news = [
-            request(Host.load, self.shipment.skeleton, (1.0,)),
-            request(Host.set_cut, self.cut.bounds),
+        self.updates = [
+            request(NodeActor.load, self.sendable.manifest, (1.0,)),
+            request(NodeActor.set_cut, self.cut.bounds),
         ]
 
-    def evaluate(self, *runs: Run | None, fill: range | None = None) -> Any:
+    def evaluate(self, *runs: ChunkRun | None, fill: range | None = None) -> Any:
         """The reply."""
-        news, self.news = self.news, []
+        updates, self.updates = self.updates, []
         if fill is not None:
-            news.append(request(Host.fill, list(self.shipment.fragments(fill))))
-        share = Share(int(Kind.EVALUATE), next(self.numbers), 1, runs)
-        task = request(Host.evaluate, share, to_bytes(self.flat.vector), None)
-        return work(self.host, (0, share.attempt), news, task)
+            updates.append(request(NodeActor.fill, list(self.sendable.slices(fill))))
+        assignment = Assignment(int(Kind.EVALUATE), next(self.numbers), 1, runs)
+        task = request(NodeActor.evaluate, assignment, to_bytes(self.flat.vector), None)
+        return work(self.host, (0, assignment.attempt), updates, task)
 
     def expected(self, samples: range) -> torch.Tensor:
         """What these samples add to the gradient."""
@@ -93,7 +93,7 @@ class Driver:
         scaled = loss * len(samples) / len(self.case.inputs)
         return torch.cat([g.flatten() for g in torch.autograd.grad(scaled, list(self.case.module.parameters()))])
 
-    def gradient(self, found: Yield) -> torch.Tensor:
+    def gradient(self, found: AssignmentResult) -> torch.Tensor:
         """The sum of all partials."""
         return torch.stack([from_bytes(s.gradient, self.flat.layout.sum_dtype, (-1,)) for s in found.sums]).sum(0)
 
@@ -103,62 +103,64 @@ def _note_rank(worker: Worker) -> None:
 
 
 @pytest.fixture
-def drive() -> Iterator[Callable[..., Driver]]:
-    """Makes drivers whose machine is closed at the test's end."""
-    made: list[Driver] = []
+def drive() -> Iterator[Callable[..., ParentOf]]:
+    """Makes parents whose machine is closed at the test's end."""
+    made: list[ParentOf] = []
 
-    def make(*args: Any, **options: Any) -> Driver:
-        made.append(Driver(*args, **options))
+    def make(*args: Any, **options: Any) -> ParentOf:
+        made.append(ParentOf(*args, **options))
         return made[-1]
 
     yield make
-    for driver in made:
-        driver.host.close()
+    for parent in made:
+        parent.host.close()
 
 
-def test_a_share_is_evaluated_and_merged(drive: Callable[..., Driver]) -> None:
-    driver = drive(mlp(samples=16))
-    reply = driver.evaluate(Run(0, 2), Run(2, 4), fill=range(0, 8))
-    assert reply.failed is None and len(reply.value.sums) == 1  # whatever the number of workers
-    torch.testing.assert_close(driver.gradient(reply.value), driver.expected(range(0, 8)), rtol=1e-12, atol=1e-14)
+def test_a_share_is_evaluated_and_merged(drive: Callable[..., ParentOf]) -> None:
+    parent = drive(mlp(samples=16))
+    reply = parent.evaluate(ChunkRun(0, 2), ChunkRun(2, 4), fill=range(0, 8))
+    assert reply.failure is None and len(reply.value.sums) == 1  # whatever the number of workers
+    torch.testing.assert_close(parent.gradient(reply.value), parent.expected(range(0, 8)), rtol=1e-12, atol=1e-14)
     assert {work.worker for work in reply.value.work} == {0, 1}
-    assert [condition.alive for condition in reply.workers] == [True, True]
+    assert [status.alive for status in reply.workers] == [True, True]
 
 
-def test_samples_that_come_later_fall_into_their_place(drive: Callable[..., Driver]) -> None:
-    driver = drive(mlp(samples=16))
-    driver.evaluate(Run(0, 1), None, fill=range(0, 2))
-    reply = driver.evaluate(Run(5, 6), Run(6, 8), fill=range(10, 16))
-    torch.testing.assert_close(driver.gradient(reply.value), driver.expected(range(10, 16)), rtol=1e-12, atol=1e-14)
-    both = driver.evaluate(Run(0, 1), Run(6, 7))
-    expected = driver.expected(range(0, 2)) + driver.expected(range(12, 14))
-    torch.testing.assert_close(driver.gradient(both.value), expected, rtol=1e-12, atol=1e-14)
+def test_samples_that_come_later_fall_into_their_place(drive: Callable[..., ParentOf]) -> None:
+    parent = drive(mlp(samples=16))
+    parent.evaluate(ChunkRun(0, 1), None, fill=range(0, 2))
+    reply = parent.evaluate(ChunkRun(5, 6), ChunkRun(6, 8), fill=range(10, 16))
+    torch.testing.assert_close(parent.gradient(reply.value), parent.expected(range(10, 16)), rtol=1e-12, atol=1e-14)
+    both = parent.evaluate(ChunkRun(0, 1), ChunkRun(6, 7))
+    expected = parent.expected(range(0, 2)) + parent.expected(range(12, 14))
+    torch.testing.assert_close(parent.gradient(both.value), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_another_step_on_the_same_batch_needs_no_samples(drive: Callable[..., Driver]) -> None:
-    driver = drive(mlp(samples=16))
-    driver.evaluate(Run(0, 1), Run(1, 2), fill=range(0, 4))
-    driver.news.append(request(Host.load, None, (2.0,)))
-    reply = driver.evaluate(Run(0, 1), Run(1, 2))
-    torch.testing.assert_close(driver.gradient(reply.value), 2.0 * driver.expected(range(0, 4)), rtol=1e-12, atol=1e-14)
+def test_another_step_on_the_same_batch_needs_no_samples(drive: Callable[..., ParentOf]) -> None:
+    parent = drive(mlp(samples=16))
+    parent.evaluate(ChunkRun(0, 1), ChunkRun(1, 2), fill=range(0, 4))
+    parent.updates.append(request(NodeActor.load, None, (2.0,)))
+    reply = parent.evaluate(ChunkRun(0, 1), ChunkRun(1, 2))
+    torch.testing.assert_close(parent.gradient(reply.value), 2.0 * parent.expected(range(0, 4)), rtol=1e-12, atol=1e-14)
 
 
-def test_a_machine_has_the_memory_of_its_shard_only(drive: Callable[..., Driver]) -> None:
+def test_a_machine_has_the_memory_of_its_shard_only(drive: Callable[..., ParentOf]) -> None:
     torch.manual_seed(0)
     samples = 200_000
     case = mlp(samples=samples)
-    driver = drive(case)
-    driver.evaluate(Run(50_000, 50_010), None, fill=range(100_000, 120_000))
-    hold = driver.host._hold
-    assert hold is not None
-    taken = os.fstat(hold.block.fd).st_blocks * 512
+    parent = drive(case)
+    parent.evaluate(ChunkRun(50_000, 50_010), None, fill=range(100_000, 120_000))
+    buffer = parent.host._buffer
+    assert buffer is not None
+    taken = os.fstat(buffer.block.fd).st_blocks * 512
     shard = 20_000 * (case.inputs[0].nbytes + case.targets[0].nbytes)
-    assert shard <= taken <= shard + 16 * 4096 < hold.block.nbytes / 8
+    assert shard <= taken <= shard + 16 * 4096 < buffer.block.nbytes / 8
 
 
-def test_workers_know_their_rank_among_all(drive: Callable[..., Driver]) -> None:
-    driver = drive(mlp(samples=4))
-    reply = work(driver.host, (1, 0), [], request(Host.run, dumps((lambda worker: worker.state["at precode"], ()))))
+def test_workers_know_their_rank_among_all(drive: Callable[..., ParentOf]) -> None:
+    parent = drive(mlp(samples=4))
+    reply = work(
+        parent.host, (1, 0), [], request(NodeActor.run, dumps((lambda worker: worker.state["at precode"], ())))
+    )
     assert reply.value == [dumps((4, 9)), dumps((5, 9))]
 
 
@@ -182,79 +184,86 @@ def held_up(folder: Path) -> Callable[[Worker, Sample], None]:
     return hook
 
 
-def test_half_of_what_nobody_has_begun_is_given_up_on_request(drive: Callable[..., Driver], tmp_path: Path) -> None:
-    driver = drive(mlp(samples=32), prehook=held_up(tmp_path))
+def test_half_of_what_nobody_has_begun_is_given_up_on_request(drive: Callable[..., ParentOf], tmp_path: Path) -> None:
+    parent = drive(mlp(samples=32), prehook=held_up(tmp_path))
     replies: list[Any] = []
-    thread = threading.Thread(target=lambda: replies.append(driver.evaluate(Run(0, 8), Run(8, 16), fill=range(0, 32))))
+    thread = threading.Thread(
+        target=lambda: replies.append(parent.evaluate(ChunkRun(0, 8), ChunkRun(8, 16), fill=range(0, 32)))
+    )
     thread.start()
     wait_for(tmp_path / "begun 0")
     wait_for(tmp_path / "begun 8")
-    given = driver.host.ask(Question.RELEASE, 1, 10.0)
-    assert given == [Run(4, 8), Run(12, 16)]  # of 1..7 and 9..15
-    assert driver.host.ask(Question.PING, 1, 10.0) == []
+    given = parent.host.ask(Question.RELEASE, 1, 10.0)
+    assert given == [ChunkRun(4, 8), ChunkRun(12, 16)]  # of 1..7 and 9..15
+    assert parent.host.ask(Question.PING, 1, 10.0) == []
     (tmp_path / "go").touch()
     thread.join(30)
     (reply,) = replies
-    assert reply.failed is None
+    assert reply.failure is None
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("begun") and int(path.name[6:]) % 8 >= 4]
-    expected = driver.expected(range(0, 8)) + driver.expected(range(16, 24))
-    torch.testing.assert_close(driver.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)
-    assert driver.host.ask(Question.RELEASE, 1, 10.0) == []  # nothing is evaluated now
+    expected = parent.expected(range(0, 8)) + parent.expected(range(16, 24))
+    torch.testing.assert_close(parent.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)
+    assert parent.host.ask(Question.RELEASE, 1, 10.0) == []  # nothing is evaluated now
 
 
-def test_an_evaluation_can_be_called_off(drive: Callable[..., Driver], tmp_path: Path) -> None:
-    driver = drive(mlp(samples=32), prehook=held_up(tmp_path))
+def test_an_evaluation_can_be_called_off(drive: Callable[..., ParentOf], tmp_path: Path) -> None:
+    parent = drive(mlp(samples=32), prehook=held_up(tmp_path))
     replies: list[Any] = []
-    thread = threading.Thread(target=lambda: replies.append(driver.evaluate(Run(0, 8), Run(8, 16), fill=range(0, 32))))
+    thread = threading.Thread(
+        target=lambda: replies.append(parent.evaluate(ChunkRun(0, 8), ChunkRun(8, 16), fill=range(0, 32)))
+    )
     thread.start()
     wait_for(tmp_path / "begun 0")
-    assert driver.host.ask(Question.CALL_OFF, 1, 10.0) == []
+    assert parent.host.ask(Question.CALL_OFF, 1, 10.0) == []
     thread.join(30)
-    assert isinstance(replies[0].failed.error, CalledOff)
+    assert isinstance(replies[0].failure.error, CalledOff)
     (tmp_path / "go").touch()
-    assert driver.evaluate(Run(0, 8), Run(8, 16)).failed is None
+    assert parent.evaluate(ChunkRun(0, 8), ChunkRun(8, 16)).failure is None
 
 
-def test_what_goes_wrong_is_said_not_raised(drive: Callable[..., Driver]) -> None:
+def test_what_goes_wrong_is_said_not_raised(drive: Callable[..., ParentOf]) -> None:
     def refuse(worker: Worker, sample: Sample) -> None:
         raise ZeroDivisionError("no")
 
-    driver = drive(mlp(samples=8), prehook=refuse)
-    failed = driver.evaluate(Run(0, 2), Run(2, 4), fill=range(0, 8)).failed
-    assert isinstance(failed.error, WorkerError) and failed.error.type_name == "ZeroDivisionError"
-    assert "ZeroDivisionError in worker 0" in failed.text.message and failed.text.message.endswith(": no")
-    assert "in refuse" in failed.text.traceback
-    failed = work(Host(), (0, 0), [], request(Host.run, dumps((len, ())))).failed
-    assert failed is not None and "were not started" in failed.text.message
+    parent = drive(mlp(samples=8), prehook=refuse)
+    failure = parent.evaluate(ChunkRun(0, 2), ChunkRun(2, 4), fill=range(0, 8)).failure
+    assert isinstance(failure.error, WorkerError) and failure.error.type_name == "ZeroDivisionError"
+    assert "ZeroDivisionError in worker 0" in failure.text.message and failure.text.message.endswith(": no")
+    assert "in refuse" in failure.text.traceback
+    failure = work(NodeActor(), (0, 0), [], request(NodeActor.run, dumps((len, ())))).failure
+    assert failure is not None and "were not started" in failure.text.message
 
 
-def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(drive: Callable[..., Driver]) -> None:
-    driver = drive(mlp(samples=4))
-    share = Share(int(Kind.EVALUATE), 1, 1, (Run(0, 1), None))
+def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(drive: Callable[..., ParentOf]) -> None:
+    parent = drive(mlp(samples=4))
+    assignment = Assignment(int(Kind.EVALUATE), 1, 1, (ChunkRun(0, 1), None))
     for index in (2, 3, 2):  # the first one, with the batch, did not come
-        reply = work(driver.host, (0, index), [], request(Host.evaluate, share, None, None))
-        assert reply.failed is not None and reply.failed.is_a(OutOfStep)
-    news = [*driver.news, request(Host.fill, list(driver.shipment.fragments(range(0, 4))))]
-    x = to_bytes(driver.flat.vector)
-    assert work(driver.host, (1, 0), news, request(Host.evaluate, share, x, None)).failed is None
-    assert work(driver.host, (1, 1), [], request(Host.evaluate, share._replace(attempt=2), x, None)).failed is None
+        reply = work(parent.host, (0, index), [], request(NodeActor.evaluate, assignment, None, None))
+        assert reply.failure is not None and reply.failure.is_a(OutOfStep)
+    updates = [*parent.updates, request(NodeActor.fill, list(parent.sendable.slices(range(0, 4))))]
+    x = to_bytes(parent.flat.vector)
+    assert work(parent.host, (1, 0), updates, request(NodeActor.evaluate, assignment, x, None)).failure is None
+    assert (
+        work(parent.host, (1, 1), [], request(NodeActor.evaluate, assignment._replace(attempt=2), x, None)).failure
+        is None
+    )
 
 
-def test_a_changed_program_is_sent_with_the_tensors_that_the_machine_lacks(drive: Callable[..., Driver]) -> None:
+def test_a_changed_program_is_sent_with_the_tensors_that_the_machine_lacks(drive: Callable[..., ParentOf]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().eval()
-    driver = drive(Workload(module, nn.MSELoss(), torch.randn(6, 3).double(), torch.randn(6, 3).double()))
-    before = driver.editions.latest
+    parent = drive(Workload(module, nn.MSELoss(), torch.randn(6, 3).double(), torch.randn(6, 3).double()))
+    before = parent.program_versions.latest
     module.append(nn.Dropout(0.0))
     module.register_buffer("more", torch.ones(2))
-    driver.editions.follow(driver.program)
-    found = delivery(driver.editions.latest, before.packed.data, before.digests)
+    parent.program_versions.follow(parent.program)
+    found = update_for(parent.program_versions.latest, before.packed.data, before.digests)
     assert found.data is not None and len(found.digests) == len(before.digests) + 1
     assert [elements.view("float32").tolist() for elements in found.elements.values()] == [[1.0, 1.0]]
-    driver.news.insert(0, request(Host.update, found))
-    reply = driver.evaluate(Run(0, 1), Run(1, 3), fill=range(0, 6))
-    torch.testing.assert_close(driver.gradient(reply.value), driver.expected(range(0, 6)), rtol=1e-12, atol=1e-14)
-    (parts, *_) = work(driver.host, (0, 2), [], request(Host.run, dumps((_count_parts, ())))).value
+    parent.updates.insert(0, request(NodeActor.update, found))
+    reply = parent.evaluate(ChunkRun(0, 1), ChunkRun(1, 3), fill=range(0, 6))
+    torch.testing.assert_close(parent.gradient(reply.value), parent.expected(range(0, 6)), rtol=1e-12, atol=1e-14)
+    (parts, *_) = work(parent.host, (0, 2), [], request(NodeActor.run, dumps((_count_parts, ())))).value
     assert pickle.loads(parts) == 4
 
 
@@ -263,18 +272,18 @@ def _count_parts(worker: Worker) -> int:
     return len(list(worker.module.modules()))
 
 
-def test_constants_follow_the_driver(drive: Callable[..., Driver]) -> None:
+def test_constants_follow_the_parent(drive: Callable[..., ParentOf]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().eval()
-    driver = drive(Workload(module, nn.MSELoss(), torch.randn(6, 3).double(), torch.randn(6, 3).double()))
+    parent = drive(Workload(module, nn.MSELoss(), torch.randn(6, 3).double(), torch.randn(6, 3).double()))
     norm = module[1]
     assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
     norm.running_mean.fill_(3.0)
-    before = driver.editions.latest
-    driver.editions.follow(driver.program)
-    found = delivery(driver.editions.latest, before.packed.data, before.digests)
+    before = parent.program_versions.latest
+    parent.program_versions.follow(parent.program)
+    found = update_for(parent.program_versions.latest, before.packed.data, before.digests)
     assert found.data is None and len(found.elements) == 1
-    driver.news.insert(0, request(Host.update, found))
-    reply = driver.evaluate(Run(0, 1), Run(1, 3), fill=range(0, 6))
-    expected = driver.expected(range(0, 6))
-    torch.testing.assert_close(driver.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)
+    parent.updates.insert(0, request(NodeActor.update, found))
+    reply = parent.evaluate(ChunkRun(0, 1), ChunkRun(1, 3), fill=range(0, 6))
+    expected = parent.expected(range(0, 6))
+    torch.testing.assert_close(parent.gradient(reply.value), expected, rtol=1e-12, atol=1e-14)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from batchopt.backends.patience import STARTUP, UNKNOWN
-from batchopt.backends.ray.actor import Host, request
+from batchopt.backends.ray.actor import NodeActor, request
 from batchopt.backends.ray.cluster import Room
-from batchopt.backends.ray.messages import Condition, Envelope, Question, Task
-from batchopt.backends.ray.node import Call, Machine
+from batchopt.backends.ray.messages import Envelope, NodeTask, Question, WorkerStatus
+from batchopt.backends.ray.node import ClusterNode, PendingRequest
 from batchopt.backends.ray.roster import ANSWERING, GiveUp, NodeRoster, Ping, Placement, check, place
 from batchopt.errors import AllWorkersLostError
 
@@ -33,16 +33,16 @@ class Tape:
         self.ended = True
 
 
-def machine(*ranks: int, ready: bool = True) -> Machine:
+def some_node(*ranks: int, ready: bool = True) -> ClusterNode:
     """A node with these workers, named after the first."""
-    made = Machine(Tape(), ranks[0], f"node {ranks[0]}", ranks)
+    made = ClusterNode(Tape(), ranks[0], f"node {ranks[0]}", ranks)
     made.ready = ready
     return made
 
 
-def asked(node: Machine, task: Task | Question, silent: float) -> Machine:
+def asked(node: ClusterNode, task: NodeTask | Question, silent: float) -> ClusterNode:
     """The node was asked, and has been silent since then."""
-    node.calls[object()] = Call(task, silent=silent)
+    node.requests[object()] = PendingRequest(task, silent=silent)
     return node
 
 
@@ -51,7 +51,7 @@ def test_ranks_are_placed_in_order_where_there_is_room() -> None:
 
 
 def test_workers_of_a_lost_node_are_placed_where_there_is_room_and_it_is_allowed() -> None:
-    roster, first, second = NodeRoster(3), machine(0, 1), machine(2, 3)
+    roster, first, second = NodeRoster(3), some_node(0, 1), some_node(2, 3)
     roster.grow(4)
     assert not roster.wants_room([first, second])
     roster.lost(second, "is gone")
@@ -59,24 +59,24 @@ def test_workers_of_a_lost_node_are_placed_where_there_is_room_and_it_is_allowed
     assert roster.wants_room([first]) and roster.homeless([first]) == [2, 3]
     assert roster.replace([first], [Room("a", 1)]) == [Placement("a", (2,))]
     assert [info.lost for info in roster.infos] == [False, False, False, True]
-    third = machine(2)
+    third = some_node(2)
     assert roster.replace([first, third], []) == []
     assert roster.replace([first, third], [Room("a", 5)]) == [Placement("a", (3,))]
     assert [info.restarts for info in roster.infos] == [0, 0, 1, 1] and not roster.infos[3].lost
     roster.lost(first, "is gone")
-    assert roster.replace([third, machine(3)], [Room("a", 5)]) == [Placement("a", (0,))]
-    assert not roster.wants_room([third, machine(3)]) and roster.infos[1].lost  # no restart is left
+    assert roster.replace([third, some_node(3)], [Room("a", 5)]) == [Placement("a", (0,))]
+    assert not roster.wants_room([third, some_node(3)]) and roster.infos[1].lost  # no restart is left
 
 
 def test_nobody_is_left() -> None:
-    roster, only = NodeRoster(1), machine(0)
+    roster, only = NodeRoster(1), some_node(0)
     roster.grow(1)
     roster.lost(only, "is gone")
     roster.check_somebody_is_left([], 100.0)  # there may be room soon
     roster.check_somebody_is_left([], 100.0 + STARTUP)
     with pytest.raises(AllWorkersLostError, match="there was no room"):
         roster.check_somebody_is_left([], 101.0 + STARTUP)
-    roster.check_somebody_is_left([machine(0)], 200.0)
+    roster.check_somebody_is_left([some_node(0)], 200.0)
     roster.check_somebody_is_left([], 300.0)  # counted from now
     roster.replace([], [Room("a", 1)])
     with pytest.raises(AllWorkersLostError, match=r"max_restarts is spent.*node 0"):
@@ -84,11 +84,11 @@ def test_nobody_is_left() -> None:
 
 
 def test_what_a_node_says_of_its_workers_counts_restarts_there_once() -> None:
-    roster, node = NodeRoster(0), machine(0, 1)
+    roster, node = NodeRoster(0), some_node(0, 1)
     roster.grow(2)
     roster.infos[1].restarts = 5  # on nodes before
     for restarts in (1, 1, 2):
-        roster.reported(node, [Condition(7, "cpu", 0, True, False), Condition(8, "cpu", restarts, False, True)])
+        roster.reported(node, [WorkerStatus(7, "cpu", 0, True, False), WorkerStatus(8, "cpu", restarts, False, True)])
     assert [info.restarts for info in roster.infos] == [0, 7]
     assert [(info.pid, info.alive, info.lost) for info in roster.infos] == [(7, True, False), (8, False, True)]
 
@@ -97,7 +97,7 @@ def test_nodes_that_do_not_start_are_counted_until_one_does() -> None:
     roster = NodeRoster(0)
     roster.grow(2)
     for _ in range(2):
-        roster.lost(machine(0, ready=False), "did not start")
+        roster.lost(some_node(0, ready=False), "did not start")
     assert roster.failures == 2
     roster.started()
     assert roster.failures == 0
@@ -110,11 +110,11 @@ def test_nodes_that_do_not_start_are_counted_until_one_does() -> None:
 
 
 @pytest.mark.parametrize("timeout, patience", [(None, ANSWERING), (2.0, 2.0)])
-@pytest.mark.parametrize("task", [Task.EVALUATE, Task.PROBE])
+@pytest.mark.parametrize("task", [NodeTask.EVALUATE, NodeTask.PROBE])
 def test_a_node_that_works_is_asked_for_a_sign_and_given_up_without_one(
-    task: Task, timeout: float | None, patience: float
+    task: NodeTask, timeout: float | None, patience: float
 ) -> None:
-    node = asked(machine(0), task, 10.0)
+    node = asked(some_node(0), task, 10.0)
     assert check([node], timeout, 10.0 + patience) == []
     assert check([node], timeout, 10.1 + patience) == [Ping(node, patience)]
     asked(node, Question.PING, 50.0)
@@ -126,35 +126,35 @@ def test_a_node_that_works_is_asked_for_a_sign_and_given_up_without_one(
 @pytest.mark.parametrize(
     "task, timeout, limit, why",
     [
-        (Task.START, None, UNKNOWN, "did not start"),
-        (Task.START, 1.0, STARTUP, "did not start"),
-        (Task.START, 700.0, 700.0, "did not start"),
-        (Task.HANDSHAKE, None, 2 * ANSWERING, "was not placed"),
+        (NodeTask.START, None, UNKNOWN, "did not start"),
+        (NodeTask.START, 1.0, STARTUP, "did not start"),
+        (NodeTask.START, 700.0, 700.0, "did not start"),
+        (NodeTask.HANDSHAKE, None, 2 * ANSWERING, "was not placed"),
     ],
 )
 def test_a_node_that_does_not_start_in_time_is_given_up(
-    task: Task, timeout: float | None, limit: float, why: str
+    task: NodeTask, timeout: float | None, limit: float, why: str
 ) -> None:
-    node = asked(machine(0, ready=False), task, 10.0)
+    node = asked(some_node(0, ready=False), task, 10.0)
     assert check([node], timeout, 10.0 + limit) == []
     (found,) = check([node], timeout, 10.1 + limit)
     assert isinstance(found, GiveUp) and why in found.why
 
 
 def test_a_node_that_an_interrupt_left_half_started_is_given_up() -> None:
-    (found,) = check([machine(0, ready=False), machine(1)], None, 0.0)
-    assert isinstance(found, GiveUp) and found.machine.number == 0 and "interrupt" in found.why
+    (found,) = check([some_node(0, ready=False), some_node(1)], None, 0.0)
+    assert isinstance(found, GiveUp) and found.node.number == 0 and "interrupt" in found.why
 
 
 def test_requests_of_a_node_are_numbered_and_begin_anew_once_it_forgets() -> None:
     tape = Tape()
-    node = Machine(tape, 0, "node", (0,))
+    node = ClusterNode(tape, 0, "node", (0,))
     for place_, expected in zip(itertools.count(), [(0, 0), (0, 1), (1, 0)], strict=False):
         if place_ == 2:
-            node.forget()
-        node.work(Call(Task.RUN), [request(Host.use_hooks, False)], request(Host.run, b"body"))
+            node.forget_state()
+        node.work(PendingRequest(NodeTask.RUN), [request(NodeActor.use_hooks, False)], request(NodeActor.run, b"body"))
         name, (envelope, *arguments) = tape.said[-1]
         assert name == "work" and arguments == [b"body"]
-        assert envelope == Envelope(*expected, [request(Host.use_hooks, False)], "run")
+        assert envelope == Envelope(*expected, [request(NodeActor.use_hooks, False)], "run")
     node.kill()
-    assert tape.ended and not node.calls
+    assert tape.ended and not node.requests

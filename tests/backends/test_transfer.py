@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._data.batches import Reading, read_batch
-from batchopt.backends.ray.transfer import BLOCK, Freight, Hold, Shipment, copied, digest, from_bytes, lacking, to_bytes
+from batchopt.backends.ray.transfer import (
+    BLOCK,
+    BatchBuffer,
+    PackedBytes,
+    SendableBatch,
+    copied,
+    digest,
+    from_bytes,
+    lacking,
+    to_bytes,
+)
 from batchopt_workers import memory
 from batchopt_workers.batch import Batch
 from batchopt_workers.packing import pack, unpack
@@ -37,25 +47,25 @@ def test_tensors_of_any_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> None
 def test_packed_objects() -> None:
     shared = torch.arange(5)
     before = {"a": shared, "b": [shared, torch.rand(2, 3).t()], "c": "text"}
-    freight = Freight.of(pack(before))
-    after = unpack(freight.data, freight.placements, freight.unload())
+    packed_bytes = PackedBytes.of(pack(before))
+    after = unpack(packed_bytes.data, packed_bytes.placements, packed_bytes.unload())
     assert after["a"] is after["b"][0] and torch.equal(after["a"], shared) and after["c"] == "text"
     assert torch.equal(after["b"][1], before["b"][1]) and after["b"][1].stride() == before["b"][1].stride()  # type: ignore[index]
 
 
-def rebuilt(batch: Batch, wanted: list[range]) -> tuple[Batch, Hold]:
+def rebuilt(batch: Batch, wanted: list[range]) -> tuple[Batch, BatchBuffer]:
     """The batch on a machine that has the wanted samples."""
-    shipment = Shipment.of(batch)
-    hold = Hold(shipment.skeleton)
-    found: Batch = unpack(shipment.skeleton.data, shipment.skeleton.placements, hold.block)
+    sendable = SendableBatch.of(batch)
+    buffer = BatchBuffer(sendable.manifest)
+    found: Batch = unpack(sendable.manifest.data, sendable.manifest.placements, buffer.block)
     for samples in wanted:
-        for fragment in shipment.fragments(samples):
-            hold.fill(fragment)
-            if fragment.lists is not None:
-                lists = fragment.lists
+        for slice_ in sendable.slices(samples):
+            buffer.fill(slice_)
+            if slice_.lists is not None:
+                lists = slice_.lists
                 listed = unpack(lists.data, lists.placements, lists.unload())
-                found.parts[fragment.term].fill(fragment.start, *listed)
-    return found, hold
+                found.parts[slice_.term].fill(slice_.start, *listed)
+    return found, buffer
 
 
 def test_columns_lists_and_options_come_in_parts() -> None:
@@ -96,32 +106,32 @@ def test_samples_lie_where_they_lie_on_any_other_machine() -> None:
 
 def test_only_the_pages_of_what_was_sent_are_taken() -> None:
     x = torch.randn(100_000, 20)
-    _, hold = rebuilt(batch_of(x), [range(90_000, 91_000)])
-    assert 1000 * 80 <= os.fstat(hold.block.fd).st_blocks * 512 <= 1000 * 80 + 3 * 4096
+    _, buffer = rebuilt(batch_of(x), [range(90_000, 91_000)])
+    assert 1000 * 80 <= os.fstat(buffer.block.fd).st_blocks * 512 <= 1000 * 80 + 3 * 4096
 
 
 def test_samples_that_come_again_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    shipment = Shipment.of(batch_of(torch.randn(1000, 20)))
-    _, hold = rebuilt(shipment.batch, [range(0, 500)])
+    sendable = SendableBatch.of(batch_of(torch.randn(1000, 20)))
+    _, buffer = rebuilt(sendable.batch, [range(0, 500)])
     monkeypatch.setattr(memory, "free_memory", lambda: 0)
-    (again,), (more,) = shipment.fragments(range(0, 500)), shipment.fragments(range(600, 700))
-    hold.fill(again)
+    (again,), (more,) = sendable.slices(range(0, 500)), sendable.slices(range(600, 700))
+    buffer.fill(again)
     with pytest.raises(MemoryError, match="of shared memory are needed"):
-        hold.fill(more)
+        buffer.fill(more)
 
 
 def test_memory_is_used_again_for_a_batch_of_the_same_layout() -> None:
-    first = Hold(Shipment.of(batch_of(torch.randn(10, 3))).skeleton)
-    assert Hold(Shipment.of(batch_of(torch.randn(10, 3))).skeleton, first).block is first.block
-    assert Hold(Shipment.of(batch_of(torch.randn(11, 3))).skeleton, first).block is not first.block
+    first = BatchBuffer(SendableBatch.of(batch_of(torch.randn(10, 3))).manifest)
+    assert BatchBuffer(SendableBatch.of(batch_of(torch.randn(10, 3))).manifest, first).block is first.block
+    assert BatchBuffer(SendableBatch.of(batch_of(torch.randn(11, 3))).manifest, first).block is not first.block
 
 
 def test_a_batch_is_known_again_by_what_is_in_it() -> None:
     x, y, options = torch.randn(20, 3), torch.randn(20, 1), list(range(20))
     samples = [torch.zeros(i) for i in range(4)]
 
-    def seen(before: Shipment | None, *batch: Any) -> Shipment:
-        return Shipment.after(before, batch_of(*batch))
+    def seen(before: SendableBatch | None, *batch: Any) -> SendableBatch:
+        return SendableBatch.after(before, batch_of(*batch))
 
     for batch in ((x, y), ({"x": x}, None, options), (samples, [torch.ones(1)] * 4)):
         first = seen(None, *batch)

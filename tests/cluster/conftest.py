@@ -19,7 +19,7 @@ os.environ["RAY_AUTH_MODE"] = (
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.conftest import PATIENCE, is_template
+from tests.conftest import PATIENCE, is_fork_server
 
 # Bytes of memory for objects on a node.
 STORE = 160 * 2**20
@@ -32,7 +32,7 @@ def of_ours(process: psutil.Process) -> bool:
         line = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return "ray::Host" in line or "multiprocessing" in line
+    return "ray::NodeActor" in line or "multiprocessing" in line
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     gc.collect()
     new = [child for child in me.children(recursive=True) if child.pid not in children]
-    left = [child for child in new if of_ours(child) and not is_template(child)]
+    left = [child for child in new if of_ours(child) and not is_fork_server(child)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
     assert not left, f"processes left: {[process.cmdline() for process in left]}"
 

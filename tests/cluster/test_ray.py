@@ -21,8 +21,8 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.backends.ray.messages import Request
-from batchopt.backends.ray.node import Machine
+from batchopt.backends.ray.messages import NodeRequest
+from batchopt.backends.ray.node import ClusterNode
 from tests.cluster.conftest import Start
 from tests.workloads import Mlp, cnn, mlp
 
@@ -96,7 +96,7 @@ class Disturbance:
 def host_of(pid: int) -> psutil.Process:
     """The actor that a worker process belongs to."""
     for parent in psutil.Process(pid).parents():
-        if "ray::Host" in " ".join(parent.cmdline()):
+        if "ray::NodeActor" in " ".join(parent.cmdline()):
             return parent
     raise LookupError
 
@@ -165,9 +165,9 @@ class Traffic:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent = self.received = self.sums = 0
-        work, get = Machine.work, ray.get
+        work, get = ClusterNode.work, ray.get
 
-        def counted(machine: Machine, call: Any, news: Any, task: Request) -> None:
+        def counted(machine: ClusterNode, call: Any, news: Any, task: NodeRequest) -> None:
             self.sent += size((news, task.method))
             self.sent += sum(size(get(x) if isinstance(x, ray.ObjectRef) else x) for x in task.arguments)
             work(machine, call, news, task)
@@ -179,7 +179,7 @@ class Traffic:
                 self.sums += len(value.value.sums)
             return value
 
-        patch.setattr(Machine, "work", counted)
+        patch.setattr(ClusterNode, "work", counted)
         patch.setattr(ray, "get", counting)
 
 

@@ -46,7 +46,7 @@ class Plan:
         if point == "worker.forward":
             os.write(self._log, f"{faults.rank} {os.getpid()} {chunk}\n".encode())
         for i, fault in enumerate(self._faults):
-            who = "parent" if faults.rank < 0 and point != "template.start" else faults.rank
+            who = "parent" if faults.rank < 0 and point != "forkserver.start" else faults.rank
             mine = fault["who"] == who or (fault["who"] == "worker" and who != "parent")
             if mine and fault["point"] == point and fault.get("chunk") in (None, chunk):
                 self._seen[i] += 1
@@ -117,7 +117,7 @@ def install(folder: Path) -> None:
 
     faults.hook = Plan(folder)
     if "--multiprocessing-fork" in sys.orig_argv:
-        faults.point("template.start")
+        faults.point("forkserver.start")
 
 
 if "BATCHOPT_TEST_FAULTS" in os.environ:

@@ -255,7 +255,7 @@ def test_workers_that_never_start_are_an_error(run: Play, way: str) -> None:
 @SLOW
 @pytest.mark.parametrize("way", ["SIGKILL", "C exit"])
 def test_a_process_to_fork_workers_from_that_never_starts_is_an_error(run: Play, way: str) -> None:
-    ended = run(Fault("template.start", way, times=1000))
+    ended = run(Fault("forkserver.start", way, times=1000))
     expected = (
         "WorkerStartError: batchopt-worker-0 could not be made: the process that workers are forked from ended with"
     )
@@ -267,7 +267,7 @@ def test_a_process_to_fork_workers_from_that_never_starts_is_an_error(run: Play,
 def test_a_process_to_fork_workers_from_that_ends_once_is_replaced(
     run: Play, undisturbed: Callable[[str], Ended]
 ) -> None:
-    ended = run(Fault("template.start", "SIGKILL"))
+    ended = run(Fault("forkserver.start", "SIGKILL"))
     assert ended.fired == [1]
     same_bits(ended.outcome, undisturbed("sgd").outcome)
     assert ended.outcome["restarts"] == [0, 0]

@@ -488,10 +488,10 @@ def test_the_samples_of_a_failed_forward_are_at_hand_and_the_next_evaluation_is_
     bench.evaluator.prehook = refuse
     with pytest.raises(ArithmeticError):
         bench.evaluate()
-    assert bench.evaluator.at_hand == expected
+    assert bench.evaluator.current == expected
     bench.load(bounds=(0, 5, 12))
     done = bench.evaluate()
-    assert bench.evaluator.at_hand == range(0)
+    assert bench.evaluator.current == range(0)
     assert done.summaries[0].losses[0] == pytest.approx(plain(bench.module, nn.MSELoss())[0], rel=1e-13)
 
 

@@ -157,7 +157,7 @@ def test_exceptions_that_end_a_program_are_told_as_well(error: BaseException) ->
 
 def test_before_a_module_is_installed_there_is_none_to_evaluate() -> None:
     session = Session(0, 1)
-    assert session.at_hand == range(0)
+    assert session.current == range(0)
     with pytest.raises(RuntimeError, match="no module was installed"):
         session.use_hooks(False)
 
@@ -303,7 +303,7 @@ def test_the_samples_of_a_failed_forward_are_at_hand() -> None:
     parent.load()
     with pytest.raises(ArithmeticError):
         parent.evaluate()
-    assert parent.session.at_hand == range(6)
+    assert parent.session.current == range(6)
 
 
 def test_the_samples_at_hand_are_told_of_a_failed_evaluation_and_of_no_other_failure() -> None:

@@ -150,7 +150,7 @@ class Evaluator:
 
     `parameters` are the module's trainable ones, in the order of the layout, and `direction` what their Hessian is
     multiplied with, in their shapes. `weights` are those of the terms in f. Hooks run only if `hooked`.
-    `at_hand` is the range of samples, numbered through all terms, in the forward that runs, or ran last.
+    `current` is the range of samples, numbered through all terms, in the forward that runs, or ran last.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Evaluator:
         self.weights: Sequence[float] = (1.0,) * len(program.loss_fns)
         self.direction: Sequence[torch.Tensor] = ()
         self.cut = Cut((0,))
-        self.at_hand = range(0)
+        self.current = range(0)
         self.watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
         self._watched: dict[int, BatchWatch] = {}  # by the first sample of the chunk
         self._collation: tuple[Cut | None, Collation] = None, Collation()
@@ -206,7 +206,7 @@ class Evaluator:
             losses, used = self._chunk(order, chunk, rows[row], results)
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, _Partial(row, losses, used), rows)
-            self.at_hand = range(0)
+            self.current = range(0)
             yield self._sums.report(chunk + 1, began, self._drew[1]), results
 
     def _chunk(self, order: Order, chunk: int, row: Row, results: list[Any]) -> tuple[tuple[float, ...], bytes]:
@@ -216,7 +216,7 @@ class Evaluator:
         self._at = chunk
         seed_draws(self._seed, order.step, chunk)
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
-        self.at_hand = range(start, stop)  # while samples are cut out and collated
+        self.current = range(start, stop)  # while samples are cut out and collated
         batch_watch = self._watch_batch(start, stop)
         batch_watch.begin()
         collation = self._collated()
@@ -225,7 +225,7 @@ class Evaluator:
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         try:
             for piece in map(self.place, self.batch.pieces(start, stop, collation)):
-                self.at_hand = numbering.position(piece.term, piece.indices)
+                self.current = numbering.position(piece.term, piece.indices)
                 sample = Sample(
                     piece.inputs, piece.targets, piece.options, piece.indices, term=numbering.names[piece.term]
                 )
@@ -236,8 +236,8 @@ class Evaluator:
                 else:
                     losses[piece.term] += self._forward_backward(piece, sample, weight, collector, results)
                     collector.collect()
-                self.at_hand = range(self.at_hand.stop, stop)
-            self.at_hand = range(start, stop)
+                self.current = range(self.current.stop, stop)
+            self.current = range(start, stop)
             batch_watch.check()
             collation.check()
             self.watch.check()

@@ -30,7 +30,7 @@ from batchopt_workers import faults, loop
 from batchopt_workers.orphans import Orphans, adopt, has_ended
 from batchopt_workers.tracker import track_apart
 
-# Seconds without a worker and without a request after which the template ends.
+# Seconds without a worker and without a request after which the fork server ends.
 LINGER = 60.0
 # Seconds between two looks at whether the processes that nobody asks for have ended.
 _INTERVAL = 0.1
@@ -39,19 +39,19 @@ _ENDING = 2.0
 _F_SETSIG = 10  # Linux; Python does not name it
 
 
-class Task(IntEnum):
-    """What the template is asked for."""
+class Command(IntEnum):
+    """What the fork server is asked for."""
 
     FORK = 1  # a worker, whose descriptors come along; answered by its process id, or less: -errno
     REAP = 2  # the end of a worker, by its process id; answered by how it ended, as `os.waitstatus_to_exitcode` has it
     FORGET = 3  # the same, but not answered
 
 
-class Request(NamedTuple):
+class CommandMessage(NamedTuple):
     """A message of the parent: for `FORK` the worker's rank, their number, and its threads; else `pid` and zeros."""
 
     number: int
-    task: Task
+    task: Command
     subject: int
     world_size: int = 0
     threads: int = 0
@@ -61,10 +61,10 @@ class Request(NamedTuple):
         return REQUEST.pack(*self)
 
     @classmethod
-    def decode(cls, message: bytes) -> Request:
+    def decode(cls, message: bytes) -> CommandMessage:
         """The inverse of `encode`."""
         number, task, *others = REQUEST.unpack(message)
-        return cls(number, Task(task), *others)
+        return cls(number, Command(task), *others)
 
 
 REQUEST = struct.Struct("!QBIII")
@@ -128,13 +128,13 @@ def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
             message, fds, _, _ = socket.recv_fds(end, REQUEST.size, len(Descriptors._fields))
             if len(message) < REQUEST.size:
                 return workers | forgotten
-            request = Request.decode(message)
-            if request.task == Task.FORK:
+            request = CommandMessage.decode(message)
+            if request.task == Command.FORK:
                 answer = _fork(end, request, Descriptors(*fds), parent)
                 workers |= {answer} if answer > 0 else set()
             else:
                 workers.discard(request.subject)
-                if request.task == Task.FORGET:
+                if request.task == Command.FORGET:
                     forgotten.add(request.subject)
                     continue
                 answer = _reap(request.subject)
@@ -160,7 +160,7 @@ def _end(workers: set[int], orphans: Orphans) -> None:
         time.sleep(0.01)
 
 
-def _fork(end: socket.socket, request: Request, descriptors: Descriptors, parent: int) -> int:
+def _fork(end: socket.socket, request: CommandMessage, descriptors: Descriptors, parent: int) -> int:
     """The worker's process id, or -errno. In the worker this does not return."""
     sys.stdout.flush()  # what the user's start-up code wrote is written once
     sys.stderr.flush()
@@ -181,7 +181,7 @@ def _fork(end: socket.socket, request: Request, descriptors: Descriptors, parent
     return pid
 
 
-def _become_worker(request: Request, descriptors: Descriptors, parent: int) -> None:
+def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: int) -> None:
     os.setsid()  # ended with all that it starts; Ctrl-C in a terminal reaches the parent only
     track_apart()
     adopt()  # so that nobody else has what its children leave, for as long as it lives

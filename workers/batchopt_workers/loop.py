@@ -104,7 +104,7 @@ def serve(connection: Connection, session: Session) -> None:
                 else:
                     mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
             except BaseException as error:  # of the pipe too: then this message does not get out either
-                samples = session.at_hand if kind in ORDERS else range(0)
+                samples = session.current if kind in ORDERS else range(0)
                 mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
         except (EOFError, OSError):
             return

@@ -53,9 +53,9 @@ class Session:
         return self._evaluator
 
     @property
-    def at_hand(self) -> range:
+    def current(self) -> range:
         """The samples in the forward that ran last, numbered through all terms, if an evaluation was cut short."""
-        return self._evaluator.at_hand if self._evaluator is not None else range(0)
+        return self._evaluator.current if self._evaluator is not None else range(0)
 
     def attach(self, name: str, fd: int) -> None:
         """Map the shared memory behind `fd` as `name`, in place of what had that name."""

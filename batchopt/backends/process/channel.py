@@ -31,7 +31,7 @@ class ProtocolError(Exception):
     """A worker said something that is no message."""
 
 
-class Reply(NamedTuple):
+class WorkerReply(NamedTuple):
     """What a worker says about the message of that number."""
 
     number: int
@@ -139,7 +139,7 @@ class Channel:
         except (EOFError, OSError):
             pass
 
-    def replies(self) -> Iterator[Reply]:
+    def replies(self) -> Iterator[WorkerReply]:
         """What the worker said, oldest first; one that an interrupt kept from being dealt with comes again.
 
         Raises `ProtocolError` for what is no message.
@@ -173,7 +173,7 @@ class Channel:
                 raise ProtocolError(f"an answer to message {number} of {self.sent}")
             if kind in ANSWERS:
                 self.answered = max(self.answered, number)
-            yield Reply(number, kind, body)
+            yield WorkerReply(number, kind, body)
             self._incoming = (stream, at)
 
     @property

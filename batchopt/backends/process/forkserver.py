@@ -23,9 +23,9 @@ from batchopt._machine.cores import share_cores
 from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, standard_output
 from batchopt.backends.process.stderr import Stderr
 from batchopt_workers import forkserver
-from batchopt_workers.forkserver import REPLY, Descriptors, Request, Task
+from batchopt_workers.forkserver import REPLY, Command, CommandMessage, Descriptors
 
-# Seconds that the template has to start and answer for the first time; to answer later, which takes milliseconds; and to end
+# Seconds that the fork server has to start and answer for the first time; to answer later, which takes milliseconds; and to end
 # the workers, and what they have left, once nobody needs it.
 STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
 
@@ -50,14 +50,14 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**_ALLOCATOR, **os.environ, **{name: str(threads) for name in _THREAD_VARIABLES}}
 
 
-class TemplateError(OSError):
-    """The template is gone, or does not answer."""
+class ForkServerError(OSError):
+    """The fork server is gone, or does not answer."""
 
 
 class _Life:
     """A worker process, until it is reaped."""
 
-    def __init__(self, origin: Template, pid: int, sentinel: int) -> None:
+    def __init__(self, origin: ForkServer, pid: int, sentinel: int) -> None:
         self.origin, self.pid, self.sentinel = origin, pid, sentinel
         self.ended = False
         self.code: int | None = None
@@ -72,23 +72,23 @@ class _Life:
         """It has ended; whatever it started is killed before its number is free."""
         self.kill()
         self.ended = True
-        with suppress(TemplateError):
-            self.code = self.origin.call(Task.REAP, self.pid)
+        with suppress(ForkServerError):
+            self.code = self.origin.call(Command.REAP, self.pid)
 
     def release(self, *ends: int) -> None:
         """Nobody wants to know."""
         if not self.ended:
             self.kill()
             self.ended = True
-            with suppress(TemplateError):
-                self.origin.tell(Task.FORGET, self.pid)
+            with suppress(ForkServerError):
+                self.origin.tell(Command.FORGET, self.pid)
         close_all(*ends)
 
 
-class Forked:
+class ForkedProcess:
     """A worker process. It is killed, with all that it started, when this object is forgotten."""
 
-    def __init__(self, origin: Template, pid: int, name: str, alive: int, parent_alive: int) -> None:
+    def __init__(self, origin: ForkServer, pid: int, name: str, alive: int, parent_alive: int) -> None:
         """Takes over two descriptors: `alive` becomes readable when the last process that has its other end is gone,
         and the worker ends once `parent_alive` is closed."""
         self.pid, self.name = pid, name
@@ -98,7 +98,7 @@ class Forked:
         except (AttributeError, OSError):  # not on Linux, or not allowed in this container
             self.sentinel = alive
         self._life = _Life(origin, pid, self.sentinel)
-        # At exit, before the template is ended, which reaps it.
+        # At exit, before the fork server is ended, which reaps it.
         util.Finalize(self, self._life.release, (self.sentinel, parent_alive), exitpriority=10)
 
     @property
@@ -129,7 +129,7 @@ def _is_readable(fd: int, timeout: float) -> bool:
     return bool(poll.poll(timeout * 1000) or poll.poll(0))
 
 
-class Template:
+class ForkServer:
     """A process that forks workers, and what it was started with."""
 
     def __init__(self, key: object, environment: Mapping[str, str]) -> None:
@@ -157,7 +157,7 @@ class Template:
             leash,
             target=forkserver.main,
             args=(theirs, self._owner, leash if sys.platform == "linux" else -1),
-            name="batchopt-template",
+            name="batchopt-forkserver",
             daemon=True,
         )
         try:
@@ -177,9 +177,9 @@ class Template:
         return self._owner == os.getpid() and self._process.exitcode is None
 
     def call(
-        self, task: Task, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
+        self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
     ) -> int:
-        """The answer to a request. Raises `TemplateError` if there is none.
+        """The answer to a request. Raises `ForkServerError` if there is none.
 
         A request leaves in one piece and an answer is taken in in one piece; so whatever interrupts this, a garbage
         collection that ends another worker included, leaves the order of things as it was.
@@ -192,21 +192,23 @@ class Template:
                 if not _is_readable(self._socket.fileno(), max(0.0, deadline - time.monotonic())):
                     self._process.kill()
                     self._process.join(ENDING)
-                    raise TemplateError(f"the process that workers are forked from did not answer for {patience:g} s")
+                    raise ForkServerError(f"the process that workers are forked from did not answer for {patience:g} s")
                 self._hear()
             self._serves.set()
             self._stderr.pass_on()
             return self._answers.pop(number)
 
     def tell(
-        self, task: Task, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
+        self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
     ) -> int:
-        """Send a request; returns its number. Raises `TemplateError` if the template is gone."""
+        """Send a request; returns its number. Raises `ForkServerError` if the fork server is gone."""
         if self._owner != os.getpid():
-            raise TemplateError("this process is a fork of the one that started the template")
+            raise ForkServerError("this process is a fork of the one that started the fork server")
         number = next(self._numbers)
         try:
-            socket.send_fds(self._socket, [Request(number, task, subject, world, threads).encode()], list(descriptors))
+            socket.send_fds(
+                self._socket, [CommandMessage(number, task, subject, world, threads).encode()], list(descriptors)
+            )
         except OSError as error:
             raise self._gone() from error
         return number
@@ -221,11 +223,13 @@ class Template:
         number, answer = REPLY.unpack(message)
         self._answers[number] = answer
 
-    def _gone(self) -> TemplateError:
+    def _gone(self) -> ForkServerError:
         self._process.join(1.0)
         self._stderr.pass_on()
         tail = f"\n--- its standard error ends with\n{self._stderr.tail}" if self._stderr.tail else ""
-        return TemplateError(f"the process that workers are forked from ended with code {self._process.exitcode}{tail}")
+        return ForkServerError(
+            f"the process that workers are forked from ended with code {self._process.exitcode}{tail}"
+        )
 
 
 def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threading.Event) -> None:
@@ -238,11 +242,11 @@ def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threa
     os.close(leash)
 
 
-_latest: Template | None = None
+_latest: ForkServer | None = None
 _lock = threading.Lock()
 
 
-def _template(threads: int) -> Template:
+def _fork_server(threads: int) -> ForkServer:
     """The one to fork from now: the latest, unless it has ended or would make another worker than a new one would."""
     global _latest
     environment = worker_environment(threads)
@@ -252,29 +256,31 @@ def _template(threads: int) -> Template:
     key = (sys.executable, lasting, affinity, limits)
     with _lock:
         if _latest is None or not _latest.lives or _latest.key != key:
-            _latest = Template(key, environment)
+            _latest = ForkServer(key, environment)
         return _latest
 
 
 def anticipate(workers: int, threads: int | None) -> None:
-    """Let the template start, if there is none: so many workers will be wanted soon. Does nothing if it cannot be."""
+    """Let the fork server start, if there is none: so many workers will be wanted soon. Does nothing if it cannot be."""
     with suppress(OSError):
-        _template(max(share_cores(workers, threads)))
+        _fork_server(max(share_cores(workers, threads)))
 
 
-def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> Forked:
+def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
     """Fork a worker that serves `connection`. Raises `OSError` if there is no process or no descriptor to be had."""
     for attempt in (1, 2):
-        origin = _template(threads)
+        origin = _fork_server(threads)
         try:
             return _fork(origin, connection, stderr, rank, world_size, threads)
-        except TemplateError:
+        except ForkServerError:
             if attempt == 2 or origin.lives:
                 raise
     raise AssertionError
 
 
-def _fork(origin: Template, connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> Forked:
+def _fork(
+    origin: ForkServer, connection: Connection, stderr: int, rank: int, world_size: int, threads: int
+) -> ForkedProcess:
     with ExitStack() as ours, ExitStack() as theirs:
         alive, its_life = os.pipe()
         ours.callback(os.close, alive)
@@ -285,8 +291,8 @@ def _fork(origin: Template, connection: Connection, stderr: int, rank: int, worl
         stdout = standard_output()
         theirs.callback(os.close, stdout)
         descriptors = Descriptors(connection.fileno(), our_life, its_life, stdout, stderr)
-        pid = origin.call(Task.FORK, rank, world_size, threads, descriptors)
+        pid = origin.call(Command.FORK, rank, world_size, threads, descriptors)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         ours.pop_all()
-        return Forked(origin, pid, f"batchopt-worker-{rank}", alive, parent_alive)
+        return ForkedProcess(origin, pid, f"batchopt-worker-{rank}", alive, parent_alive)

@@ -1,4 +1,4 @@
-"""Workers that are still at what somebody else did instead: how slow that shows them to be."""
+"""How slow workers are that were still at a chunk when an evaluation ended, since another worker had done it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchopt.backends.process.channel import Reply
-from batchopt.backends.process.worker import Asked, Child
+from batchopt.backends.process.channel import WorkerReply
+from batchopt.backends.process.worker import PendingMessage, WorkerProcess
 from batchopt_workers.messages import Cut, Kind, Order, Report
 
 
@@ -23,7 +23,7 @@ class Pace(NamedTuple):
 
 @dataclass
 class _Left:
-    """An order that nobody waits for any more; the worker has been at one of its chunks, of so many samples, since then."""
+    """An order whose result nobody waits for; the worker has been at one of its chunks, of so many samples, since then."""
 
     order: Order
     cut: Cut
@@ -32,50 +32,53 @@ class _Left:
 
 
 class Overdue:
-    """What workers were at when an evaluation ended without them. Hears of it (it is a listener of the pool) when they
-    are done after all; until then each evaluation says how long they have been at it, at least."""
+    """The orders that workers were at when an evaluation ended without them.
+
+    As a listener of the pool it hears when they are done after all, which is a measurement; until then, the time that they
+    have taken so far is a bound.
+    """
 
     def __init__(self, paces: Mapping[Kind, dict[int, float]]) -> None:
         """Keeps `paces` (seconds a sample, by rank) current."""
         self._paces = paces
-        self._left: dict[Child, _Left] = {}
+        self._left: dict[WorkerProcess, _Left] = {}
         self._found: dict[Kind, dict[int, Pace]] = {kind: {} for kind in paces}
 
     @property
-    def workers(self) -> list[Child]:
-        """Who may still be at something."""
+    def workers(self) -> list[WorkerProcess]:
+        """The workers that may still be at an order that was noted."""
         return list(self._left)
 
-    def leave(self, child: Child, order: Order, cut: Cut, chunk: int, since: float) -> None:
-        """The worker is at `chunk` of that order since then, and nobody waits for it."""
-        self._left[child] = _Left(order, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since)
+    def leave(self, worker: WorkerProcess, order: Order, cut: Cut, chunk: int, since: float) -> None:
+        """Note that the worker has been at `chunk` of that order since then, and that nobody waits for it."""
+        self._left[worker] = _Left(order, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since)
 
-    def heard(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """If it is the end of what was left, that is a measurement."""
-        left = self._left.get(child)
+    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+        """Take a measurement if the reply ends an order that was noted."""
+        left = self._left.get(worker)
         if left is None or asked.order != left.order or reply.kind not in (Kind.DONE, Kind.FAILED):
             return
-        del self._left[child]
+        del self._left[worker]
         if reply.kind is Kind.DONE:
             with suppress(ValueError, struct.error, IndexError):  # what is no report says nothing
                 report, bounds = Report.decode(reply.body), left.cut.bounds
-                self._note(child, left, bounds[report.next] - bounds[left.order.first], report.seconds)
+                self._note(worker, left, bounds[report.next] - bounds[left.order.first], report.seconds)
 
-    def lost(self, child: Child, ending: str) -> None:
-        """It will not end."""
-        self._left.pop(child, None)
+    def lost(self, worker: WorkerProcess, ending: str) -> None:
+        """Forget the worker's order."""
+        self._left.pop(worker, None)
 
-    def take(self, kind: Kind, living: Iterable[Child]) -> dict[int, Pace]:
+    def take(self, kind: Kind, living: Iterable[WorkerProcess]) -> dict[int, Pace]:
         """What was shown about orders of that kind since it was asked for, by rank: of those who have ended, how long they
         took; of the others, how long they have taken so far."""
         now, there = time.monotonic(), set(living)
-        self._left = {child: left for child, left in self._left.items() if child in there and not child.free}
-        for child, left in self._left.items():
-            self._note(child, left, left.samples, now - left.since)
+        self._left = {worker: left for worker, left in self._left.items() if worker in there and not worker.free}
+        for worker, left in self._left.items():
+            self._note(worker, left, left.samples, now - left.since)
         found, self._found[kind] = self._found[kind], {}
         return found
 
-    def _note(self, child: Child, left: _Left, samples: int, seconds: float) -> None:
+    def _note(self, worker: WorkerProcess, left: _Left, samples: int, seconds: float) -> None:
         if samples > 0 and seconds > 0:
-            self._found[left.order.kind][child.rank] = Pace(samples, seconds)
-            self._paces[left.order.kind][child.rank] = seconds / samples
+            self._found[left.order.kind][worker.rank] = Pace(samples, seconds)
+            self._paces[left.order.kind][worker.rank] = seconds / samples

@@ -1,8 +1,14 @@
-"""Worker processes that are kept alive: started, told what they must know, watched, replaced.
+"""Keeps worker processes alive: starts them, tells them what they must know, watches them, replaces them.
 
-What has to be is written down (how many workers, and by topic what each must have been told); what is, is compared with
-it and mended at every turn. So a worker that died, one that is new, and an interrupt in the middle of telling are one
-case.
+What should be is written down: the roster says which workers there should be, and `_state` by name what each of them must
+have been told. What is, is compared with that at every turn, and the difference is made up. So a worker that died, one
+that is new, and an interrupt in the middle of telling them something are one case.
+
+The life of a worker: `_start_missing` forks it; its handshake shows that it runs with the same versions; `_sync` sends it
+all of the state; once it has answered all of that it has joined, and is given orders. It dies when its pipe or its process
+ends, or when it is killed (it hangs, it says nonsense, it could not take in the state); whichever way it was, `_reap` takes
+in what it still said, sees to it that nothing of it is left, and tells the listener, which gives its chunks to others. The
+next turn starts another one, as long as the roster allows.
 """
 
 from __future__ import annotations
@@ -18,9 +24,9 @@ from typing import NoReturn, TypeAlias
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.gather import Ignore, Listener
 from batchopt.backends.patience import OTHERS, Presence, later
-from batchopt.backends.process.channel import ProtocolError, Reply
+from batchopt.backends.process.channel import ProtocolError, WorkerReply
 from batchopt.backends.process.roster import Progress, Roster, check, unsent
-from batchopt.backends.process.worker import Activity, Asked, Call, Child, error_of
+from batchopt.backends.process.worker import Activity, PendingMessage, SessionCall, WorkerProcess, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.failures import Failure
 from batchopt_workers.messages import Kind
@@ -32,44 +38,44 @@ GRACE = 1.0
 HANGING_UP = 0.1
 
 # The seconds without progress after which a worker that was asked this counts as hung.
-Allowance = Callable[[Child, Asked], float]
+Allowance = Callable[[WorkerProcess, PendingMessage], float]
 
 
-# Hears what workers say about what they were asked, other than that they took in a topic; and of those that are dead and
-# reaped. Either method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
-ProcessListener: TypeAlias = Listener[Child, Asked, Reply]
+# Hears what workers answer, other than that they took in some state; and of those that are dead and reaped. Either method
+# may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
+ProcessListener: TypeAlias = Listener[WorkerProcess, PendingMessage, WorkerReply]
 
 
 class Pool:
-    """The worker processes of the ranks in a roster, and what each must have been told."""
+    """The worker processes of the ranks in a roster, and the state that each must have been sent."""
 
-    def __init__(self, make: Callable[[int], Child], restarts: int, allowance: Allowance) -> None:
-        self.children: dict[int, Child] = {}
+    def __init__(self, make: Callable[[int], WorkerProcess], restarts: int, allowance: Allowance) -> None:
+        self.workers: dict[int, WorkerProcess] = {}
         self.roster = Roster(restarts)
         self._make, self._allowance = make, allowance
-        self._topics: dict[str, tuple[Call, ...]] = {}
+        self._state: dict[str, tuple[SessionCall, ...]] = {}
         self._selector = selectors.DefaultSelector()
         self._check_at = 0.0
-        self.changes = 0  # how often a worker has joined or was lost
+        self.changes = 0  # how often a worker has joined or was lost: whoever gives out orders looks again
         self._stopped = False
         self._presence = Presence()
-        self._amiss = True  # whether something may not be as it has to be
-        self._shut_down = util.Finalize(self, _shut_down, (self.children, self._selector), exitpriority=100)
+        self._amiss = True  # whether something may not be as it should be
+        self._shut_down = util.Finalize(self, _shut_down, (self.workers, self._selector), exitpriority=100)
 
-    # ---- what has to be
+    # ---- what should be
 
     def resize(self, infos: list[WorkerInfo]) -> None:
-        """Have as many workers as `infos`, and wait until each can work; those whose info is new start anew.
+        """Have a worker for each of `infos`, and wait until each can work; those whose info is new are started afresh.
 
         Raises `WorkerStartError` for one that ends before, `WorkerError` if the user's code raises in one.
         """
         new, ending = self.roster.resize(infos)
         self._amiss = True
         for rank in ending:
-            if rank in self.children:
-                child = self.children.pop(rank)
-                self._unwatch(child)
-                _end([child])
+            if rank in self.workers:
+                worker = self.workers.pop(rank)
+                self._unwatch(worker)
+                _end([worker])
         until = float("inf")
         while True:
             failed = [info.rank for info in new if info.rank in self.roster.given_up]
@@ -86,41 +92,42 @@ class Pool:
             raise self.roster.given_up[failed[0]]
 
     def wait(self) -> None:
-        """Until every worker that will ever work can work."""
+        """Wait until every worker that will ever work can work."""
         while not self._complete:
             self.pump(Ignore(), float("inf"))
 
     @property
     def _complete(self) -> bool:
-        return self.roster.is_complete([rank for rank, child in self.children.items() if child.joined])
+        return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.joined])
 
-    def tell(self, topic: str, *calls: Call) -> None:
-        """From now on every worker must have been told `calls`, in place of what was told before of this topic."""
+    def set_state(self, name: str, *calls: SessionCall) -> None:
+        """Let every worker have been sent `calls`, in place of what was sent by this name before: those that are there now,
+        and those that come later."""
         self._amiss = True
-        others = {name: told for name, told in self._topics.items() if name != topic}
-        self._topics = {**others, topic: calls}  # a new worker is told in the order in which the others were
-        self._brief()
+        others = {key: sent for key, sent in self._state.items() if key != name}
+        self._state = {**others, name: calls}  # new workers are sent it in the order in which the others were
+        self._sync()
 
-    def tell_again(self, topic: str) -> None:
-        """Tell every worker once more what it was told of this topic, if it was told anything."""
-        if topic in self._topics:
-            self.tell(topic, *self._topics[topic])
+    def resend(self, name: str) -> None:
+        """Send every worker once more what it was sent by this name, if it was sent anything."""
+        if name in self._state:
+            self.set_state(name, *self._state[name])
 
     @property
-    def available(self) -> list[Child]:
+    def available(self) -> list[WorkerProcess]:
         """The workers that evaluate nothing now, and can."""
-        return [child for _, child in sorted(self.children.items()) if child.joined and child.free]
+        return [worker for _, worker in sorted(self.workers.items()) if worker.joined and worker.free]
 
     def enter(self) -> None:
-        """Mend what is not as it has to be, and call off evaluations that nobody waits for any more.
+        """Begin a call: make up for what is not as it should be, and call off evaluations that nobody waits for any more.
 
         Raises `AllWorkersLostError` if there is no worker and will be none.
         """
-        if not self._amiss and all(child.calm for child in self.children.values()):
+        if not self._amiss and all(worker.calm for worker in self.workers.values()):
             return
-        for child in list(self.children.values()):
-            self._watch(child)
-            self.hear(child, Ignore())  # what an interrupt left, which wakes nobody up
+        for worker in list(self.workers.values()):
+            self._watch(worker)
+            self.hear(worker, Ignore())  # what an interrupt left unheard: no event will come for it
         self.call_off()
         self._end_functions()
         self.pump(Ignore(), 0.0)
@@ -129,148 +136,150 @@ class Pool:
         """Replace workers that are still in a function which an interrupt or a loss has left behind."""
         until = time.monotonic() + GRACE
         while left := [
-            child for child in self.children.values() if child.asked and child.asked.activity is Activity.FUNCTION
+            worker for worker in self.workers.values() if worker.asked and worker.asked.activity is Activity.FUNCTION
         ]:
             if time.monotonic() < until:
                 self.pump(Ignore(), until)
                 continue
-            for child in left:
-                child.kill("was left in a function that nobody waits for")
+            for worker in left:
+                worker.kill("was left in a function that nobody waits for")
             return
 
     def call_off(self) -> None:
-        """Let the workers end the evaluation that they are at after the present chunk."""
-        for child in self.children.values():
-            if not child.idle and child.asked is not None and child.asked.activity is Activity.EVALUATING:
+        """Tell workers that evaluate to stop after the present chunk."""
+        for worker in self.workers.values():
+            if not worker.idle and worker.asked is not None and worker.asked.activity is Activity.EVALUATING:
                 with suppress(OSError):
-                    child.limit(0)
+                    worker.limit(0)
 
     # ---- what is
 
     def pump(self, listener: ProcessListener, until: float) -> None:
-        """Mend, wait until something happens (or until that time), and tell `listener`. Raises `BatchoptError` once this was
-        stopped."""
+        """Take one turn: make up for what is amiss, wait until something happens (or until that time), tell `listener`.
+
+        Raises `BatchoptError` once this was stopped.
+        """
         if self._stopped:
             raise BatchoptError("this BatchOptimizer was closed while it waited for its workers")
         if self._amiss:
             self._replenish()
-            self._brief()
-            self._amiss = self.roster.is_amiss(self.children)
-        for child in self.children.values():
-            if child.writing != child.channel.pending:
-                self._listen(child)
+            self._sync()
+            self._amiss = self.roster.is_amiss(self.workers)
+        for worker in self.workers.values():
+            if worker.writing != worker.channel.pending:  # what its pipe did not take waits for room
+                self._listen(worker)
         for key in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             if key.data is None:
                 os.read(key.fd, 4096)
                 continue
-            child, is_exit = key.data
-            if self.children.get(child.rank) is not child:
+            worker, is_exit = key.data
+            if self.workers.get(worker.rank) is not worker:  # reaped earlier in this turn
                 continue
             gone = is_exit
             try:
-                child.channel.flush()
-                child.channel.receive()
+                worker.channel.flush()
+                worker.channel.receive()
             except (EOFError, OSError):
                 gone = True
             if gone:
-                child.channel.drain()
-                child.process.join(HANGING_UP)
-                if not child.process.ended:
-                    child.kill("closed its pipe")
-            self.hear(child, listener)
-            if gone and self.children.get(child.rank) is child:
-                self._bury(child, listener)
+                worker.channel.drain()
+                worker.process.join(HANGING_UP)  # it ends a moment after its pipe, if that is how it ends
+                if not worker.process.ended:
+                    worker.kill("closed its pipe")
+            self.hear(worker, listener)
+            if gone and self.workers.get(worker.rank) is worker:
+                self._reap(worker, listener)
         if time.monotonic() >= self._check_at:
             self._look_for_hung(listener)
 
     def _wait(self, timeout: float) -> list[selectors.SelectorKey]:
-        """Who has something for us, after so many seconds at the most."""
+        """The events within so many seconds."""
         events = self._selector.select(timeout)
         away = self._presence.away(timeout)
         if away:
-            for child in self.children.values():
-                child.since = later(child.since, away)
-            events = self._selector.select(0.0)  # a wait that was interrupted does not say what has come meanwhile
+            for worker in self.workers.values():
+                worker.since = later(worker.since, away)
+            events = self._selector.select(0.0)  # a wait in which this process was stopped misses what has come since
         return [key for key, _ in events]
 
-    def hear(self, child: Child, listener: ProcessListener) -> None:
-        """Deal with what came from the worker."""
+    def hear(self, worker: WorkerProcess, listener: ProcessListener) -> None:
+        """Deal with everything that came from the worker."""
         try:
-            for reply in child.channel.replies():
-                child.since = time.monotonic()
-                asked = child.find(reply.number)
+            for reply in worker.channel.replies():
+                worker.since = time.monotonic()
+                asked = worker.find(reply.number)
                 if asked is None:
                     continue
                 if reply.kind is Kind.READY:
-                    self._greeted(child, reply)
-                elif asked.topic is not None and reply.kind is Kind.FAILED:
-                    self._refused(child, asked, reply)
-                elif asked.topic is None:
-                    listener.heard(child, asked, reply)
-                child.forget_answered()
+                    self._shook_hands(worker, reply)
+                elif asked.state is not None and reply.kind is Kind.FAILED:
+                    self._refused(worker, asked, reply)
+                elif asked.state is None:
+                    listener.heard(worker, asked, reply)
+                worker.forget_answered()
         except ProtocolError as error:
-            child.kill(f"said what is no message ({error})")
-            self._bury(child, listener)
+            worker.kill(f"said what is no message ({error})")
+            self._reap(worker, listener)
             return
-        if not child.joined and child.told.keys() >= self._topics.keys() and child.idle:
-            child.joined = True
+        if not worker.joined and worker.sent.keys() >= self._state.keys() and worker.idle:
+            worker.joined = True
             self.changes += 1
-            self.roster.joined(child.rank)
+            self.roster.joined(worker.rank)
 
-    def _greeted(self, child: Child, reply: Reply) -> None:
+    def _shook_hands(self, worker: WorkerProcess, reply: WorkerReply) -> None:
         theirs = reply.body.decode("utf-8", "replace")
         if theirs != versions():
             error = WorkerStartError(
-                f"{child.process.name} runs with {theirs}, this process with {versions()}: was something installed "
+                f"{worker.process.name} runs with {theirs}, this process with {versions()}: was something installed "
                 "meanwhile? Start the program anew"
             )
-            self.roster.refused(child.rank, error)
-            child.kill("has other versions")
+            self.roster.refused(worker.rank, error)
+            worker.kill("has other versions")
 
-    def _refused(self, child: Child, asked: Asked, reply: Reply) -> None:
-        """The worker could not take in a topic."""
-        assert asked.topic is not None
-        if self._topics.get(asked.topic) is not asked.calls:  # something else is told by now
+    def _refused(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+        """The worker could not take in what it was sent. One that worked before can be used on; a new one cannot."""
+        assert asked.state is not None
+        if self._state.get(asked.state) is not asked.calls:  # something else is to be sent by now
             return
         self._amiss = True
-        child.told.pop(asked.topic, None)
-        child.knows = None
-        child.forget_answered()  # not to be heard again
-        error = error_of(child.rank, Failure.decode(reply.body), asked.activity)
-        if child.joined:
+        worker.sent.pop(asked.state, None)
+        worker.synced_with = None
+        worker.forget_answered()  # raising must not let it be heard again
+        error = error_of(worker.rank, Failure.decode(reply.body), asked.activity)
+        if worker.joined:
             raise error
-        self.roster.refused(child.rank, error)
-        child.kill("could not start")
+        self.roster.refused(worker.rank, error)
+        worker.kill("could not start")
 
     def _look_for_hung(self, listener: ProcessListener) -> None:
         now, working = time.monotonic(), []
-        for child in self.children.values():
-            child.stderr.pass_on()
-            asked = child.asked
+        for worker in self.workers.values():
+            worker.stderr.pass_on()
+            asked = worker.asked
             if asked is not None:
-                killed_at = child.killed_at if child.verdict else None
-                working.append(Progress(child.rank, child.since, self._allowance(child, asked), killed_at))
+                killed_at = worker.killed_at if worker.verdict else None
+                working.append(Progress(worker.rank, worker.since, self._allowance(worker, asked), killed_at))
         hung, dead, self._check_at = check(working, now)
         for progress in hung:
-            child = self.children[progress.rank]
-            doing = "" if child.asked is None else child.asked.activity.value
-            child.kill(f"made no progress for {progress.allowance:.3g} s while {doing}", hung=True)
+            worker = self.workers[progress.rank]
+            doing = "" if worker.asked is None else worker.asked.activity.value
+            worker.kill(f"made no progress for {progress.allowance:.3g} s while {doing}", hung=True)
         for rank in dead:
-            self._bury(self.children[rank], listener)
+            self._reap(self.workers[rank], listener)
 
-    def _bury(self, child: Child, listener: ProcessListener) -> None:
-        """The worker is dead, or as good as: see to it that it is, and tell `listener`."""
+    def _reap(self, worker: WorkerProcess, listener: ProcessListener) -> None:
+        """Bring a worker that is dead, or as good as, to its end, and tell `listener`."""
         self._amiss = True
         self.changes += 1
-        asked = child.asked
-        child.bury()
-        self._unwatch(child)
-        self.children.pop(child.rank, None)
+        asked = worker.asked
+        worker.reap()
+        self._unwatch(worker)
+        self.workers.pop(worker.rank, None)
         in_users_code = asked is not None and asked.activity is not Activity.STARTING
-        ending = child.ending()
-        self.roster.ended(child.rank, ending, child.joined, in_users_code)
-        child.close()
-        listener.lost(child, ending)
+        ending = worker.ending()
+        self.roster.ended(worker.rank, ending, worker.joined, in_users_code)
+        worker.close()
+        listener.lost(worker, ending)
 
     def _replenish(self) -> None:
         """Start what is missing, as far as it is allowed; where there is nobody, until one is there or none may be.
@@ -278,65 +287,65 @@ class Pool:
         Raises `AllWorkersLostError`.
         """
         self._start_missing()
-        while not self.children and self.roster.is_amiss(self.children):
+        while not self.workers and self.roster.is_amiss(self.workers):
             self._start_missing()  # no process was to be had: each attempt counts
-        self.roster.check_somebody_is_left(self.children)
+        self.roster.check_somebody_is_left(self.workers)
 
     def _start_missing(self) -> None:
-        for rank in self.roster.start(self.children.keys()):
+        for rank in self.roster.start(self.workers.keys()):
             try:
-                child = self._make(rank)
+                worker = self._make(rank)
             except OSError as error:  # no process or no descriptor to be had
                 self.roster.not_started(rank, f"batchopt-worker-{rank} could not be made: {error}")
                 continue
-            self.roster.started(rank, child.pid)
-            self.children[rank] = child
-            self._watch(child)
+            self.roster.started(rank, worker.pid)
+            self.workers[rank] = worker
+            self._watch(worker)
 
-    def _brief(self) -> None:
-        """Tell each worker what it was not told yet."""
-        for child in self.children.values():
-            if child.knows is self._topics:
+    def _sync(self) -> None:
+        """Send each worker what it was not sent yet."""
+        for worker in self.workers.values():
+            if worker.synced_with is self._state:
                 continue
-            for topic in unsent(self._topics, child.told):
-                calls = self._topics[topic]
+            for name in unsent(self._state, worker.sent):
+                calls = self._state[name]
                 with suppress(OSError):  # a worker that is gone is found out elsewhere
                     for call in calls:
-                        child.ask(call, topic, calls)
-                child.told[topic] = calls
-            child.knows = self._topics
+                        worker.ask(call, name, calls)
+                worker.sent[name] = calls
+            worker.synced_with = self._state
 
     def wake_up_for(self, fd: int) -> None:
-        """Let `pump` end when there is something to read from `fd`, a pipe; it is read there."""
+        """Let `pump` return when there is something to read from `fd`, a pipe, which it empties."""
         self._selector.register(fd, selectors.EVENT_READ, None)
 
-    def _watch(self, child: Child) -> None:
+    def _watch(self, worker: WorkerProcess) -> None:
         known = self._selector.get_map()
-        if child.channel not in known:
-            self._selector.register(child.channel, selectors.EVENT_READ, (child, False))
-        if child.process.sentinel not in known:
-            self._selector.register(child.process.sentinel, selectors.EVENT_READ, (child, True))
+        if worker.channel not in known:
+            self._selector.register(worker.channel, selectors.EVENT_READ, (worker, False))
+        if worker.process.sentinel not in known:
+            self._selector.register(worker.process.sentinel, selectors.EVENT_READ, (worker, True))
 
-    def _listen(self, child: Child) -> None:
-        """Wake up when its pipe takes more, if there is more."""
-        child.writing = child.channel.pending
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.writing else 0)
-        self._selector.modify(child.channel, events, (child, False))
+    def _listen(self, worker: WorkerProcess) -> None:
+        """Let an event come when its pipe takes more, if there is more."""
+        worker.writing = worker.channel.pending
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.writing else 0)
+        self._selector.modify(worker.channel, events, (worker, False))
 
-    def _unwatch(self, child: Child) -> None:
-        for watched in (child.channel, child.process.sentinel):
+    def _unwatch(self, worker: WorkerProcess) -> None:
+        for watched in (worker.channel, worker.process.sentinel):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(watched)
 
     def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Let `pump` raise from now on."""
         self._stopped = True
 
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""
         self._shut_down()
-        self._topics = {}  # and with them the memory that workers were told of
-        self._make = self._allowance = _closed  # whose methods they are knows this pool
+        self._state = {}  # and with it the memory that workers were told of
+        self._make = self._allowance = _closed  # these are methods of an object that refers to this pool
         for info in self.roster.infos:
             info.alive = False
 
@@ -345,20 +354,20 @@ def _closed(*_: object) -> NoReturn:
     raise BatchoptError("these workers were ended")
 
 
-def _end(children: Iterable[Child]) -> None:
-    """Hang up; workers that are busy, or do not end within the grace, are killed with all that they started."""
-    children = list(children)
-    for child in children:
-        child.close()
-        if not (child.joined and child.idle):
-            child.process.kill_group()
+def _end(workers: Iterable[WorkerProcess]) -> None:
+    """Hang up on workers. Those that are busy, or do not end within the grace, are killed with all that they started."""
+    workers = list(workers)
+    for worker in workers:
+        worker.close()
+        if not (worker.joined and worker.idle):
+            worker.process.kill_group()
     deadline = time.monotonic() + GRACE
-    for child in children:
-        child.process.join(max(0.0, deadline - time.monotonic()))
-        child.bury()
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.reap()
 
 
-def _shut_down(children: dict[int, Child], selector: selectors.BaseSelector) -> None:
-    _end(children.values())
-    children.clear()
+def _shut_down(workers: dict[int, WorkerProcess], selector: selectors.BaseSelector) -> None:
+    _end(workers.values())
+    workers.clear()
     selector.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from batchopt.backends.ledger import POISONOUS, Ledger, Run, due
+from batchopt.backends.ledger import POISONOUS, ChunkRun, Ledger, due
 
 # A chunk is late after so many seconds at the earliest.
 PATIENCE = 0.05
@@ -26,7 +26,7 @@ PATIENCE = 0.05
 WORTHWHILE = 0.002
 
 # The seconds that worker `i` should need for chunk `j`; None if nobody knows.
-Estimate = Callable[[int, int], float | None]
+ChunkEstimate = Callable[[int, int], float | None]
 
 
 class Assign(NamedTuple):
@@ -60,9 +60,9 @@ WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 
 
 @dataclass
-class _Task:
+class _WorkerTask:
     """What a worker is at: chunk `next` since `since` (seconds on any clock), then those up to `last`; it was given those
-    up to `given`, and may have begun one of them before it was told of a limit. `patience`: as `Dispatch.patience` was;
+    up to `given`, and may have begun one of them before it was sent of a limit. `patience`: as `WorkerScheduler.patience` was;
     `alone`: whether this is the last trial of a chunk, which nobody else is given."""
 
     next: int
@@ -73,17 +73,18 @@ class _Task:
     alone: bool
 
 
-class Dispatch:
-    """One evaluation. Tell it what happens (`reported`, `ended`, `lost`); it says what to do (`decide`)."""
+class WorkerScheduler:
+    """Schedules the chunks of one evaluation. Tell it what happens (`reported`, `ended`, `lost`); it says what to do
+    (`decide`)."""
 
-    def __init__(self, runs: Sequence[Run | None], chunks: int) -> None:
+    def __init__(self, runs: Sequence[ChunkRun | None], chunks: int) -> None:
         """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common."""
-        self._pending: list[tuple[int | None, Run]] = []  # with the worker that it is planned for
+        self._pending: list[tuple[int | None, ChunkRun]] = []  # with the worker that it is planned for
         for worker, run in enumerate(runs):
             if run is not None and run.first < run.last:
                 self._pending.append((worker, run))
         self.ledger = Ledger(chunks, [run for _, run in self._pending])
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, _WorkerTask] = {}
         self._blame: dict[int, float] = {}
         self._patience: dict[int, float] = {}
 
@@ -94,7 +95,7 @@ class Dispatch:
 
     @property
     def workers(self) -> list[int]:
-        """Who has something to do."""
+        """The workers that have something to do."""
         return list(self._tasks)
 
     @property
@@ -102,8 +103,8 @@ class Dispatch:
         """Whether no chunk waits for a worker to begin it: then only one that is late can be given to another."""
         return not self._pending and all(task.next + 1 >= task.last for task in self._tasks.values())
 
-    def at_hand(self, worker: int) -> tuple[int, float] | None:
-        """The chunk that the worker is at, as far as one knows, and since when; None if it is at none."""
+    def current(self, worker: int) -> tuple[int, float] | None:
+        """The chunk that the worker is at, as far as is known, and since when; None if it is at none."""
         task = self._tasks.get(worker)
         return None if task is None or task.next >= task.last else (task.next, task.since)
 
@@ -117,10 +118,10 @@ class Dispatch:
             task.next, task.since = done, now
 
     def ended(self, worker: int) -> None:
-        """The worker has no task any more; what it left undone waits for somebody."""
+        """The worker has ended its task; what it left undone waits for somebody else."""
         task = self._tasks.pop(worker, None)
         if task is not None:
-            self._leave(Run(task.next, task.last), first=True)
+            self._leave(ChunkRun(task.next, task.last), first=True)
 
     def lost(self, worker: int, death: Death = Death.FAULT) -> int | None:
         """The worker is dead. Returns the chunk that it was at if that one is to blame.
@@ -131,9 +132,9 @@ class Dispatch:
         if task is None or task.next >= task.last:
             return None
         chunk = task.next
-        self._leave(Run(chunk + 1, task.last), first=True)
+        self._leave(ChunkRun(chunk + 1, task.last), first=True)
         if all(run != (chunk, chunk + 1) for _, run in self._pending):
-            self._leave(Run(chunk, chunk + 1), first=False)
+            self._leave(ChunkRun(chunk, chunk + 1), first=False)
         self.ledger.losses[chunk] += 1
         self._blame[chunk] = self._blame.get(chunk, 0.0) + WEIGHTS[death]
         if death is Death.HANG:
@@ -147,37 +148,38 @@ class Dispatch:
         return self._patience.get(chunk, 1.0)
 
     def _is_suspect(self, chunk: int) -> bool:
-        """Whether one death more may show that it is to blame. Such a chunk is in a run by itself."""
+        """Whether one more death may show that the chunk is to blame. Such a chunk is in a run by itself."""
         return self._blame.get(chunk, 0.0) >= POISONOUS - 1
 
-    def _leave(self, run: Run, first: bool) -> None:
-        """Let the run wait for somebody, before all others or after them."""
+    def _leave(self, run: ChunkRun, first: bool) -> None:
+        """Let the run wait for a worker, before all other runs or after them."""
         trimmed = self.ledger.trimmed(run)
         if trimmed is not None:
             self._pending.insert(0 if first else len(self._pending), (None, trimmed))
 
-    def release(self) -> tuple[list[Run], list[Limit]]:
-        """Give up half of what no worker has begun, for somebody else to evaluate: the runs, and what to tell workers."""
-        kept: list[tuple[int | None, Run]] = []
+    def release(self) -> tuple[list[ChunkRun], list[Limit]]:
+        """Give up half of what no worker has begun: returns the runs, which another node evaluates, and what to tell
+        workers."""
+        kept: list[tuple[int | None, ChunkRun]] = []
         given, limits = [], []
         for planned_for, run in self._pending:
             middle = run.first + (run.last - run.first) // 2
-            given.append(Run(middle, run.last))
+            given.append(ChunkRun(middle, run.last))
             if middle > run.first:
-                kept.append((planned_for, Run(run.first, middle)))
+                kept.append((planned_for, ChunkRun(run.first, middle)))
         self._pending = kept
         for worker, task in self._tasks.items():
             behind = self._behind(worker)
             if behind is not None:
                 task.last = behind.first + (behind.last - behind.first) // 2
-                given.append(Run(task.last, behind.last))
+                given.append(ChunkRun(task.last, behind.last))
                 limits.append(Limit(worker, task.last))
         for run in given:
             self.ledger.settle(*run)
         return given, limits
 
-    def decide(self, idle: Sequence[int], estimate: Estimate, now: float) -> list[Assign | Limit]:
-        """What the workers that are `idle` should do; to be carried out in this order."""
+    def decide(self, idle: Sequence[int], estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
+        """The commands for workers that are `idle`, and for those that these take work from; to be carried out in this order."""
         commands: list[Assign | Limit] = []
         without = [worker for worker in idle if worker not in self._tasks]
         for worker in without:
@@ -193,27 +195,27 @@ class Dispatch:
                 commands += self._give(worker, self._late(estimate, now), now)
         return commands
 
-    def _take(self, planned_for: int | None) -> Run | None:
+    def _take(self, planned_for: int | None) -> ChunkRun | None:
         """A pending run: of that worker, or of anyone if None."""
-        at_hand = {task.next for task in self._tasks.values()}
+        current = {task.next for task in self._tasks.values()}
         for i, (worker, run) in enumerate(self._pending):
-            waits = run.first in at_hand and self._is_suspect(run.first)
+            waits = run.first in current and self._is_suspect(run.first)
             if (planned_for is None or worker == planned_for) and not waits:
                 del self._pending[i]
                 trimmed = self.ledger.trimmed(run)
                 return trimmed if trimmed is not None else self._take(planned_for)
         return None
 
-    def _give(self, worker: int, run: Run | None, now: float) -> list[Assign | Limit]:
+    def _give(self, worker: int, run: ChunkRun | None, now: float) -> list[Assign | Limit]:
         if run is None:
             return []
         patience, alone = self.patience(run.first), self._is_suspect(run.first)
-        self._tasks[worker] = _Task(run.first, run.last, run.last, now, patience, alone)
+        self._tasks[worker] = _WorkerTask(run.first, run.last, run.last, now, patience, alone)
         return [Assign(worker, *run)]
 
-    def _steal(self, worker: int, estimate: Estimate, now: float) -> list[Assign | Limit]:
-        """Half of the most that any worker has before it and has not begun, or less if the thief is slower; all, if it is
-        late with what it is at."""
+    def _steal(self, worker: int, estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
+        """Take half of what the worker with the most work before it has not begun: less if the thief is slower, all if that
+        worker is late with the chunk that it is at."""
 
         def ahead(victim: int) -> float:
             run = self._behind(victim)
@@ -233,16 +235,16 @@ class Dispatch:
         if middle == run.last:
             return []
         self._tasks[victim].last = middle
-        return [Limit(victim, middle), *self._give(worker, Run(middle, run.last), now)]
+        return [Limit(victim, middle), *self._give(worker, ChunkRun(middle, run.last), now)]
 
-    def _portion(self, thief: int, victim: int, run: Run, estimate: Estimate, now: float) -> int:
+    def _portion(self, thief: int, victim: int, run: ChunkRun, estimate: ChunkEstimate, now: float) -> int:
         """How many of the run's chunks the thief should take so that both are done soonest; half at most."""
         task, chunks = self._tasks[victim], run.last - run.first
         half = chunks - chunks // 2
-        ours, theirs, at_hand = estimate(thief, run.first), estimate(victim, run.first), estimate(victim, task.next)
-        if ours is None or theirs is None or at_hand is None or ours <= theirs:
+        ours, theirs, current = estimate(thief, run.first), estimate(victim, run.first), estimate(victim, task.next)
+        if ours is None or theirs is None or current is None or ours <= theirs:
             return half
-        rest = max(0.0, at_hand - (now - task.since))  # of the chunk that the victim is at
+        rest = max(0.0, current - (now - task.since))  # of the chunk that the victim is at
 
         def ends(taken: int) -> float:
             return max(taken * ours, rest + (chunks - taken) * theirs)
@@ -250,24 +252,24 @@ class Dispatch:
         portion = min(half, int((rest + chunks * theirs) / (ours + theirs)))
         return portion + 1 if portion < half and ends(portion + 1) < ends(portion) else portion
 
-    def _behind(self, worker: int) -> Run | None:
+    def _behind(self, worker: int) -> ChunkRun | None:
         """What the worker has not begun and nobody has done; None if there is nothing."""
         task = self._tasks[worker]
-        return self.ledger.trimmed(Run(task.next + 1, task.last))
+        return self.ledger.trimmed(ChunkRun(task.next + 1, task.last))
 
-    def _due(self, worker: int, estimate: Estimate) -> float:
+    def _due(self, worker: int, estimate: ChunkEstimate) -> float:
         """When the worker is late with the chunk at hand."""
         task = self._tasks[worker]
         return due(task.since, estimate(worker, task.next), PATIENCE)
 
-    def _late(self, estimate: Estimate, now: float) -> Run | None:
+    def _late(self, estimate: ChunkEstimate, now: float) -> ChunkRun | None:
         """A chunk that is at hand somewhere, and late with all who are at it."""
         for chunk, late in sorted(self._dues(estimate).items(), key=lambda item: item[1]):
             if late <= now:
-                return Run(chunk, chunk + 1)
+                return ChunkRun(chunk, chunk + 1)
         return None
 
-    def _dues(self, estimate: Estimate) -> dict[int, float]:
+    def _dues(self, estimate: ChunkEstimate) -> dict[int, float]:
         """When each missing chunk at hand becomes late with the last of its workers; never if it is a suspect."""
         dues: dict[int, float] = {}
         for worker, task in self._tasks.items():
@@ -276,7 +278,7 @@ class Dispatch:
                 dues[task.next] = max(late, dues.get(task.next, late))
         return dues
 
-    def next_late(self, estimate: Estimate) -> float:
+    def next_late(self, estimate: ChunkEstimate) -> float:
         """When something can be given to an idle worker because it becomes late; infinity if that cannot be known."""
         blocked = [self._due(worker, estimate) for worker in self._tasks if self._behind(worker) is not None]
         return min([*self._dues(estimate).values(), *blocked], default=math.inf)

@@ -15,7 +15,7 @@ from batchopt_workers.memory import SharedBlock
 from batchopt_workers.packing import Packed, copy_into
 
 
-class _Constant(NamedTuple):
+class _SharedTensor(NamedTuple):
     """A tensor of the program, and its place in shared memory; `bound`: whether the tensor itself lies there."""
 
     tensor: torch.Tensor
@@ -35,7 +35,7 @@ class SharedProgram:
         """Raises `TypeError` for a program that cannot be sent."""
         self.source = Source(program, parameters)
         self.block = _new_block(self.source.packed)
-        self._constants: list[_Constant] = []
+        self._constants: list[_SharedTensor] = []
         self._place()
 
     def follow(self, program: Program) -> bool:
@@ -65,7 +65,7 @@ class SharedProgram:
         bound = {id(constant.tensor) for constant in self._constants if constant.bound}
         can_be_bound = _alone(self.source.program.module, bound)
         self._constants = [
-            _Constant(tensor, placement.view(self.block), id(tensor) in can_be_bound)
+            _SharedTensor(tensor, placement.view(self.block), id(tensor) in can_be_bound)
             for tensor, placement in zip(packed.tensors, packed.placements, strict=True)
         ]
         self._refresh()

@@ -10,6 +10,7 @@ from enum import Enum
 from itertools import takewhile
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
+import torch
 import torch.multiprocessing as mp
 
 from batchopt.backends.process.channel import Channel
@@ -19,11 +20,12 @@ from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.failures import Failure
+from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
-from batchopt_workers.rows import Rows
+from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.session import Session
 from batchopt_workers.watch import StateWritten
 
@@ -49,7 +51,7 @@ class Activity(Enum):
     FUNCTION = "running a function"
 
 
-class Call(NamedTuple):
+class SessionCall(NamedTuple):
     """A pickled call of a method of the worker's `Session`, and the block whose descriptor goes with it."""
 
     activity: Activity
@@ -62,35 +64,39 @@ def call(
     method: Callable[Concatenate[Session, P], Any],
     *arguments: P.args,
     **keywords: P.kwargs,
-) -> Call:
+) -> SessionCall:
     """A call of a method of `Session`. Raises what pickling the arguments raises."""
     assert not keywords  # which the message has no place for
-    return Call(activity, dumps((method.__name__, arguments)))
+    return SessionCall(activity, dumps((method.__name__, arguments)))
 
 
 def call_with_block(
     activity: Activity, method: Callable[[Session, str, int], None], name: str, block: SharedBlock
-) -> Call:
+) -> SessionCall:
     """A call whose last argument is the descriptor of `block`, which follows the message."""
-    return Call(activity, dumps((method.__name__, (name,))), block)
+    return SessionCall(activity, dumps((method.__name__, (name,))), block)
 
 
-class Asked(NamedTuple):
-    """A message that was not answered yet. `topic`, and all `calls` of it: what has to be told again if the worker fails
-    to take it in. `patience`: how many times as long as usual it may take."""
+class PendingMessage(NamedTuple):
+    """A message that was not answered yet.
+
+    `state` names the state that it is part of, and `calls` are all calls of that: they are sent again if the worker fails to
+    take them in. `patience`: how many times as long as usual it may take.
+    """
 
     number: int
     activity: Activity
-    topic: str | None = None
-    calls: tuple[Call, ...] = ()
+    state: str | None = None
+    calls: tuple[SessionCall, ...] = ()
     order: Order | None = None
     patience: float = 1.0
 
 
-class Child:
-    """A worker process. It is killed, with all that it started, when this object is forgotten.
+class WorkerProcess:
+    """A worker process: its pipe, the messages that it was sent, the memory that it was given, and its end.
 
-    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: another one where some are on other machines.
+    It is killed, with all that it started, when this object is forgotten. `rank` is the parent's name for it, `number` its
+    rank among all `world_size` workers: another one where some of them are on other machines.
     """
 
     def __init__(self, rank: int, number: int, world_size: int, threads: int) -> None:
@@ -100,14 +106,16 @@ class Child:
         self.stderr = Stderr()
         self.rows: Rows | None = None
         self.cut: Cut | None = None
-        self.told: dict[str, tuple[Call, ...]] = {}
-        self.knows: dict[str, tuple[Call, ...]] | None = None  # all topics, once it was told them
+        self.sent: dict[str, tuple[SessionCall, ...]] = {}
+        self.synced_with: dict[str, tuple[SessionCall, ...]] | None = (
+            None  # the pool's state, once it was sent all of that
+        )
         self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
         self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
         self._hung = False
-        self._asked: deque[Asked] = deque([Asked(0, Activity.STARTING)])
-        self._engaged = -1  # the number of the last order or function
+        self._asked: deque[PendingMessage] = deque([PendingMessage(0, Activity.STARTING)])
+        self._engaged = -1  # the number of the last order, or call of a function
         self.writing = False  # whether the pipe is watched for room
         try:
             with theirs:
@@ -120,7 +128,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self.process.pid
 
     @property
@@ -134,13 +142,13 @@ class Child:
         return self.joined and self.channel.idle and not self.channel.unread
 
     @property
-    def asked(self) -> Asked | None:
-        """What it is at; None if it is idle."""
+    def asked(self) -> PendingMessage | None:
+        """The message that it is at; None if it is idle."""
         self.forget_answered()
         return self._asked[0] if self._asked else None
 
     def forget_answered(self) -> None:
-        """What it says about that again is of no interest."""
+        """Drop messages that are answered: what it says about them again is not heard."""
         while self._asked and self._asked[0].number <= self.channel.answered:
             self._asked.popleft()
 
@@ -150,20 +158,20 @@ class Child:
         something to take in."""
         return self.channel.answered >= self._engaged
 
-    def is_behind(self, topic: str) -> bool:
-        """Whether it still evaluates what it was asked before it was told what it was told last of `topic`."""
+    def is_behind(self, state: str) -> bool:
+        """Whether it still evaluates an order that it was given before the latest version of that state."""
         self.forget_answered()
-        before = list(takewhile(lambda asked: asked.topic != topic, self._asked))
+        before = list(takewhile(lambda asked: asked.state != state, self._asked))
         return len(before) < len(self._asked) and any(asked.order is not None for asked in before)
 
-    def ask(self, message: Call, topic: str | None = None, calls: tuple[Call, ...] = ()) -> None:
+    def ask(self, message: SessionCall, state: str | None = None, calls: tuple[SessionCall, ...] = ()) -> None:
         """Queue a call. Raises `OSError` if the worker is gone."""
-        asked = Asked(self.channel.number(), message.activity, topic, calls)
+        asked = PendingMessage(self.channel.number(), message.activity, state, calls)
         self._ask(asked, Kind.CALL, message.body, message.block)
 
     def order(self, order: Order, patience: float = 1.0) -> None:
         """Queue an order, which leaves at the next `flush`."""
-        asked = Asked(self.channel.number(), Activity.EVALUATING, order=order, patience=patience)
+        asked = PendingMessage(self.channel.number(), Activity.EVALUATING, order=order, patience=patience)
         self._note(asked)
         self.channel.queue(asked.number, order.kind, order.encode())
 
@@ -171,34 +179,52 @@ class Child:
         """Send what is queued, as far as the pipe takes it. Raises `OSError` if the worker is gone."""
         self.channel.flush()
 
-    def _ask(self, asked: Asked, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
+    def set_cut(self, cut: Cut) -> None:
+        """Let it cut the batch so. Raises `OSError` if the worker is gone."""
+        self.ask(call(Activity.CUT, Session.set_cut, cut))
+        self.cut = cut
+
+    def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
+        """Let it have that many rows to sum gradients in, at least; they only grow. Raises `OSError` if it is gone."""
+        more = needed - (0 if self.rows is None else len(self.rows))
+        if more <= 0:
+            return
+        block = SharedBlock.create(rows_nbytes(layout, changes, more))
+        self.ask(call_with_block(Activity.MEMORY, Session.attach, "rows", block))
+        self.ask(call(Activity.MEMORY, Session.add_rows, more))
+        if self.rows is None:
+            self.rows = Rows(layout, changes, more, block, device)
+        else:
+            self.rows.grow(more, block)
+
+    def _ask(self, asked: PendingMessage, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
         self._note(asked)
         self.channel.send(asked.number, kind, body, block)
 
-    def _note(self, asked: Asked) -> None:
+    def _note(self, asked: PendingMessage) -> None:
         if self.idle:
             self.since = time.monotonic()
         self._asked.append(asked)
         if asked.order is not None or asked.activity is Activity.FUNCTION:
             self._engaged = asked.number
 
-    def find(self, number: int) -> Asked | None:
-        """What message `number` was, if it was not answered before."""
+    def find(self, number: int) -> PendingMessage | None:
+        """The message of that number, if it was not answered before."""
         return next((asked for asked in self._asked if asked.number == number), None)
 
     def limit(self, last: int) -> None:
-        """Let it not begin chunk `last` of the order that it was given last, nor one after it."""
+        """Shorten its last order: it begins neither chunk `last` nor one after it."""
         number = next((asked.number for asked in reversed(self._asked) if asked.order is not None), None)
         if number is not None and number > self.channel.answered:
             self.channel.send_about(number, Kind.LIMIT, CHUNK.pack(last))
 
     def kill(self, verdict: str, hung: bool = False) -> None:
-        """End it, with all that it started; for the reason given."""
+        """Kill it, with all that it started, for the reason given."""
         if not self.verdict:
             self.verdict, self.killed_at, self._hung = verdict, time.monotonic(), hung
         self.process.kill_group()
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Take in what it said, kill what is left of it, and reap it."""
         self.channel.drain()
         self.process.kill_group()
@@ -207,14 +233,14 @@ class Child:
 
     @property
     def death(self) -> Death:
-        """What it died of."""
+        """The cause of its death, as far as it can be known."""
         if self.verdict:
             return Death.HANG if self._hung else Death.FAULT
         code = self.process.exitcode
         return Death.OUTSIDE if code is None or -code in _SENT else Death.FAULT
 
     def ending(self) -> str:
-        """How the process ended, in words, and the tail of its standard error."""
+        """In words: how the process ended, and the tail of its standard error."""
         code = self.process.exitcode if self.process.ended else None
         if self.verdict:
             ended = f"{self.verdict} and was killed"
@@ -238,8 +264,8 @@ class Child:
 
 
 def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Numbering | None = None) -> Exception:
-    """The exception for what a worker reports of the user's code; `numbering` is that of the batch, if it is about
-    one."""
+    """The exception to be raised for a failure of the user's code in a worker. `numbering` is that of the batch, if the
+    failure is about one."""
     if failure.written:
         return StateWritten(failure.written)
     samples = failure.samples

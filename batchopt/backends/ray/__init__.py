@@ -1,1 +1,1 @@
-"""Workers on the machines of a Ray cluster."""
+"""Workers on the nodes of a Ray cluster."""

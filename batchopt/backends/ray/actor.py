@@ -1,12 +1,12 @@
-"""The workers of one machine among several: what an actor there does.
+"""What an actor on a node does: it has the node's workers, and speaks for them.
 
-    driver                                  ║ network     this machine
-    Machine.evaluate(X, orders, samples)  ──╫──►  Host ── Crew, a process backend ── worker processes
-                                            ║            X, batch and partials in shared memory
-    merged partials  ◄──────────────────────╫───  Host ◄─┘
+    parent                                  ║ network     this node
+    ClusterNode.work(assignment, X)       ──╫──►  NodeActor ── NodeWorkers ── worker processes
+                                            ║             X, batch and partials in shared memory
+    merged partials  ◄──────────────────────╫───  NodeActor
 
 X arrives once, whatever the number of workers, and their partials leave merged. Nothing here knows what carries the
-messages: an object with methods, whose arguments and results are numbers, bytes and arrays.
+messages: this is an object with methods, whose arguments and results are numbers, bytes and arrays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -24,24 +25,32 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import merge_answers
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Setup, WorkerInfo
-from batchopt.backends.ledger import Run
-from batchopt.backends.ray.editions import Delivery, made, received
+from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.ray.messages import (
-    Condition,
-    Contract,
+    Assignment,
+    AssignmentResult,
     Envelope,
-    Failed,
+    NodeFailure,
+    NodeReply,
+    NodeRequest,
+    NodeSetup,
     OutOfStep,
+    PartialMessage,
     Question,
-    Reply,
-    Request,
-    Share,
-    Sum,
-    Work,
-    Yield,
+    WorkerStatus,
+    WorkerTimes,
 )
-from batchopt.backends.ray.node_workers import Crew
-from batchopt.backends.ray.transfer import Bytes, Fragment, Freight, Hold, Skeleton, from_bytes, to_bytes
+from batchopt.backends.ray.node_workers import NodeWorkers
+from batchopt.backends.ray.program_versions import ProgramUpdate, made, received
+from batchopt.backends.ray.transfer import (
+    BatchBuffer,
+    BatchManifest,
+    BatchSlice,
+    Bytes,
+    PackedBytes,
+    from_bytes,
+    to_bytes,
+)
 from batchopt.errors import BatchoptError
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
@@ -54,185 +63,200 @@ from batchopt_workers.versions import versions
 P = ParamSpec("P")
 
 
-class Host:
-    """A machine's workers, as the driver asks for them. One thread makes requests (`work`, and what it names), another one
-    may interrupt it (`ask`)."""
+@dataclass
+class _Node:
+    """What there is once the workers have started: X, the program's tensors with their digests, and the workers."""
+
+    vector: torch.Tensor
+    parameters: list[torch.nn.Parameter]
+    tensors: list[torch.Tensor]
+    digests: tuple[bytes, ...]
+    workers: NodeWorkers
+
+
+class NodeActor:
+    """A node's workers, as the parent asks for them. One thread does what is asked (`work`, and the methods that it names),
+    another one may interrupt it (`ask`)."""
 
     def __init__(self) -> None:
-        self._crew: Crew | None = None
-        self._place = 0, 0  # of the next request
-        self._vector: torch.Tensor
-        self._tensors: list[torch.Tensor] = []  # of the program
-        self._digests: tuple[bytes, ...] = ()
-        self._parameters: list[torch.nn.Parameter] = []
+        self._started: _Node | None = None
+        self._next = 0, 0  # epoch and position of the next request
         self._cut = Cut((0,))
-        self._hold: Hold | None = None
+        self._buffer: BatchBuffer | None = None
 
-    def greet(self) -> tuple[str, str]:
-        """What has to be as it is with the driver, and this machine's name."""
+    def handshake(self) -> tuple[str, str]:
+        """The versions, which have to be the parent's, and this node's name."""
         return versions(), socket.gethostname()
 
-    def work(self, envelope: Envelope, *arguments: Any) -> Reply:
-        """Take in the updates, then do the task with these arguments: what is large comes by reference, which only an
-        argument of the call itself may be. Never raises."""
-        value, failed = None, None
+    def work(self, envelope: Envelope, *arguments: Any) -> NodeReply:
+        """Take in the updates, then do the task with these arguments. Never raises.
+
+        What is large comes by reference, and Ray resolves references only among the arguments of the call itself.
+        """
+        value, failure = None, None
         try:
             self._keep_step(envelope.epoch, envelope.position)
             for method, values in envelope.updates:
-                getattr(Host, method)(self, *values)
-            value = getattr(Host, envelope.method)(self, *arguments)
+                getattr(NodeActor, method)(self, *values)
+            value = getattr(NodeActor, envelope.method)(self, *arguments)
         except BaseException as error:
-            failed = Failed.of(error)
-        return Reply(value, failed, [] if self._crew is None else [_condition(info) for info in self._crew.workers])
+            failure = NodeFailure.of(error)
+        infos = [] if self._started is None else self._started.workers.group.infos
+        return NodeReply(value, failure, [_status(info) for info in infos])
 
     def _keep_step(self, epoch: int, position: int) -> None:
         """Raise `OutOfStep` unless the request before this one has come."""
-        begins = epoch > self._place[0] and position == 0
-        if not begins and (epoch, position) != self._place:
-            raise OutOfStep(f"request {epoch}.{position} came where {self._place[0]}.{self._place[1]} was to come")
-        self._place = epoch, position + 1
+        begins = epoch > self._next[0] and position == 0
+        if not begins and (epoch, position) != self._next:
+            raise OutOfStep(f"request {epoch}.{position} came where {self._next[0]}.{self._next[1]} was to come")
+        self._next = epoch, position + 1
 
-    def ask(self, question: Question, attempt: int, seconds: float) -> list[Run] | None:
-        """As `Crew.ask`; None if there was no answer in time."""
+    def ask(self, question: Question, attempt: int, seconds: float) -> list[ChunkRun] | None:
+        """As `NodeWorkers.ask`; None if there was no answer in time."""
         try:
-            return [] if self._crew is None else self._crew.ask(question, attempt, seconds)
+            return [] if self._started is None else self._started.workers.ask(question, attempt, seconds)
         except concurrent.futures.TimeoutError:  # another class than Python's own before 3.11
             return None
 
     # ---- what a request names
 
     @property
-    def crew(self) -> Crew:
-        """The workers."""
-        if self._crew is None:
-            raise BatchoptError("the workers of this machine were not started")
-        return self._crew
+    def _node(self) -> _Node:
+        if self._started is None:
+            raise BatchoptError("the workers of this node were not started")
+        return self._started
 
-    def start(self, contract: Contract, program: Freight) -> None:
+    def start(self, node_setup: NodeSetup, program: PackedBytes) -> None:
         """Start the workers of a packed program."""
-        contract.torch.apply()
-        layout = contract.layout
+        node_setup.torch.apply()
+        layout = node_setup.layout
         block = SharedBlock.create(layout.size * layout.dtype.itemsize)
-        self._vector = block.tensor(layout.dtype, (layout.size,))
-        self._parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
-        self._digests = contract.digests
-        self._tensors = [made(*place) for place in zip(program.placements, program.tensors, strict=True)]
-        loaded = assemble(program.data, self._tensors, self._parameters)
+        vector = block.tensor(layout.dtype, (layout.size,))
+        parameters = [torch.nn.Parameter(view) for view in layout.views(vector)]
+        tensors = [made(*place) for place in zip(program.placements, program.tensors, strict=True)]
+        loaded: Program = assemble(program.data, tensors, parameters)
         setup = Setup(
-            workers=len(contract.ranks),
-            fixed_bits=contract.fixed_bits,
-            timeout=contract.timeout,
-            restarts=contract.restarts,
-            threads=contract.threads,
-            devices=contract.devices,
-            precode=pickle.loads(contract.precode),
+            workers=len(node_setup.ranks),
+            fixed_bits=node_setup.fixed_bits,
+            timeout=node_setup.timeout,
+            restarts=node_setup.restarts,
+            threads=node_setup.threads,
+            devices=node_setup.devices,
+            precode=pickle.loads(node_setup.precode),
             program=loaded,
-            flat=Flat(layout, self._vector, block),
-            parameters=self._parameters,
+            flat=Flat(layout, vector, block),
+            parameters=parameters,
             buffers=StepBuffers(loaded.module, state=loaded.state),
-            ranks=contract.ranks,
-            world=contract.world,
+            ranks=node_setup.ranks,
+            world=node_setup.world,
         )
-        self._crew = Crew(setup, contract.torch)
+        workers = NodeWorkers(setup, node_setup.torch)
+        self._started = _Node(vector, parameters, tensors, node_setup.digests, workers)
 
     def use_hooks(self, hooked: bool) -> None:
         """Whether hooks run from now on."""
-        self.crew.use_hooks(hooked)
+        self._node.workers.group.use_hooks(hooked)
 
     def set_torch(self, settings: TorchSettings) -> None:
         """Compute with these settings of torch."""
         settings.apply()
-        self.crew.torch = settings
+        self._node.workers.torch = settings
 
-    def update(self, found: Delivery) -> None:
-        """Have another edition of the program, for the step that begins next or goes on."""
-        tensors = received(found, self._tensors, self._digests)
+    def update(self, found: ProgramUpdate) -> None:
+        """Take another version of the program, for the step that begins next or goes on."""
+        node = self._node
+        tensors = received(found, node.tensors, node.digests)
         if found.data is not None:
-            loaded: Program = assemble(found.data, tensors, self._parameters)
-            self.crew.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
-        self._tensors, self._digests = tensors, found.digests
+            loaded: Program = assemble(found.data, tensors, node.parameters)
+            node.workers.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
+        node.tensors, node.digests = tensors, found.digests
 
-    def load(self, skeleton: Skeleton | None, weights: tuple[float, ...]) -> None:
-        """Begin a step on a batch whose samples come with `fill`; None for the batch of the step before, with its samples."""
-        if skeleton is None:
-            self.crew.reopen(weights)
+    def load(self, manifest: BatchManifest | None, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch whose samples come with `fill`; None: on the batch of the step before, with its samples."""
+        if manifest is None:
+            self._node.workers.reopen(weights)
         else:
-            self._hold = Hold(skeleton, self._hold if self.crew.calm else None)
-            self.crew.open(self._hold, weights)
+            workers = self._node.workers
+            self._buffer = BatchBuffer(manifest, self._buffer if workers.group.is_free else None)
+            workers.open(self._buffer, weights)
 
-    def fill(self, fragments: Sequence[Fragment]) -> None:
-        """Have these samples too."""
-        assert self._hold is not None
-        for fragment in fragments:
-            self._hold.fill(fragment)
-            self.crew.fill(fragment)
+    def fill(self, slices: Sequence[BatchSlice]) -> None:
+        """Add samples to the batch."""
+        assert self._buffer is not None
+        for part in slices:
+            self._buffer.fill(part)
+            self._node.workers.fill(part)
 
     def set_cut(self, bounds: Sequence[int]) -> None:
         """Cut the batch so."""
         self._cut = Cut(tuple(bounds))
 
     def resize(self, workers: int, world: int) -> None:
-        """Keep so many workers, of `world` on all machines."""
-        self.crew.keep(workers, world)
+        """Keep so many workers, of `world` on all nodes."""
+        self._node.workers.keep(workers, world)
 
-    def evaluate(self, share: Share, x: Bytes | None, direction: Bytes | None) -> Yield:
-        """Evaluate a share, with another X and direction if these are given; its partials, merged."""
+    def evaluate(self, assignment: Assignment, x: Bytes | None, direction: Bytes | None) -> AssignmentResult:
+        """Evaluate an assignment, with another X and direction if these are given; its partials come merged."""
         began = time.perf_counter()
         self._set(x, direction)
-        head = share.attempt, share.step
-        orders = [None if run is None else Order(*head, *run, Kind(share.kind)) for run in share.runs]
-        self.crew.begin(share.attempt)
+        head = assignment.attempt, assignment.step
+        orders = [None if run is None else Order(*head, *run, Kind(assignment.kind)) for run in assignment.runs]
+        workers = self._node.workers
+        workers.begin(assignment.attempt)
         try:
-            answers = self.crew.evaluate(self._cut, orders)
+            answers = workers.group.evaluate(self._cut, orders)
         finally:
-            self.crew.end()
+            workers.end()
         sums = [
-            Sum(*node, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
-            for node, p in merge_answers(answers, self._cut.chunks)
+            PartialMessage(*place, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
+            for place, p in merge_answers(answers, self._cut.chunks)
         ]
-        return Yield(share.attempt, sums, [_work(a, began) for a in answers], time.perf_counter() - began)
+        times = [_times(answer, began) for answer in answers]
+        return AssignmentResult(assignment.attempt, sums, times, time.perf_counter() - began)
 
     def _set(self, x: Bytes | None, direction: Bytes | None) -> None:
-        vector = self._vector
+        vector = self._node.vector
         if x is not None:
             with torch.no_grad():
                 vector.copy_(from_bytes(x, vector.dtype, vector.shape))
         if direction is not None:
-            self.crew.set_direction(from_bytes(direction, vector.dtype, vector.shape))
+            self._node.workers.group.set_direction(from_bytes(direction, vector.dtype, vector.shape))
 
-    def probe(self, share: Share, x: Bytes | None, direction: Bytes | None) -> dict[int, float]:
-        """The seconds that each worker needs for the first run of a share."""
+    def probe(self, assignment: Assignment, x: Bytes | None, direction: Bytes | None) -> dict[int, float]:
+        """The seconds that each worker needs for the first run of an assignment."""
         self._set(x, direction)
-        run = share.runs[0]
+        run = assignment.runs[0]
         assert run is not None
-        order = Order(share.attempt, share.step, *run, Kind(share.kind))
-        self.crew.begin(share.attempt)
+        order = Order(assignment.attempt, assignment.step, *run, Kind(assignment.kind))
+        workers = self._node.workers
+        workers.begin(assignment.attempt)
         try:
-            return self.crew.probe(self._cut, order)
+            return workers.group.probe(self._cut, order)
         finally:
-            self.crew.end()
+            workers.end()
 
     def run(self, function: bytes) -> list[bytes]:
         """Call a pickled function with pickled arguments in each worker; the results pickled."""
         called, arguments = pickle.loads(function)
-        return [dumps(value) for value in self.crew.run(called, arguments)]
+        return [dumps(value) for value in self._node.workers.group.run(called, arguments)]
 
     def close(self) -> None:
         """End the workers."""
-        if self._crew is not None:
-            self._crew.close()
+        if self._started is not None:
+            self._started.workers.close()
 
 
-def _condition(info: WorkerInfo) -> Condition:
-    return Condition(info.pid, str(info.device), info.restarts, info.alive, info.lost)
+def _status(info: WorkerInfo) -> WorkerStatus:
+    return WorkerStatus(info.pid, str(info.device), info.restarts, info.alive, info.lost)
 
 
-def _work(answer: Answer, began: float) -> Work:
+def _times(answer: Answer, began: float) -> WorkerTimes:
     spans = [(span.began - began, *span[1:]) for span in answer.spans]
-    return Work(answer.rank, answer.samples, answer.seconds, spans, dumps(answer.results) if answer.results else b"")
+    results = dumps(answer.results) if answer.results else b""
+    return WorkerTimes(answer.rank, answer.samples, answer.seconds, spans, results, answer.drew)
 
 
-def request(method: Callable[Concatenate[Host, P], Any], *arguments: P.args, **keywords: P.kwargs) -> Request:
-    """A call of a method of `Host`. An argument of a task may be a reference to it."""
+def request(method: Callable[Concatenate[NodeActor, P], Any], *arguments: P.args, **keywords: P.kwargs) -> NodeRequest:
+    """A call of a method of `NodeActor`. An argument of a task may be a reference to it."""
     assert not keywords  # which the message has no place for
-    return Request(method.__name__, arguments)
+    return NodeRequest(method.__name__, arguments)

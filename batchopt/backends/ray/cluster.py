@@ -57,8 +57,8 @@ class Needs:
     @property
     def each(self) -> dict[str, float]:
         """What a worker takes, by Ray's names."""
-        known = {"CPU": self.cores, "GPU": self.gpus, "memory": self.memory, **self.resources}
-        return {name: amount for name, amount in known.items() if amount > 0}
+        state = {"CPU": self.cores, "GPU": self.gpus, "memory": self.memory, **self.resources}
+        return {name: amount for name, amount in state.items() if amount > 0}
 
     @property
     def threads(self) -> int:
@@ -94,8 +94,8 @@ def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
         raise ValueError(f"{workers} workers do not fit where there is room for {room}")
     if not workers:
         return []
-    shares = split_batch(workers, [float(r.workers) for r in rooms])
-    return [Room(r.node, share) for r, share in zip(rooms, shares, strict=True) if share]
+    assignments = split_batch(workers, [float(r.workers) for r in rooms])
+    return [Room(r.node, assignment) for r, assignment in zip(rooms, assignments, strict=True) if assignment]
 
 
 def fitting(available: Mapping[str, float], each: Mapping[str, float]) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt.backends.ledger import Run
+from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.ray.transfer import Bytes
 from batchopt.errors import BatchoptError
 from batchopt_workers.failures import Failure, describe
@@ -18,7 +18,7 @@ from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.watch import StateWritten
 
 
-class Task(Enum):
+class NodeTask(Enum):
     """What a node was asked to do, and how error messages say it."""
 
     HANDSHAKE = "starting"
@@ -31,49 +31,49 @@ class Task(Enum):
 
 
 class Question(Enum):
-    """What a node is asked about a share while it evaluates it."""
+    """What a node is asked about an assignment while it evaluates it."""
 
     RELEASE = "give up half of what no worker has begun"
-    CALL_OFF = "stop: nobody waits for this share"
+    CALL_OFF = "stop: nobody waits for this assignment"
     PING = "give a sign"
 
 
 class Undone(BatchoptError):
-    """What was asked was not done, by nobody's fault: it is given to somebody again."""
+    """A request was not carried out, and nobody is to blame: what it asked for is asked for again where it is needed."""
 
 
 class CalledOff(Undone):
-    """Nobody waits for this share any more."""
+    """Nobody waits for this assignment any more."""
 
 
 class OutOfStep(Undone):
-    """A request was lost on the way, on which this one builds."""
+    """The request before this one was lost on the way, and this one builds on it."""
 
 
-class Request(NamedTuple):
-    """A method of the actor, by name, and its arguments."""
+class NodeRequest(NamedTuple):
+    """A call of a method of `NodeActor`: made by `actor.request`, which a type checker sees."""
 
     method: str
     arguments: tuple[Any, ...]
 
 
 class Envelope(NamedTuple):
-    """What comes before a task's arguments: `updates` to be taken in first, and the method that the arguments are for.
+    """The head of a request, whose arguments follow: `updates` to be taken in first, and the `method` to be called.
 
-    `position` numbers the requests that build on each other, of which none may be lost on the way. `epoch` is a higher
-    number where they begin anew.
+    Requests build on each other: `position` counts them, so that a node notices when one was lost on the way. They begin
+    again at 0 with a higher `epoch`.
     """
 
     epoch: int
     position: int
-    updates: Sequence[Request]
+    updates: Sequence[NodeRequest]
     method: str
 
 
 @dataclass(frozen=True)
-class Contract:
-    """What a machine's workers are to do for as long as they live; precode is pickled. `digests`: of the tensors of the
-    program that comes along."""
+class NodeSetup:
+    """The settings of a node's workers for as long as they live; `precode` is pickled, and `digests` are of the tensors of
+    the program that comes along."""
 
     layout: Layout
     precode: bytes
@@ -88,18 +88,20 @@ class Contract:
     digests: tuple[bytes, ...]
 
 
-class Share(NamedTuple):
-    """One evaluation's part of a machine: the chunks of each of its workers. `attempt` is its number among all shares of
-    all machines: an evaluation that does not get by with one a machine gives more."""
+class Assignment(NamedTuple):
+    """Chunks of one evaluation that a node is given, a run for each of its workers.
+
+    `attempt` numbers the assignments to all nodes: where an evaluation needs more than one a node, they tell these apart.
+    """
 
     kind: int
     attempt: int
     step: int
-    runs: tuple[Run | None, ...]
+    runs: tuple[ChunkRun | None, ...]
 
 
-class Sum(NamedTuple):
-    """A merged partial: which node of the tree, and what `Partial` has."""
+class PartialMessage(NamedTuple):
+    """A merged partial: its place in the tree of chunks, and what `Partial` has, as bytes."""
 
     level: int
     position: int
@@ -109,18 +111,19 @@ class Sum(NamedTuple):
     used: bytes
 
 
-class Work(NamedTuple):
-    """What a worker did: as `Answer`, with spans counted from when the machine was asked, and hook results pickled."""
+class WorkerTimes(NamedTuple):
+    """What one worker did: as in `Answer`, but spans count from when the node began, and hook results are pickled."""
 
     worker: int
     samples: int
     seconds: float
     spans: list[tuple[float, float, int, int]]
     results: bytes
+    drew: bool
 
 
-class Condition(NamedTuple):
-    """What is known of a worker, as in `WorkerInfo`."""
+class WorkerStatus(NamedTuple):
+    """The state of a worker, as in `WorkerInfo`."""
 
     pid: int
     device: str
@@ -129,37 +132,37 @@ class Condition(NamedTuple):
     lost: bool
 
 
-class Yield(NamedTuple):
-    """What a share came to, in `seconds`."""
+class AssignmentResult(NamedTuple):
+    """The result of an assignment, after so many `seconds`."""
 
     attempt: int
-    sums: list[Sum]
-    work: list[Work]
+    sums: list[PartialMessage]
+    work: list[WorkerTimes]
     seconds: float
 
 
-class Failed(NamedTuple):
-    """An exception on a node, as text; and as it is, if its class is ours."""
+class NodeFailure(NamedTuple):
+    """An exception on a node: as text, and as an object if its class is ours. Nothing of the user's is unpickled."""
 
     text: Failure
     error: BatchoptError | StateWritten | None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        """What is to be said of the exception. Its cause is not sent: of ours, the text has the traceback in the worker."""
+    def of(cls, error: BaseException) -> NodeFailure:
+        """Describe the exception. One of ours loses its cause when it is pickled: so the text has the worker's traceback."""
         text = describe(error)
         if not isinstance(error, (BatchoptError, StateWritten)):
             return cls(text, None)
         return cls(replace(text, traceback=getattr(error.__cause__, "text", "")), error)
 
     def is_a(self, *kinds: type[BaseException]) -> bool:
-        """Whether it is of one of these classes of ours."""
+        """Whether it is an exception of one of these classes, which are ours."""
         return isinstance(self.error, kinds)
 
 
-class Reply(NamedTuple):
-    """What a request came to, and how the workers are."""
+class NodeReply(NamedTuple):
+    """The result of a request or its failure, and the state of the node's workers."""
 
     value: Any
-    failed: Failed | None
-    workers: list[Condition]
+    failure: NodeFailure | None
+    workers: list[WorkerStatus]

@@ -1,4 +1,4 @@
-"""The workers of one machine as the driver sees them: an actor, what it was told, and what it was asked."""
+"""A node of the cluster as the parent sees it: its workers' ranks, what it was sent, and what it was asked."""
 
 from __future__ import annotations
 
@@ -7,111 +7,96 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from batchopt.backends.ledger import Run
-from batchopt.backends.ray.actor import Host
+from batchopt.backends.ledger import ChunkRun
+from batchopt.backends.ray.actor import NodeActor
 from batchopt.backends.ray.link import Link
-from batchopt.backends.ray.messages import Envelope, Failed, Question, Reply, Request, Task
+from batchopt.backends.ray.messages import Envelope, NodeFailure, NodeReply, NodeRequest, NodeTask, Question
+from batchopt.backends.ray.node_state import NodeState
 from batchopt.errors import RemoteTraceback, WorkerError
 
-# The tasks that a share is for.
-SHARES = (Task.EVALUATE, Task.PROBE)
+# The tasks that evaluate chunks.
+ASSIGNMENTS = (NodeTask.EVALUATE, NodeTask.PROBE)
 
 
 class Released(NamedTuple):
-    """A machine that was asked for some of a share gave up these runs."""
+    """A node that was asked for some of its assignment gave up these chunks."""
 
-    runs: list[Run]
+    runs: list[ChunkRun]
 
 
-# What a machine can say.
-Heard = Reply | Released
+# What a node can answer.
+NodeMessage = NodeReply | Released
 
 
 @dataclass
-class Call:
-    """Something that was asked of a machine: of which evaluation and share, when, and since when we wait for it."""
+class PendingRequest:
+    """Something that a node was asked: for which evaluation and assignment, when, and since when it has been silent."""
 
-    task: Task | Question
+    task: NodeTask | Question
     evaluation: int = -1
     attempt: int = -1
     since: float = field(default_factory=time.monotonic)
     silent: float = field(default_factory=time.monotonic)
 
 
-@dataclass
-class Known:
-    """What a machine was told: any of these is compared with what it should know."""
-
-    hooked: bool = True
-    torch: object = None
-    load: object = None
-    shipment: object = None
-    cut: object = None
-    direction: object = None
-    x: object = None
-    edition: object = None
-    program: bytes = b""  # but for its tensors, whose digests are
-    tensors: frozenset[bytes] = frozenset()
-    earlier_tensors: frozenset[bytes] = frozenset()  # before it was told of the present ones
-    samples: list[range] = field(default_factory=list)
-
-
-class Machine:
-    """`ranks` of the workers, on one machine; `number` tells it from all others before and after."""
+class ClusterNode:
+    """The workers of some `ranks` on one machine, behind an actor. `number` tells it from all other nodes, earlier ones
+    too."""
 
     def __init__(self, link: Link, number: int, name: str, ranks: tuple[int, ...]) -> None:
         self.number, self.name, self.ranks = number, name, ranks
-        self._link = link
-        self._epoch = self._sent = 0  # of requests that build on each other, and how many of them were sent
-        self.ready = False
-        self.known = Known()
+        self.ready = False  # whether its workers have started
+        self.state = NodeState()
         self.restarts: dict[int, int] = {}  # of its workers there, by rank
-        self.calls: dict[Any, Call] = {}  # by the reference of the answer
+        self.requests: dict[Any, PendingRequest] = {}  # not answered yet; by the reference of the answer
+        self._link = link
+        # Requests build on each other. When one has failed, those that follow begin a new epoch.
+        self._epoch = self._position = 0
 
-    def greet(self) -> None:
+    def handshake(self) -> None:
         """Ask for its versions and name."""
-        self._note(self._link.call(Host.greet), Call(Task.HANDSHAKE))
+        self._note(self._link.call(NodeActor.handshake), PendingRequest(NodeTask.HANDSHAKE))
 
-    def work(self, call: Call, news: Sequence[Request], task: Request) -> None:
-        """Ask it to take in `news` and do `task`."""
-        envelope = Envelope(self._epoch, self._sent, news, task.method)
-        self._sent += 1
-        self._note(self._link.call(Host.work, envelope, *task.arguments), call)
+    def work(self, pending: PendingRequest, updates: Sequence[NodeRequest], task: NodeRequest) -> None:
+        """Ask it to take in `updates` and do `task`."""
+        envelope = Envelope(self._epoch, self._position, updates, task.method)
+        self._position += 1
+        self._note(self._link.call(NodeActor.work, envelope, *task.arguments), pending)
 
-    def forget(self) -> None:
-        """What it knows is not known any more: it will be told everything, but for tensors that it certainly has."""
-        self.known = Known(tensors=self.known.tensors & self.known.earlier_tensors)
-        self._epoch, self._sent = self._epoch + 1, 0
+    def ask(self, question: Question, about: PendingRequest, seconds: float) -> None:
+        """Ask it about an assignment while it works on that; it answers within so many seconds."""
+        answer = self._link.call_aside(NodeActor.ask, question, about.attempt, seconds)
+        self._note(answer, PendingRequest(question, about.evaluation, about.attempt))
 
-    def ask(self, question: Question, about: Call, seconds: float) -> None:
-        """Ask it something about a share while it works."""
-        answer = self._link.call_aside(Host.ask, question, about.attempt, seconds)
-        self._note(answer, Call(question, about.evaluation, about.attempt))
+    def _note(self, reference: Any, pending: PendingRequest) -> None:
+        self.requests[reference] = pending
 
-    def _note(self, reference: Any, call: Call) -> None:
-        self.calls[reference] = call
+    def forget_state(self) -> None:
+        """It has failed, and nobody knows which updates it took in: so it will be sent everything again."""
+        self.state = self.state.forgotten()
+        self._epoch, self._position = self._epoch + 1, 0
 
-    def at(self, *tasks: Task | Question) -> Call | None:
-        """The first call of these kinds that it has not answered."""
-        return next((call for call in self.calls.values() if call.task in tasks), None)
+    def pending(self, *tasks: NodeTask | Question) -> PendingRequest | None:
+        """The first request of these kinds that it has not answered."""
+        return next((request for request in self.requests.values() if request.task in tasks), None)
 
-    def works_on(self, evaluation: int) -> Call | None:
-        """The share of this evaluation that it has not answered."""
-        mine = (call for call in self.calls.values() if call.task in SHARES and call.evaluation == evaluation)
-        return next(mine, None)
+    def assignment(self, evaluation: int) -> PendingRequest | None:
+        """What it has been given of this evaluation and not answered."""
+        pending = (request for request in self.requests.values() if request.task in ASSIGNMENTS)
+        return next((request for request in pending if request.evaluation == evaluation), None)
 
     def kill(self) -> None:
-        """End it, and its workers."""
-        self.calls.clear()
+        """End the actor and its workers; nothing that it says is heard any more."""
+        self.requests.clear()
         self._link.end()
 
-    def error(self, failed: Failed, task: Task) -> BaseException:
-        """The exception that happened there."""
-        error, text = failed.error, failed.text
+    def error(self, failure: NodeFailure, task: NodeTask) -> BaseException:
+        """The exception that was raised there, to be raised here."""
+        error, text = failure.error, failure.text
         if error is None:
             doing = f"{task.value} on {self.name}"
             error = WorkerError(self.ranks[0], text.type_name, text.message, range(0), doing)
-        elif isinstance(error, WorkerError):
+        elif isinstance(error, WorkerError):  # which has the rank on that node
             _, (rank, type_name, message, samples, doing, terms) = error.__reduce__()
             error = WorkerError(self.ranks[rank], type_name, message, samples, doing, terms)
         if text.traceback:

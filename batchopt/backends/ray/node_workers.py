@@ -1,24 +1,21 @@
-"""The worker processes of one machine among several: a process backend whose batch comes in parts, and which can be asked
-for something while it evaluates."""
+"""The worker processes of one node: a group of workers whose batch comes in parts, and which can be asked for something
+while it evaluates."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
 
 from batchopt.backends.base import Setup
-from batchopt.backends.ledger import Run
-from batchopt.backends.process.backend import Placed, ProcessBackend
+from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.process.gather import ProcessGather
-from batchopt.backends.process.worker import Activity, Call, call, call_with_block
+from batchopt.backends.process.group import Surroundings, WorkerGroup
+from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
 from batchopt.backends.ray.messages import CalledOff, Question
-from batchopt.backends.ray.transfer import Fragment, Hold
+from batchopt.backends.ray.transfer import BatchBuffer, BatchSlice
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
@@ -26,127 +23,131 @@ from batchopt_workers.packing import unpack
 from batchopt_workers.session import PIECE, Session
 from batchopt_workers.torch_settings import TorchSettings
 
+# The name by which workers know the memory of the batch.
+BATCH = "batch 0"
 
-class Crew(ProcessBackend):
-    """Worker processes that are some of all. While the main thread evaluates, others may ask it for something."""
+
+@dataclass(frozen=True)
+class _LoadedBatch:
+    """The batch of a step, and what workers were told of it: the call that takes it, and those that fill its lists."""
+
+    batch: Batch
+    buffer: BatchBuffer
+    load: SessionCall
+    pieces: list[list[SessionCall]]
+
+
+class NodeWorkers:
+    """The workers of some ranks of all. One thread evaluates, others may ask it for something meanwhile."""
 
     def __init__(self, setup: Setup, torch: TorchSettings) -> None:
-        self.torch = torch  # as it is where an evaluation is asked for
-        self._bell, self._button = os.pipe()
+        self.torch = torch  # as it is in the parent when it asks for an evaluation
+        self._ranks = setup.ranks or ()
+        self._program = setup.program
+        self._loaded: _LoadedBatch | None = None
         self._lock = threading.Lock()
-        self._asked: deque[tuple[Question, Future[list[Run]]]] = deque()
-        self._attempt = -1  # the share that is evaluated
-        self._off: set[int] = set()  # those that nobody waits for any more
-        self._placed: Placed | None = None
-        self._pieces: list[list[Call]] = []  # what the workers were told of samples in lists
+        self._questions: deque[tuple[Question, Future[list[ChunkRun]]]] = deque()
+        self._attempt = -1  # the assignment that is evaluated
+        self._off: set[int] = set()  # assignments that nobody waits for any more
+        self._bell, self._button = os.pipe()  # wakes up the thread that evaluates
+        surroundings = Surroundings(lambda: self.torch, lambda: self._program.module_hooks, self._answer_questions)
         try:
-            super().__init__(setup)
+            self.group = WorkerGroup(setup, surroundings)
         except BaseException:
             self._close_bell()
             raise
-        self._pool.wake_up_for(self._bell)
-
-    def _torch_settings(self) -> TorchSettings:
-        return self.torch
-
-    def _module_hooks(self) -> Mapping[str, Any]:
-        return self._program.module_hooks
+        self.group.wake_up_for(self._bell)
 
     def replace_program(self, program: Program, buffers: StepBuffers) -> None:
         """Evaluate another program from the next step on."""
-        self._program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
+        self._program = program
+        self.group.replace_program(program, buffers)
 
-    def open(self, hold: Hold, weights: tuple[float, ...]) -> None:
+    def open(self, buffer: BatchBuffer, weights: tuple[float, ...]) -> None:
         """Begin a step on a batch whose samples come later, with `fill`."""
-        skeleton = hold.skeleton
-        batch: Batch = unpack(skeleton.data, skeleton.placements, hold.block)
-        load = call(Activity.BATCH, Session.load, "batch 0", skeleton.data, skeleton.placements)
-        for number in range(len(self._pieces)):
-            self._pool.tell(f"{PIECE}{number}")
-        self._placed, self._pieces = Placed(batch, 0, hold.block, load), []
-        self.load(self._placed, weights)
+        manifest = buffer.manifest
+        batch: Batch = unpack(manifest.data, manifest.placements, buffer.block)
+        load = call(Activity.BATCH, Session.load, BATCH, manifest.data, manifest.placements)
+        before = [] if self._loaded is None else self._loaded.pieces
+        for number in range(len(before)):
+            self.group.tell(f"{PIECE}{number}")
+        self._loaded = _LoadedBatch(batch, buffer, load, [])
+        self._begin_step(self._loaded, weights)
 
     def reopen(self, weights: tuple[float, ...]) -> None:
-        """Begin another step on the same batch, with the samples that it has."""
-        assert self._placed is not None
-        self.load(self._placed, weights)
-        for number, calls in enumerate(self._pieces):  # they are forgotten when a step begins
-            self._pool.tell(f"{PIECE}{number}", *calls)
+        """Begin another step on the same batch, with the samples that are here."""
+        assert self._loaded is not None
+        self._begin_step(self._loaded, weights)
+        for number, calls in enumerate(self._loaded.pieces):  # which workers forget when a step begins
+            self.group.tell(f"{PIECE}{number}", *calls)
 
-    def fill(self, fragment: Fragment) -> None:
-        """Let the workers have what a fragment has in lists; its rows they see in the batch's memory."""
-        if fragment.lists is None:
+    def _begin_step(self, loaded: _LoadedBatch, weights: tuple[float, ...]) -> None:
+        self.group.begin_step(loaded.batch.numbering, weights)
+        self.group.load(BATCH, loaded.buffer.block, loaded.load)
+
+    def fill(self, part: BatchSlice) -> None:
+        """Send the workers what a slice has in lists. Its rows they see in the batch's memory."""
+        if part.lists is None:
             return
-        name, freight = f"{PIECE}{len(self._pieces)}", fragment.lists
+        assert self._loaded is not None
+        name, lists = f"{PIECE}{len(self._loaded.pieces)}", part.lists
         calls = [
-            call_with_block(Activity.SAMPLES, Session.attach_copy, name, freight.unload()),
-            call(
-                Activity.SAMPLES,
-                Session.fill,
-                name,
-                fragment.term,
-                fragment.start,
-                freight.data,
-                freight.placements,
-            ),
+            call_with_block(Activity.SAMPLES, Session.attach_copy, name, lists.unload()),
+            call(Activity.SAMPLES, Session.fill, name, part.term, part.start, lists.data, lists.placements),
         ]
-        self._pieces.append(calls)
-        self._pool.tell(name, *calls)
+        self._loaded.pieces.append(calls)
+        self.group.tell(name, *calls)
 
     def keep(self, workers: int, world: int) -> None:
         """Have no more than so many workers, of `world` in all."""
-        assert self._setup.ranks is not None
-        self._setup = replace(self._setup, ranks=self._setup.ranks[:workers], world=world)
-        self.resize(workers)
+        self._ranks = self._ranks[:workers]
+        self.group.resize(workers, self._ranks, world)
 
-    @property
-    def calm(self) -> bool:
-        """Whether no worker evaluates anything."""
-        return all(child.free for child in self._pool.children.values())
-
-    # ---- from other threads
+    # ---- questions, from other threads
 
     def begin(self, attempt: int) -> None:
-        """From now on questions about this share are answered, between two messages of the workers. Raises `CalledOff`."""
+        """Answer questions about this assignment from now on, between two messages of the workers.
+
+        Raises `CalledOff` if somebody has said so before it began.
+        """
         with self._lock:
             if attempt in self._off:
-                raise CalledOff("this share was called off")
-            self._off = {later for later in self._off if later > attempt}  # shares come in their order
+                raise CalledOff("this assignment was called off")
+            self._off = {later for later in self._off if later > attempt}  # assignments come in their order
             self._attempt = attempt
 
     def end(self) -> None:
-        """From now on there is nothing to answer."""
+        """Answer what was asked and not answered, and no more questions about this assignment."""
         with self._lock:
             self._attempt = -1
-        self._turn(None)
+        self._answer_questions(None)
 
-    def ask(self, question: Question, attempt: int, seconds: float) -> list[Run]:
-        """The answer of the thread that evaluates; nothing if it evaluates another share. Raises `TimeoutError`."""
-        answer: Future[list[Run]] = Future()
+    def ask(self, question: Question, attempt: int, seconds: float) -> list[ChunkRun]:
+        """The answer of the thread that evaluates; nothing if it evaluates another assignment. Raises `TimeoutError`."""
+        answer: Future[list[ChunkRun]] = Future()
         with self._lock:
             if attempt != self._attempt:
                 if question is Question.CALL_OFF:
                     self._off.add(attempt)
                 return []
-            self._asked.append((question, answer))
+            self._questions.append((question, answer))
         os.write(self._button, b"!")
         return answer.result(seconds)
 
-    def _turn(self, round: ProcessGather | None) -> None:
-        while self._asked:
-            question, answer = self._asked.popleft()
-            released: list[Run] = []
-            if question is Question.RELEASE and round is not None:
-                released, limits = round.dispatch.release()
-                for limit in limits:
-                    with suppress(OSError):  # gone; the pool will find out
-                        self._pool.children[limit.worker].limit(limit.last)
+    def _answer_questions(self, gather: ProcessGather | None) -> None:
+        while self._questions:
+            question, answer = self._questions.popleft()
+            released: list[ChunkRun] = []
+            if question is Question.RELEASE and gather is not None:
+                released, limits = gather.scheduler.release()
+                self.group.limit(limits)
             answer.set_result(released)
-            if question is Question.CALL_OFF and round is not None:
-                raise CalledOff("this share was called off")
+            if question is Question.CALL_OFF and gather is not None:
+                raise CalledOff("this assignment was called off")
 
     def close(self) -> None:
-        super().close()
+        """End the workers."""
+        self.group.close()
         self._close_bell()
 
     def _close_bell(self) -> None:

@@ -15,8 +15,8 @@ import torch
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import STARTUP, UNKNOWN
 from batchopt.backends.ray.cluster import Room, spread
-from batchopt.backends.ray.messages import Condition, Question, Task
-from batchopt.backends.ray.node import SHARES, Machine
+from batchopt.backends.ray.messages import NodeTask, Question, WorkerStatus
+from batchopt.backends.ray.node import ASSIGNMENTS, ClusterNode
 from batchopt.errors import AllWorkersLostError
 
 # Seconds in which a node has to answer at all: when it is placed, and when it is asked whether it still works.
@@ -64,14 +64,14 @@ class NodeRoster:
             info.alive = False
         del self.infos[workers:]
 
-    def reported(self, machine: Machine, conditions: Iterable[Condition]) -> None:
+    def reported(self, node: ClusterNode, statuses: Iterable[WorkerStatus]) -> None:
         """The node has said how its workers are."""
-        for rank, condition in zip(machine.ranks, conditions, strict=False):
+        for rank, status in zip(node.ranks, statuses, strict=False):
             info = self.infos[rank]
-            info.pid, info.device = condition.pid, torch.device(condition.device)
-            info.alive, info.lost = condition.alive, condition.lost
-            info.restarts += condition.restarts - machine.restarts.get(rank, 0)
-            machine.restarts[rank] = condition.restarts
+            info.pid, info.device = status.pid, torch.device(status.device)
+            info.alive, info.lost = status.alive, status.lost
+            info.restarts += status.restarts - node.restarts.get(rank, 0)
+            node.restarts[rank] = status.restarts
 
     def started(self) -> None:
         """A node has started its workers."""
@@ -81,30 +81,30 @@ class NodeRoster:
         """A node cannot start its workers."""
         self.error = self.error or error
 
-    def lost(self, machine: Machine, why: str) -> None:
+    def lost(self, node: ClusterNode, why: str) -> None:
         """The node is gone, or will not be heard again."""
-        first, last = machine.ranks[0], machine.ranks[-1]
+        first, last = node.ranks[0], node.ranks[-1]
         workers = f"worker {first}" if first == last else f"workers {first} to {last}"
-        self.ending = f"{machine.name} ({workers}) {why}"
-        self.failures += 0 if machine.ready else 1
-        for rank in machine.ranks:
+        self.ending = f"{node.name} ({workers}) {why}"
+        self.failures += 0 if node.ready else 1
+        for rank in node.ranks:
             self.infos[rank].alive = False
 
     # ---- what to do
 
-    def homeless(self, machines: Iterable[Machine]) -> list[int]:
+    def homeless(self, nodes: Iterable[ClusterNode]) -> list[int]:
         """The ranks that are on none of the nodes."""
-        placed = {rank for machine in machines for rank in machine.ranks}
+        placed = {rank for node in nodes for rank in node.ranks}
         return [info.rank for info in self.infos if info.rank not in placed]
 
-    def wants_room(self, machines: Iterable[Machine]) -> bool:
+    def wants_room(self, nodes: Iterable[ClusterNode]) -> bool:
         """Whether there are workers to be placed, and it is allowed."""
-        return self._restarts > 0 and bool(self.homeless(machines))
+        return self._restarts > 0 and bool(self.homeless(nodes))
 
-    def replace(self, machines: Collection[Machine], free: Sequence[Room]) -> list[Placement]:
+    def replace(self, nodes: Collection[ClusterNode], free: Sequence[Room]) -> list[Placement]:
         """Where to start the workers whose node was lost, as far as there is room and it is allowed; each start costs a
         restart. The others count as lost until there is room."""
-        homeless = self.homeless(machines)
+        homeless = self.homeless(nodes)
         fit = min(len(homeless), sum(room.workers for room in free), self._restarts)
         self._restarts -= fit
         for rank in homeless[:fit]:
@@ -114,9 +114,9 @@ class NodeRoster:
             self.infos[rank].lost = True
         return place(homeless[:fit], spread(fit, free))
 
-    def check_somebody_is_left(self, machines: Collection[Machine], now: float) -> None:
+    def check_somebody_is_left(self, nodes: Collection[ClusterNode], now: float) -> None:
         """Raise `AllWorkersLostError` if there is no node and will be none."""
-        if machines or not self.infos:
+        if nodes or not self.infos:
             self._alone_since = math.inf
             return
         self._alone_since = min(self._alone_since, now)
@@ -130,33 +130,33 @@ class NodeRoster:
 class GiveUp(NamedTuple):
     """The node is not to be heard again."""
 
-    machine: Machine
+    node: ClusterNode
     why: str
 
 
 class Ping(NamedTuple):
     """The node is to be asked for a sign within so many seconds, while it works on this."""
 
-    machine: Machine
+    node: ClusterNode
     seconds: float
 
 
-def check(machines: Iterable[Machine], timeout: float | None, now: float) -> list[GiveUp | Ping]:
+def check(nodes: Iterable[ClusterNode], timeout: float | None, now: float) -> list[GiveUp | Ping]:
     """Look at what each node was asked and has not answered. A node that works gives no sign by itself: so it is asked
     for one. `timeout` is the user's, None for defaults."""
     found: list[GiveUp | Ping] = []
     patience = timeout or ANSWERING
-    for machine in machines:
-        working, pinged = machine.at(*SHARES), machine.at(Question.PING)
-        starting, greeting = machine.at(Task.START), machine.at(Task.HANDSHAKE)
+    for node in nodes:
+        working, pinged = node.pending(*ASSIGNMENTS), node.pending(Question.PING)
+        starting, greeting = node.pending(NodeTask.START), node.pending(NodeTask.HANDSHAKE)
         if pinged is not None and now - pinged.silent > patience:
-            found.append(GiveUp(machine, f"gave no sign for {patience:.3g} s"))
+            found.append(GiveUp(node, f"gave no sign for {patience:.3g} s"))
         elif working is not None and pinged is None and now - working.silent > patience:
-            found.append(Ping(machine, patience))
+            found.append(Ping(node, patience))
         elif starting is not None and now - starting.silent > max(timeout or UNKNOWN, STARTUP):
-            found.append(GiveUp(machine, "did not start in time"))
+            found.append(GiveUp(node, "did not start in time"))
         elif greeting is not None and now - greeting.silent > 2 * ANSWERING:
-            found.append(GiveUp(machine, "was not placed in time"))
-        elif not machine.ready and starting is None and greeting is None:
-            found.append(GiveUp(machine, "was forgotten when an interrupt came"))
+            found.append(GiveUp(node, "was not placed in time"))
+        elif not node.ready and starting is None and greeting is None:
+            found.append(GiveUp(node, "was forgotten when an interrupt came"))
     return found

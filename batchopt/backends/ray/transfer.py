@@ -1,8 +1,8 @@
-"""What crosses the network: packed objects, and batches of which each machine gets only its shard.
+"""What crosses the network: packed objects, and batches of which each node gets only its shard.
 
-A batch travels as a skeleton, once, and as fragments: the samples that a machine lacks. A machine lays the whole batch
+A batch travels as a manifest, once, and as slices: the samples that a node lacks. A node lays the whole batch
 out in memory of which it has only the pages that it was sent samples for: so each sample lies where it would lie on any
-other machine, which the bits of matrix products depend on, and what is sent later falls into its place.
+other node, which the bits of matrix products depend on, and what is sent later falls into its place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def from_bytes(elements: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 
 def digest(arrays: Iterable[Bytes]) -> bytes:
-    """Of all elements: other ones have another digest."""
+    """SHA-256 of all elements."""
     blocks = [array[at : at + BLOCK] for array in arrays for at in range(0, max(array.size, 1), BLOCK)]
 
     def of_block(block: Bytes) -> bytes:
@@ -56,7 +56,7 @@ def digest(arrays: Iterable[Bytes]) -> bytes:
         return hashlib.sha256(b"".join(threads.map(of_block, blocks))).digest()
 
 
-class Freight(NamedTuple):
+class PackedBytes(NamedTuple):
     """A packed object on its way, its tensors as bytes."""
 
     data: bytes
@@ -65,8 +65,8 @@ class Freight(NamedTuple):
     tensors: list[Bytes]
 
     @classmethod
-    def of(cls, packed: Packed) -> Freight:
-        """Ready to be sent."""
+    def of(cls, packed: Packed) -> PackedBytes:
+        """The packed object with its tensors as bytes."""
         return cls(packed.data, packed.placements, packed.nbytes, [to_bytes(tensor) for tensor in packed.tensors])
 
     def unload(self) -> SharedBlock:
@@ -77,7 +77,7 @@ class Freight(NamedTuple):
         return block
 
 
-class Skeleton(NamedTuple):
+class BatchManifest(NamedTuple):
     """A batch without its samples: how it is laid out, and `whole`, the tensors that have no row a sample, by their
     place among the placements."""
 
@@ -87,7 +87,7 @@ class Skeleton(NamedTuple):
     whole: list[tuple[int, Bytes]]
 
 
-class Fragment(NamedTuple):
+class BatchSlice(NamedTuple):
     """Samples `start` up to `stop` of a term: `rows` of tensors, by their place among the placements, and what they have
     in lists."""
 
@@ -95,7 +95,7 @@ class Fragment(NamedTuple):
     start: int
     stop: int
     rows: list[tuple[int, Bytes]]
-    lists: Freight | None
+    lists: PackedBytes | None
 
 
 def copied(batch: Batch) -> Batch:
@@ -152,17 +152,17 @@ def _listed(part: Part, samples: range) -> tuple[Any, Any, Any]:
 
 
 @dataclass(frozen=True)
-class Shipment:
-    """A batch that can be sent in parts: its skeleton, and where among the placements the tensors of each term are.
+class SendableBatch:
+    """A batch that can be sent in parts: its manifest, and where among the placements the tensors of each term are.
     `digest`: of all that is sent, if somebody has asked for it."""
 
     batch: Batch
-    skeleton: Skeleton
+    manifest: BatchManifest
     columns: tuple[dict[int, torch.Tensor], ...]
     digest: bytes | None = None
 
     @classmethod
-    def of(cls, batch: Batch) -> Shipment:
+    def of(cls, batch: Batch) -> SendableBatch:
         """Raises what pickling the batch raises; samples in lists are pickled when they are sent."""
         packed = pack(Batch(tuple(map(_hollow, batch.parts))))
         index = {id(tensor): i for i, tensor in enumerate(packed.tensors)}
@@ -172,10 +172,10 @@ class Shipment:
         )
         sent_in_rows = {i for of_term in columns for i in of_term}
         whole = [(i, to_bytes(tensor)) for i, tensor in enumerate(packed.tensors) if i not in sent_in_rows]
-        return cls(batch, Skeleton(packed.data, packed.placements, packed.nbytes, whole), columns)
+        return cls(batch, BatchManifest(packed.data, packed.placements, packed.nbytes, whole), columns)
 
     @classmethod
-    def after(cls, before: Shipment | None, batch: Batch) -> Shipment:
+    def after(cls, before: SendableBatch | None, batch: Batch) -> SendableBatch:
         """`before` itself, if this is the same batch for the third time or more: the first time there is no digest to
         compare with, so that batches that do not come again cost none."""
         if before is None or _identity(before.batch) != _identity(batch):
@@ -191,35 +191,35 @@ class Shipment:
         rows = {i: tensor.nbytes for of_term in self.columns for i, tensor in of_term.items()}
         return sum(rows.values()) / self.batch.size
 
-    def fragments(self, samples: range) -> Iterator[Fragment]:
-        """What a machine needs to evaluate `samples`, numbered through all terms. Raises what pickling raises."""
+    def slices(self, samples: range) -> Iterator[BatchSlice]:
+        """What a node needs to evaluate `samples`, numbered through all terms. Raises what pickling raises."""
         for term, part in self.batch.numbering.split(samples):
             rows = [(i, to_bytes(tensor[part.start : part.stop])) for i, tensor in self.columns[term].items()]
             lists = _listed(self.batch.parts[term], part)
-            freight = Freight.of(pack(lists)) if any(found is not None for found in lists) else None
-            yield Fragment(term, part.start, part.stop, rows, freight)
+            packed_bytes = PackedBytes.of(pack(lists)) if any(found is not None for found in lists) else None
+            yield BatchSlice(term, part.start, part.stop, rows, packed_bytes)
 
 
-class Hold:
-    """A machine's memory for a batch, of which it has some samples."""
+class BatchBuffer:
+    """A node's memory for a batch, of which it has some samples."""
 
-    def __init__(self, skeleton: Skeleton, before: Hold | None = None) -> None:
+    def __init__(self, manifest: BatchManifest, before: BatchBuffer | None = None) -> None:
         """In the memory of the batch `before`, if that was laid out the same."""
-        self.skeleton = skeleton
-        is_alike = before is not None and before.skeleton.placements == skeleton.placements
+        self.manifest = manifest
+        is_alike = before is not None and before.manifest.placements == manifest.placements
         self.block: SharedBlock = (
-            before.block if before and is_alike else SharedBlock.create(skeleton.nbytes, sparse=True)
+            before.block if before and is_alike else SharedBlock.create(manifest.nbytes, sparse=True)
         )
-        for i, elements in skeleton.whole:
+        for i, elements in manifest.whole:
             self._put(i, slice(None), elements)
 
-    def fill(self, fragment: Fragment) -> None:
-        """Put the rows of a fragment into their places. Raises `MemoryError`."""
-        for i, elements in fragment.rows:
-            self._put(i, slice(fragment.start, fragment.stop), elements)
+    def fill(self, part: BatchSlice) -> None:
+        """Put the rows of a slice into their places. Raises `MemoryError`."""
+        for i, elements in part.rows:
+            self._put(i, slice(part.start, part.stop), elements)
 
     def _put(self, i: int, rows: slice, elements: Bytes) -> None:
-        placement = self.skeleton.placements[i]
+        placement = self.manifest.placements[i]
         tensor = placement.view(self.block)
         place = tensor[rows] if tensor.dim() else tensor
         if not place.numel():

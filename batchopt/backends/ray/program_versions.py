@@ -1,6 +1,6 @@
-"""The program on its way to other machines: whole when a machine starts, and later what it lacks of the present one.
+"""The program on its way to other nodes: whole when a node starts, and later what it lacks of the present one.
 
-Tensors are known by a digest of their elements: a machine keeps those that it has, wherever they are in the program.
+Tensors are state by a digest of their elements: a node keeps those that it has, wherever they are in the program.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import NamedTuple
 import torch
 
 from batchopt._program.program import Source
-from batchopt.backends.ray.transfer import Bytes, Freight, digest, from_bytes, to_bytes
+from batchopt.backends.ray.transfer import Bytes, PackedBytes, digest, from_bytes, to_bytes
 from batchopt_workers.evaluate import Program
 from batchopt_workers.packing import Packed, Placement, copy_into
 
 
-class Edition(NamedTuple):
-    """A program as of one moment; `copies` are the elements of those tensors that machines may lack."""
+class ProgramVersion(NamedTuple):
+    """A program as of one moment; `copies` are the elements of those tensors that nodes may lack."""
 
     packed: Packed
     digests: tuple[bytes, ...]
     copies: dict[bytes, Bytes]
 
 
-class Delivery(NamedTuple):
-    """What a machine lacks of an edition: elements by their digest, and all but the tensors, unless that is as before."""
+class ProgramUpdate(NamedTuple):
+    """What a node lacks of an version: elements by their digest, and all but the tensors, unless that is as before."""
 
     data: bytes | None
     placements: tuple[Placement, ...]
@@ -33,14 +33,14 @@ class Delivery(NamedTuple):
     elements: dict[bytes, Bytes]
 
 
-class Editions:
+class ProgramVersions:
     """The program of the user as of the start of each step."""
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
         self._source = Source(program, parameters)
-        self.first = Freight.of(self._source.packed)
-        self.latest = Edition(self._source.packed, _digests(self._source.packed), {})
+        self.first = PackedBytes.of(self._source.packed)
+        self.latest = ProgramVersion(self._source.packed, _digests(self._source.packed), {})
 
     def follow(self, program: Program) -> None:
         """Take over what the user has changed since. Raises `TypeError` for a program that cannot be sent any more."""
@@ -55,14 +55,14 @@ class Editions:
                 copies[key] = before.copies[key]
             elif key not in before.digests:
                 copies[key] = to_bytes(tensor).copy()
-        self.latest = Edition(packed, digests, copies)
+        self.latest = ProgramVersion(packed, digests, copies)
 
 
-def delivery(edition: Edition, data: bytes, held: Collection[bytes]) -> Delivery:
-    """For a machine that has the program `data`, and tensors with the digests `held`."""
-    packed = edition.packed
-    lacking = {key: edition.copies[key] for key in edition.digests if key not in held}
-    return Delivery(None if packed.data is data else packed.data, packed.placements, edition.digests, lacking)
+def update_for(version: ProgramVersion, data: bytes, held: Collection[bytes]) -> ProgramUpdate:
+    """For a node that has the program `data`, and tensors with the digests `held`."""
+    packed = version.packed
+    lacking = {key: version.copies[key] for key in version.digests if key not in held}
+    return ProgramUpdate(None if packed.data is data else packed.data, packed.placements, version.digests, lacking)
 
 
 def _digests(packed: Packed) -> tuple[bytes, ...]:
@@ -70,8 +70,8 @@ def _digests(packed: Packed) -> tuple[bytes, ...]:
     return tuple(digest([to_bytes(tensor)]) for tensor in packed.tensors)
 
 
-def received(found: Delivery, tensors: Sequence[torch.Tensor], digests: Sequence[bytes]) -> list[torch.Tensor]:
-    """The tensors of a delivery, where `tensors` with these `digests` were there before: the same ones with other
+def received(found: ProgramUpdate, tensors: Sequence[torch.Tensor], digests: Sequence[bytes]) -> list[torch.Tensor]:
+    """The tensors of a update_for, where `tensors` with these `digests` were there before: the same ones with other
     elements, or, with another program, new ones."""
     here = dict(zip(digests, tensors, strict=True))
     elements = {

@@ -1,0 +1,402 @@
+"""A group of worker processes that evaluate chunks of one program.
+
+The process backend holds one, and so does each node of a cluster, which is given its batch in parts. What the group needs
+from whoever holds it is in `Surroundings`.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from batchopt._machine.cores import share_cores, usable_cores
+from batchopt._mapreduce.answers import Answer
+from batchopt.backends.base import Meanwhile, Setup, WorkerInfo
+from batchopt.backends.patience import OTHERS
+from batchopt.backends.process.crashes import explain
+from batchopt.backends.process.deadlines import Deadlines
+from batchopt.backends.process.gather import ProcessCalls, ProcessGather, ProcessProbe
+from batchopt.backends.process.overdue import Overdue, Pace
+from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.scheduler import Assign, Limit
+from batchopt.backends.process.shared_program import SharedProgram
+from batchopt.backends.process.startup import startup_calls
+from batchopt.backends.process.worker import (
+    Activity,
+    PendingMessage,
+    SessionCall,
+    WorkerProcess,
+    call,
+    call_with_block,
+)
+from batchopt.backends.sendable import sending
+from batchopt_workers import faults
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import ORDERS, Cut, Kind, Order
+from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.numbering import Numbering
+from batchopt_workers.session import Session
+from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.tree import most_held
+from batchopt_workers.worker import Hook
+
+# Seconds that a worker stays awake after a short order, where each has a core.
+AWAKE = 5e-4
+
+T = TypeVar("T")
+
+
+def _nothing(gather: ProcessGather | None) -> None:
+    """Nothing."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The settings in force where an evaluation is asked for, which on a node is another process; and what to do at each
+    turn of an evaluation (None: at any other turn, or once it is over)."""
+
+    torch_settings: Callable[[], TorchSettings] = TorchSettings.current
+    module_hooks: Callable[[], Mapping[str, Any]] = module_hooks
+    at_turn: Callable[[ProcessGather | None], None] = _nothing
+
+
+class WorkerGroup:
+    """`setup.workers` processes. They end with this object, with this process, or at `close`."""
+
+    def __init__(self, setup: Setup, surroundings: Surroundings | None = None) -> None:
+        assert setup.workers is not None and setup.flat.block is not None
+        self._setup, self._surroundings = setup, surroundings or Surroundings()
+        self._device = setup.flat.vector.device
+        self._size = setup.workers
+        self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
+        self._deadlines = Deadlines(setup.timeout, self._paces)
+        self._overdue = Overdue(self._paces)
+        self.late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
+        self._numbering = Numbering((), ())
+        # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run
+        self._weights = (1.0,) * len(setup.program.loss_fns)
+        self._torch = self._surroundings.torch_settings()
+        self._attached: dict[str, SharedBlock] = {}
+        self._hooked = True
+        self._direction: torch.Tensor | None = None
+        self._program = setup.program
+        self._shared = SharedProgram(setup.program, setup.parameters)
+        self._proven = False  # whether a forward of this program has come to its end
+        self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
+        devices = None if setup.devices is None else self._by_rank(setup.devices)
+        for name, calls in startup_calls(setup, setup.flat.block, self._torch, max(self._threads()), devices):
+            self._pool.set_state(name, *calls)
+        self._send_program()
+        try:
+            self.resize(setup.workers)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what workers must have been told
+
+    def _send_program(self) -> None:
+        """Give the workers the program, and what they forget when they are given one."""
+        source, block = self._shared.source, self._shared.block
+        packed = source.packed
+        examine = self._attached.get("program") is not block
+        if examine:
+            self._pool.set_state("program", call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
+            self._attached["program"] = block
+        self._pool.set_state(
+            "module",
+            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
+        )
+        for name in ("hooks", "weights", "direction", "batch"):
+            self._pool.resend(name)
+        for worker in self._pool.workers.values():
+            worker.cut = None
+            if worker.rows is not None and worker.rows.changes != self._setup.buffers.size:
+                worker.rows = None
+
+    def _follow(self) -> None:
+        """Send the workers what the user has changed of the program since."""
+        hooks = self._surroundings.module_hooks()
+        if self._program.module_hooks != hooks:
+            self._program = replace(self._program, module_hooks=hooks)
+        if self._shared.follow(self._program):
+            self._send_program()
+
+    def _follow_torch(self) -> None:
+        settings = self._surroundings.torch_settings()
+        if settings != self._torch:
+            self._torch = settings
+            self._pool.set_state("torch", call(Activity.TORCH, Session.set_torch, settings))
+
+    def tell(self, name: str, *calls: SessionCall) -> None:
+        """Let each worker have been told `calls`, in place of what it was told by that name before."""
+        self._pool.set_state(name, *calls)
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """What the user may know of each worker, in rank order."""
+        return self._pool.roster.infos
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no worker evaluates anything or runs a function."""
+        return all(worker.free for worker in self._pool.workers.values())
+
+    def may_read_earlier_batch(self) -> bool:
+        """Whether a worker is late, and may still read the batch before the present one."""
+        return any(worker.is_behind("batch") for worker in self._pool.workers.values())
+
+    def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
+        """Of each worker, by its rank among all."""
+        return dict(zip(self._setup.ranks or range(len(values)), values, strict=True))
+
+    def _threads(self) -> list[int]:
+        return share_cores(self._size, self._setup.threads)
+
+    def _send_world(self, workers: int) -> None:
+        self._size = workers
+        threads = self._threads()
+        awake = AWAKE if sum(threads) <= usable_cores() else 0.0
+        world = self._setup.world or workers
+        self._pool.set_state("world", call(Activity.STARTING, Session.set_world, world, self._by_rank(threads), awake))
+
+    def _start(self, rank: int) -> WorkerProcess:
+        number = self._setup.ranks[rank] if self._setup.ranks else rank
+        return WorkerProcess(rank, number, self._setup.world or self._size, max(self._threads()))
+
+    def _allowance(self, worker: WorkerProcess, asked: PendingMessage) -> float:
+        return self._deadlines.allowance(worker.rank, worker.cut, asked)
+
+    def resize(self, workers: int, ranks: tuple[int, ...] | None = None, world: int | None = None) -> None:
+        """Have so many workers, and wait until they can work; `ranks`, of `world` in all, where there are others."""
+        if ranks is not None:
+            self._setup = replace(self._setup, ranks=ranks, world=world)
+        host = socket.gethostname()
+        kept = {info.rank: info for info in self._pool.roster.infos if not info.lost}
+        devices = self._setup.devices or (self._device,) * workers
+        infos = [kept.get(rank, WorkerInfo(rank, 0, host, devices[rank], alive=False)) for rank in range(workers)]
+        before = self._pool.roster.infos
+        try:
+            self._send_world(workers)
+            self._pool.resize(infos)
+        except BaseException:
+            if before:
+                self._send_world(len(before))
+            self._pool.resize(before)
+            raise
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Run these hooks. Raises `TypeError` for hooks that cannot be sent."""
+        before, self._program = self._program, replace(self._program, prehook=prehook, posthook=posthook)
+        try:
+            self._follow()
+        except BaseException:
+            self._program = before
+            raise
+
+    def use_hooks(self, hooked: bool) -> None:
+        """Run hooks, or run none."""
+        if hooked != self._hooked:
+            self._hooked = hooked
+            self._pool.set_state("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
+
+    def include_state(self, names: Collection[str]) -> None:
+        """Let evaluations change these tensors of the module, too."""
+        self._program = replace(self._program, state=self._program.state | set(names))
+        self._follow()
+
+    def replace_program(self, program: Program, buffers: StepBuffers) -> None:
+        """Evaluate another program from the next step on."""
+        self._program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
+
+    def begin_step(self, numbering: Numbering, weights: tuple[float, ...]) -> None:
+        """Begin a step with the program as it is now. Raises `TypeError` for a program that cannot be sent any more."""
+        self._enter()
+        self._follow()
+        if weights != self._weights:
+            self._pool.set_state("weights", call(Activity.BATCH, Session.set_weights, weights))
+            self._weights = weights
+        self._numbering = numbering
+
+    def load(self, name: str, memory: SharedBlock, load: SessionCall) -> None:
+        """Let workers take the batch of the step from shared memory, which they know by that name."""
+        if self._attached.get(name) is not memory:
+            self._attached[name] = memory
+            self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
+        self._pool.set_state("batch", load)
+
+    # ---- evaluating
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+        """See `Backend.evaluate`."""
+        self._enter()
+        self._follow_torch()
+        gather = ProcessGather(cut, self._numbering, orders, self._paces, self._overdue)
+        try:
+            directed, late = -1, math.inf
+            while gather.scheduler.missing and not gather.failures:
+                if directed != self._pool.changes or not gather.scheduler.all_begun or time.monotonic() >= late:
+                    directed, late = self._pool.changes, math.inf
+                    self._direct(gather)
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
+                if late == math.inf and len(gather.scheduler.workers) < len(self._pool.workers):
+                    late = gather.scheduler.next_late(gather.estimate)
+                self._pool.pump(gather, late)
+                self._surroundings.at_turn(gather)
+                self._proven = self._proven or gather.has_reports
+                if not self._proven:
+                    explain(gather.gone)
+                if gather.poison is not None:
+                    raise gather.poison
+        finally:
+            self._pool.call_off()
+            self._surroundings.at_turn(None)
+        if gather.failures:
+            self._hear_others(gather)
+            raise gather.failures.first()
+        self._proven = True
+        self._hear_the_late(gather)
+        self.late = gather.leave(self._pool.workers.values())
+        for worker in self._pool.workers.values():
+            worker.stderr.pass_on()
+        return gather.answers()
+
+    def _enter(self) -> None:
+        """Take in what was said since the last call."""
+        for worker in self._overdue.workers:  # before the pool does, to whom it is of no interest
+            if self._pool.workers.get(worker.rank) is worker:
+                worker.channel.drain()
+                self._pool.hear(worker, self._overdue)
+        self._pool.enter()
+
+    def set_direction(self, direction: torch.Tensor) -> None:
+        """Let orders for a product multiply the Hessian with `direction`."""
+        if self._direction is None:
+            layout = self._setup.flat.layout
+            block = SharedBlock.create(layout.size * layout.dtype.itemsize)
+            attach = call_with_block(Activity.MEMORY, Session.attach, "direction", block)
+            self._pool.set_state("direction", attach, call(Activity.MEMORY, Session.set_direction))
+            self._direction = block.tensor(layout.dtype, (layout.size,))
+        self._direction.copy_(direction)
+
+    def _direct(self, gather: ProcessGather) -> None:
+        """Give those that have nothing to do something to do."""
+        idle = [worker.rank for worker in self._pool.available]
+        if not idle:
+            return
+        asked = []
+        for command in gather.scheduler.decide(idle, gather.estimate, time.monotonic()):
+            worker = self._pool.workers[command.worker]
+            try:
+                if isinstance(command, Limit):
+                    worker.limit(command.last)
+                else:
+                    self._order(worker, gather, command)
+                    asked.append(worker)
+            except OSError:  # gone; the pool will find out
+                pass
+        for worker in asked:  # one right after the other: a worker that wakes up may take this process's core
+            with suppress(OSError):
+                worker.flush()
+        faults.point("parent.dispatched")
+
+    def _order(self, worker: WorkerProcess, gather: ProcessGather, run: Assign) -> None:
+        self._equip(worker, gather.cut, most_held(run.first, run.last, gather.cut.chunks, gather.held(worker)))
+        worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
+
+    def _equip(self, worker: WorkerProcess, cut: Cut, rows: int) -> None:
+        """Let the worker have this cut, and so many rows to sum gradients in."""
+        if worker.cut is not cut:
+            worker.set_cut(cut)
+        worker.make_room(rows, self._setup.flat.layout, self._setup.buffers.size, self._device)
+
+    def _hear_the_late(self, gather: ProcessGather) -> None:
+        """Take in what workers reported that are still at it.
+
+        They were sent to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
+        before: with that taken in, no row that counts is written any more.
+        """
+        for worker in list(self._pool.workers.values()):
+            if not worker.idle:
+                worker.channel.drain()
+                self._pool.hear(worker, gather)
+
+    def _hear_others(self, gather: ProcessGather) -> None:
+        """Wait a little for what other workers say, so that the same failure is raised each time."""
+        deadline = time.monotonic() + OTHERS
+        while time.monotonic() < deadline and gather.scheduler.workers:
+            self._pool.pump(gather, deadline)
+
+    def limit(self, limits: Sequence[Limit]) -> None:
+        """Tell workers where to stop."""
+        for limit in limits:
+            with suppress(OSError):  # gone; the pool will find out
+                self._pool.workers[limit.worker].limit(limit.last)
+
+    def wake_up_for(self, fd: int) -> None:
+        """Take a turn of an evaluation when there is something to read from `fd`, a pipe; it is read there."""
+        self._pool.wake_up_for(fd)
+
+    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
+        """See `Backend.probe`."""
+        self._enter()
+        self._follow_torch()
+        probe = ProcessProbe(order.evaluation, self._numbering)
+        try:
+            for worker in self._pool.available:
+                try:
+                    self._equip(worker, cut, most_held(order.first, order.last, cut.chunks))
+                    worker.order(order)
+                    worker.flush()
+                except OSError:
+                    continue
+                probe.asked(worker)
+            probe.collect(lambda until: self._pump_probe(probe, until))
+        finally:
+            self._pool.call_off()
+        if probe.failures:
+            raise probe.failures.first()
+        return probe.seconds
+
+    def _pump_probe(self, probe: ProcessProbe, until: float) -> None:
+        self._pool.pump(probe, until)
+        self._surroundings.at_turn(None)
+        self._proven = self._proven or bool(probe.seconds)
+        if not self._proven:
+            explain(probe.gone)
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """See `Backend.run`."""
+        with sending("the function or an argument", function, *arguments):
+            message = call(Activity.FUNCTION, Session.run, function, *arguments)
+        self._enter()
+        self._pool.wait()
+        calls = ProcessCalls()
+        for _, worker in sorted(self._pool.workers.items()):
+            calls.asked(worker)
+            with suppress(OSError):  # gone; the pool will find out
+                worker.ask(message)
+        return calls.collect(lambda until: self._pool.pump(calls, until))
+
+    def stop(self) -> None:
+        """Let whoever waits for workers raise `BatchoptError` soon."""
+        self._pool.stop()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+        self._shared.close()
+        # now, not when Python's collector finds that this object and its pool know each other
+        self._direction = None
+        self._attached.clear()

@@ -1,0 +1,177 @@
+"""A backend in some 150 lines: each worker is a thread of this process with a copy of the module.
+
+It shows what a backend has to do, and that the contract can be kept without processes. It is no use otherwise: torch's
+random generator is one for all threads, so chunks take turns; and a thread that dies or hangs cannot be replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from batchopt._machine.threads import torch_threads
+from batchopt._mapreduce.answers import Answer
+from batchopt._program.program import Source
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.gather import Failures
+from batchopt.backends.local_worker import LocalWorker, run_precode
+from batchopt.backends.sendable import check_parameters_are_only_read
+from batchopt_workers.batch import Batch
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Evaluator, Program
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import Cut, Order
+from batchopt_workers.packing import assemble
+from batchopt_workers.seeding import draws_kept
+from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.watch import StateWritten, Watch
+from batchopt_workers.worker import Hook, Worker
+
+
+class Copy:
+    """A worker's copy of the program, whose parameters are views of X; constants and state are copied at each step."""
+
+    def __init__(self, source: Source, setup: Setup, worker: Worker) -> None:
+        packed = source.packed
+        self._block = SharedBlock.create(packed.nbytes)
+        packed.place(self._block)
+        tensors = [placement.dressed(placement.view(self._block)) for placement in packed.placements]
+        parameters = [torch.nn.Parameter(view) for view in setup.flat.layout.views(setup.flat.vector)]
+        program: Program = assemble(packed.data, tensors, parameters)
+        worker.module, worker.criterion = program.module, program.criterion
+        self._buffers = StepBuffers(program.module, state=program.state)
+        constants = [(name, tensors[i]) for i, name in source.read_only.items()]
+        watch = Watch(program.module, constants, (*parameters, *self._buffers.tensors))
+        self.evaluator = Evaluator(program, worker, parameters, self._buffers, watch)
+        self.local = LocalWorker(self.evaluator, setup.flat.layout, self._buffers.size, watch)
+
+    def begin_step(self, source: Source) -> None:
+        """Take over what the user has written to tensors."""
+        source.packed.place(self._block)
+        self._buffers.begin_step()
+
+
+class ThreadBackend(Backend):
+    """Workers that are threads."""
+
+    local = True
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        check_parameters_are_only_read(setup.program.module)
+
+    def __init__(self, setup: Setup) -> None:
+        assert setup.workers is not None
+        self._setup = setup
+        # hooks run as they are, in this process; only the rest of the program is copied
+        self._program = replace(setup.program, prehook=None, posthook=None)
+        self._hooks = setup.program.prehook, setup.program.posthook
+        self._hooked = True
+        self._source = Source(self._program, setup.parameters)
+        self._infos: list[WorkerInfo] = []
+        self._workers: list[Worker] = []
+        self._copies: list[Copy] = []
+        self._batch: Batch | None = None
+        self._weights = (1.0,) * len(setup.program.loss_fns)
+        self._direction: Sequence[torch.Tensor] = ()
+        self._turn = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self.resize(setup.workers)
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return self._infos
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._hooks = prehook, posthook
+
+    def use_hooks(self, hooked: bool) -> None:
+        self._hooked = hooked
+
+    def include_state(self, names: Collection[str]) -> None:
+        self._program = replace(self._program, state=self._program.state | set(names))
+        self._begin_step()  # an evaluation has shown that they change: the one that follows is of the same step
+
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
+
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        self._batch, self._weights = prepared.batch, weights
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._source.follow(self._program) or len(self._copies) != len(self._workers):
+            self._copies = [Copy(self._source, self._setup, worker) for worker in self._workers]
+        for copy in self._copies:
+            copy.begin_step(self._source)
+            copy.evaluator.batch, copy.evaluator.weights = self._batch, self._weights
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+        threads, settings, failures = self._threads, TorchSettings.current(), Failures()
+        assert threads is not None
+
+        def work(copy: Copy, order: Order) -> Answer:
+            copy.evaluator.hooked, copy.evaluator.direction = self._hooked, self._direction
+            copy.evaluator.prehook, copy.evaluator.posthook = self._hooks
+            with settings.contexts(), torch_threads(self._setup.threads or 1):
+                return copy.local.evaluate(cut, order, self._turn)
+
+        with draws_kept():
+            futures = {
+                rank: threads.submit(work, self._copies[rank], order)
+                for rank, order in enumerate(orders)
+                if order is not None
+            }
+            if meanwhile is not None:
+                meanwhile()
+            answers = []
+            for rank, future in futures.items():
+                error = future.exception()
+                if error is None:
+                    answers.append(future.result())
+                elif isinstance(error, StateWritten):
+                    failures.add(error, rank, -1)
+                else:
+                    failures.add(error, rank, getattr(error, "samples", range(0)).start)
+        if failures:
+            raise failures.first()
+        return answers
+
+    def set_direction(self, direction: torch.Tensor) -> None:
+        self._direction = self._setup.flat.layout.views(direction)
+
+    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
+        return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order] * len(self._workers))}
+
+    def resize(self, workers: int) -> None:
+        for rank in range(len(self._workers), workers):
+            worker = Worker(rank, workers, torch.device("cpu"))
+            run_precode(self._setup.precode, worker)
+            self._workers.append(worker)
+            self._infos.append(WorkerInfo(rank, os.getpid(), socket.gethostname(), worker.device))
+        del self._workers[workers:], self._infos[workers:], self._copies[workers:]
+        for worker in self._workers:
+            worker.world_size = workers
+        self.close()
+        for info in self._infos:
+            info.alive = True
+        self._threads = ThreadPoolExecutor(workers)
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        assert self._threads is not None
+        futures = [self._threads.submit(function, worker, *arguments) for worker in self._workers]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._threads = None
+        for info in self._infos:
+            info.alive = False
