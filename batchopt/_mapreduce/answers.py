@@ -33,8 +33,8 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Answer:
     """The contribution of one worker to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
-    two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy; `drew`: whether its first forward
-    of the step drew random numbers."""
+    two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy; `drew`: whether
+    its first forward of the step drew random numbers."""
 
     rank: int
     samples: int

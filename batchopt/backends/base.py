@@ -41,9 +41,10 @@ class WorkerInfo:
 class Setup:
     """What a backend needs to start.
 
-    `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be all that the bits depend
-    on. `restarts` None: 4 for each worker. `threads` None: as many as the backend thinks right. `options` are the user's
-    for this backend alone. `ranks` of the workers, where they are some of `world` that other backends have the others of.
+    `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be all that the bits
+    depend on. `restarts` None: 4 for each worker. `threads` None: as many as the backend thinks right. `options` are
+    the user's for this backend alone. `ranks` of the workers, where they are some of `world` that other backends have
+    the others of.
     """
 
     workers: int | None
@@ -98,7 +99,7 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027  # few backends take long to start
     def anticipate(cls, setup: Setup) -> None:
-        """Let begin what takes long when this backend starts, which it will soon."""
+        """Let something begin that takes long when this backend starts, which it will soon."""
 
     @abstractmethod
     def __init__(self, setup: Setup) -> None:
@@ -116,26 +117,26 @@ class Backend(ABC):
 
     @abstractmethod
     def use_hooks(self, hooked: bool) -> None:
-        """Whether hooks run from now on."""
+        """Run hooks from now on, or run none."""
 
     @abstractmethod
     def include_state(self, names: Collection[str]) -> None:
-        """From now on evaluations may change these tensors of the module, too; `Setup.buffers` has them by now."""
+        """Let evaluations change these tensors of the module, too, from now on; `Setup.buffers` has them already."""
 
     @abstractmethod
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        """Bring `batch` to where the workers can read it. `ahead`: while the present one is still needed."""
+        """Bring `batch` to where the workers can read it. `ahead`: the present batch is still needed."""
 
     @abstractmethod
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        """Begin a step on what was prepared last, with the program as it is now in this process, and these weights of
-        the terms in f. Raises `TypeError` for a program that cannot be sent any more."""
+        """Begin a step on what was prepared last, with the program as the user has it now, and these weights of the
+        terms in f. Raises `TypeError` for a program that cannot be sent any more."""
 
     @abstractmethod
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        """Evaluate the chunks of all orders: `orders[i]` is meant for worker `i`, but what it does not get done another
-        one does. Answers come in rank order. Where workers are other processes, `meanwhile` is called as soon as they
-        are busy.
+        """Evaluate the chunks of all orders. `orders[i]` is meant for worker `i`; what it does not get done another one
+        does. Answers come in rank order. Where workers are other processes, `meanwhile` is called as soon as they are
+        busy.
 
         Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `StateWritten` for a forward
         that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
@@ -143,8 +144,8 @@ class Backend(ABC):
 
     @property
     def late(self) -> Mapping[int, tuple[int, float]]:
-        """What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples took so
-        many seconds, or will have taken more."""
+        """What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples
+        took so many seconds, or will have taken more."""
         return {}
 
     @abstractmethod
@@ -157,20 +158,20 @@ class Backend(ABC):
         out. Raises `WorkerError` and `StateWritten`."""
 
     def room(self) -> int:
-        """How many more workers there is room for, where that changes: machines may have joined."""
+        """How many more workers there is room for; 0 where that does not change, as it does when machines join."""
         return 0
 
     @abstractmethod
     def resize(self, workers: int) -> None:
-        """Have so many workers, of which those of the lowest ranks are kept. Raises what starting them raises."""
+        """Have so many workers; fewer than before are those of the lowest ranks. Raises what starting them raises."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """`function(worker, *arguments)` on each worker; the values in rank order."""
+        """Call `function(worker, *arguments)` in each worker; returns the values in rank order."""
 
     def stop(self) -> None:  # noqa: B027  # of use only where a call waits
-        """Have the call that waits for workers raise `BatchoptError` soon: somebody wants to close this, and was told to
-        wait for its end. Does nothing where no call waits."""
+        """Have the call that waits for workers raise `BatchoptError` soon: somebody wants to close this, and was told
+        to wait for its end. Does nothing where no call waits."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Collecting what workers or nodes say: the parts that do not depend on how they say it.
 
-A pool of processes and a set of nodes both have `pump(listener, until)`: wait until something happens, or until that time,
-and tell the listener. Here a *peer* is whoever speaks: a worker process, or a node.
+A pool of processes and a set of nodes both have `pump(listener, until)`: wait until something happens, or until that
+time, and tell the listener. Here a *peer* is whoever speaks: a worker process, or a node.
 """
 
 from __future__ import annotations
@@ -158,5 +158,6 @@ def unpickled(rank: int, what: str, body: bytes) -> Any:
     try:
         return pickle.loads(body)
     except Exception as error:
-        message = f"{message_of(error)} (raised here, where what {what} returned is unpickled: return tensors, numbers and text)"
+        where = f"raised here, where what {what} returned is unpickled: return tensors, numbers and text"
+        message = f"{message_of(error)} ({where})"
         raise WorkerError(rank, type(error).__name__, message, range(0)) from error

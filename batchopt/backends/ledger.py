@@ -1,8 +1,8 @@
 """Which chunks of an evaluation have no result yet, and how many workers or nodes were lost with each.
 
-Both schedulers keep such a ledger; the rest of them differs. On one machine the parent takes chunks from a worker with an
-order, which is known to arrive. Across a network it has to ask a node, which may not answer, and what a node hands over
-has to be sent to another one.
+Both schedulers keep such a ledger; the rest of them differs. On one machine the parent takes chunks from a worker with
+an order, which is known to arrive. Across a network it has to ask a node, which may not answer, and what a node hands
+over has to be sent to another one.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; and while nobody
-# knows how long something should take.
+# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; and while
+# nobody knows how long something should take.
 STARTUP, UNKNOWN = 60.0, 600.0
 # What ends so many times in a row before it can work is not started again.
 ATTEMPTS = 3

@@ -745,7 +745,8 @@ class Contract:
         assert torch.equal(opt.parameters, before) and opt.module.get_buffer("seen").tolist() == [5.0] * 4
 
     def test_a_failed_step_is_undone(self, make: Make) -> None:
-        """Parameters, buffers, counters, draws and the optimizer's state: then the same step has the bits of a first."""
+        """Parameters, buffers, counters, draws and the optimizer's state: then the same step has the bits of a
+        first."""
 
         def fail_after_a_while(worker: Worker, sample: Sample) -> None:
             worker.state["chunks"] = worker.state.get("chunks", 0) + 1

@@ -1,4 +1,5 @@
-"""Which machines have room, and how workers are spread over them; what is said where there is no Ray, or an open one."""
+"""Which machines have room, and how workers are spread over them; what is said where there is no Ray, or an open
+one."""
 
 from __future__ import annotations
 

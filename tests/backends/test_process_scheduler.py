@@ -396,8 +396,8 @@ def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
 
 
 def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
-    """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time, and
-    with four times as much: the three may all have had too little."""
+    """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time,
+    and with four times as much: the three may all have had too little."""
     scheduler = begun((0, 1), None, None)
     known = pace(1.0, 1.0, 1.0)
     for worker in (1, 2):

@@ -77,7 +77,8 @@ class _Mailbox:
         """Say something about message `number`."""
         if len(body) + HEAD.size > LARGEST:
             raise ValueError(
-                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less at a time, or "
+                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less "
+                f"at a time, or "
                 "write it to a file and return its path"
             )
         frame = HEAD.pack(number, kind) + body

@@ -37,11 +37,11 @@ class Session:
         self.awake = 0.0
         self._blocks: dict[str, SharedBlock] = {}
         self._private: dict[str, SharedBlock] = {}
-        self._layout: Layout
+        self._layout: Layout | None = None  # of X, once that is known
         self._torch: TorchSettings | None = None
         self._hooks = 0  # of the module and its parts, as they arrived
         self._parameters: list[torch.nn.Parameter] = []
-        self._buffers: StepBuffers
+        self._buffers: StepBuffers | None = None  # of the module, once there is one
         self._rows: Rows | None = None
         self._evaluator: Evaluator | None = None
 
@@ -113,15 +113,16 @@ class Session:
         self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
     ) -> None:
         """Build the module around X and its constants and state (block "program"), in place of the one before; what
-        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`: whether the
-        first one does.
+        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`:
+        whether the first one does.
 
         Raises `RuntimeError` where the module before was given hooks in this worker: they would be lost.
         """
         if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
             raise RuntimeError(
                 "the program was changed in the parent, and workers are given it anew; but hooks were registered on "
-                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with which "
+                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
+                "which "
                 "they are sent"
             )
         self._private["program"].discard()
@@ -160,6 +161,7 @@ class Session:
         self.evaluator.batch = unpack(data, placements, self._private[name])
         if self._mirror is not None:
             self._mirror.begin_step()
+        assert self._buffers is not None
         self._buffers.begin_step()
 
     def fill(self, name: str, term: int, start: int, data: bytes, placements: Sequence[Placement]) -> None:
@@ -175,6 +177,7 @@ class Session:
     def set_direction(self) -> None:
         """Multiply Hessians with what the parent has in block "direction", which is read-only here as X is."""
         block, layout = self._blocks["direction"], self._layout
+        assert layout is not None
         block.protect()
         direction = block.tensor(layout.dtype, (layout.size,))
         if self._mirror is not None:
@@ -190,6 +193,7 @@ class Session:
 
     def add_rows(self, count: int) -> None:
         """Sum in the `count` rows of block "rows" too."""
+        assert self._layout is not None and self._buffers is not None
         pin(self._blocks["rows"], self.worker.device)
         if self._rows is None:
             self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], HOST)
@@ -199,8 +203,8 @@ class Session:
             self._mirror.add_rows(count, self._buffers.size)
 
     def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
-        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake` seconds
-        after a short order."""
+        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake`
+        seconds after a short order."""
         self.awake = awake
         self.worker.world_size = size
         torch.set_num_threads(threads[self.worker.rank])

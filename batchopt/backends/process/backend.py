@@ -1,6 +1,6 @@
 """The process backend: worker processes on this machine, over shared memory.
 
-    parent (this file)                      ║ process     worker (batchopt_workers.loop)
+    parent (group.py)                       ║ process     worker (batchopt_workers.loop)
                                             ║ boundary
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
     EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
@@ -12,7 +12,8 @@
 
 Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
 A pipe message orders memory: a row is read only after it was reported, and is not written again before the next report.
-Who evaluates what is decided in `scheduler`; processes are kept alive by `pool`.
+This file has the memory of batches; the workers are in `group`. Who evaluates what is decided in `scheduler`; processes
+are kept alive by `pool`, as `roster` decides.
 """
 
 from __future__ import annotations

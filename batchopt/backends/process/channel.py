@@ -28,11 +28,11 @@ _LARGEST = 2**31 - 1
 
 
 class ProtocolError(Exception):
-    """A worker said something that is no message."""
+    """What a worker said is no message, or cannot be true."""
 
 
 class WorkerReply(NamedTuple):
-    """What a worker says about the message of that number."""
+    """What a worker says about the message with that number."""
 
     number: int
     kind: Kind

@@ -10,8 +10,8 @@ from batchopt.errors import WorkerLostError
 
 
 def explain(gone: Sequence[WorkerProcess]) -> None:
-    """Raise `WorkerLostError` if two workers, in the first forwards of a program, ended by a fault of memory access: the
-    next ones would end so, too."""
+    """Raise `WorkerLostError` if two workers, in the first forwards of a program, ended by a fault of memory access:
+    the next ones would end so, too."""
     faults = [worker for worker in gone if not worker.verdict and worker.process.exitcode == -signal.SIGSEGV]
     if len(faults) < 2:
         return

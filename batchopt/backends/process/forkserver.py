@@ -25,8 +25,8 @@ from batchopt.backends.process.stderr import Stderr
 from batchopt_workers import forkserver
 from batchopt_workers.forkserver import REPLY, Command, CommandMessage, Descriptors
 
-# Seconds that the fork server has to start and answer for the first time; to answer later, which takes milliseconds; and to end
-# the workers, and what they have left, once nobody needs it.
+# Seconds that the fork server has to start and answer for the first time; to answer later, which takes milliseconds;
+# and to end the workers, and what they have left, once nobody needs it.
 STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
 
 _THREAD_VARIABLES = (
@@ -63,20 +63,20 @@ class _Life:
         self.code: int | None = None
 
     def kill(self) -> None:
-        """Not once it was reaped: then the number may be another's."""
+        """Kill it with all that it started, unless it was reaped: then the number may be another's."""
         if not self.ended and (self.origin.lives or not _is_readable(self.sentinel, 0.0)):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """It has ended; whatever it started is killed before its number is free."""
+        """Reap a process that has ended; first, before its number is free for others, what it started is killed."""
         self.kill()
         self.ended = True
         with suppress(ForkServerError):
             self.code = self.origin.call(Command.REAP, self.pid)
 
     def release(self, *ends: int) -> None:
-        """Nobody wants to know."""
+        """End the process if it has not ended, and close descriptors; nobody waits for it."""
         if not self.ended:
             self.kill()
             self.ended = True
@@ -103,17 +103,17 @@ class ForkedProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over; then it is reaped."""
+        """Whether the process is over; one that is gets reaped."""
         self.join(0.0)
         return self._life.ended
 
     @property
     def exitcode(self) -> int | None:
-        """Once `ended`: the exit code, or less the signal that ended it; None if nobody knows."""
+        """Once `ended`: the exit code, or minus the signal that ended it; None if nobody knows."""
         return self._life.code
 
     def join(self, timeout: float) -> None:
-        """Wait for its end."""
+        """Wait for its end, for so many seconds at most."""
         if not self._life.ended and _is_readable(self.sentinel, timeout):
             self._life.reap()
 
@@ -130,7 +130,7 @@ def _is_readable(fd: int, timeout: float) -> bool:
 
 
 class ForkServer:
-    """A process that forks workers, and what it was started with."""
+    """A process that forks workers; `key` is what they depend on: interpreter, environment, cores, limits."""
 
     def __init__(self, key: object, environment: Mapping[str, str]) -> None:
         """Start it; it is not waited for. Raises `OSError` if there is no process or no descriptor to be had."""
@@ -233,7 +233,7 @@ class ForkServer:
 
 
 def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threading.Event) -> None:
-    """It ends by itself, with all that workers have left; unless it has not begun, or cannot."""
+    """Let it end by itself, with all that workers have left; kill it if it has not begun to serve, or cannot end."""
     end.close()
     if serves.is_set():
         process.join(ENDING)
@@ -247,7 +247,8 @@ _lock = threading.Lock()
 
 
 def _fork_server(threads: int) -> ForkServer:
-    """The one to fork from now: the latest, unless it has ended or would make another worker than a new one would."""
+    """The fork server to use now: the latest, unless it has ended or its workers would differ from those of a new
+    one."""
     global _latest
     environment = worker_environment(threads)
     lasting = {name: value for name, value in environment.items() if name not in _FLEETING}
@@ -261,7 +262,8 @@ def _fork_server(threads: int) -> ForkServer:
 
 
 def anticipate(workers: int, threads: int | None) -> None:
-    """Let the fork server start, if there is none: so many workers will be wanted soon. Does nothing if it cannot be."""
+    """Let the fork server start, if there is none: so many workers will be wanted soon. Does nothing if it cannot
+    be."""
     with suppress(OSError):
         _fork_server(max(share_cores(workers, threads)))
 

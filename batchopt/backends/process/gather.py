@@ -26,8 +26,8 @@ from batchopt_workers.tree import Node
 class ProcessGather:
     """Collects the replies to one evaluation of a batch with this `numbering` of its samples.
 
-    Of `paces` (seconds a sample, by rank) that of the kind of its orders is kept current. Replies to earlier evaluations
-    are for `overdue`.
+    Of `paces` (seconds a sample, by rank) that of the kind of its orders is kept current. Replies to earlier
+    evaluations are for `overdue`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class ProcessGather:
         return self._orders[worker]
 
     def leave(self, living: Collection[WorkerProcess]) -> dict[int, Pace]:
-        """End the evaluation: all is done, and whoever of the `living` is still at something is overdue. Returns what that
-        shows of their pace, by rank."""
+        """End the evaluation: all is done, and whoever of the `living` is still at something is overdue. Returns what
+        that shows of their pace, by rank."""
         for worker, order in self._orders.items():
             current = self.scheduler.current(worker.rank)
             if current is not None and worker in living and not worker.free:
@@ -124,8 +124,8 @@ class ProcessGather:
                 raise ValueError(f"{len(summary.losses)} losses of {len(self._numbering.names)} terms")
 
     def lost(self, worker: WorkerProcess, ending: str) -> None:
-        """Give up what the worker had not reported. What it had reported stands: its rows are in memory that this process
-        shares, and nobody else writes there."""
+        """Give up what the worker had not reported. What it had reported stands: its rows are in memory that this
+        process shares, and nobody else writes there."""
         self._overdue.lost(worker, ending)
         self.gone.append(worker)
         chunk = self.scheduler.lost(worker.rank, worker.death)
@@ -140,8 +140,8 @@ class ProcessGather:
         return bool(self._reports)
 
     def answers(self) -> list[Answer]:
-        """What each worker contributed, in rank order. Partials of two workers may contain the same chunk; there are none if
-        everything was handed over to other nodes before it was done."""
+        """What each worker contributed, in rank order. Partials of two workers may contain the same chunk; there are
+        none if everything was handed over to other nodes before it was done."""
         if not self._reports:
             return []
         found = []

@@ -1,7 +1,7 @@
 """A group of worker processes that evaluate chunks of one program.
 
-The process backend holds one, and so does each node of a cluster, which is given its batch in parts. What the group needs
-from whoever holds it is in `Surroundings`.
+The process backend holds one, and so does each node of a cluster, which is given its batch in parts. What the group
+needs from whoever holds it is in `Holder`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def _nothing(gather: ProcessGather | None) -> None:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The settings in force where an evaluation is asked for, which on a node is another process; and what to do at each
-    turn of an evaluation (None: at any other turn, or once it is over)."""
+class Holder:
+    """Whoever holds a group: the settings in force where it asks for an evaluation, which on a node is the parent's
+    process; and what it wants to do at each turn of an evaluation (None: of anything else, or once that is over)."""
 
     torch_settings: Callable[[], TorchSettings] = TorchSettings.current
     module_hooks: Callable[[], Mapping[str, Any]] = module_hooks
@@ -72,9 +72,9 @@ class Surroundings:
 class WorkerGroup:
     """`setup.workers` processes. They end with this object, with this process, or at `close`."""
 
-    def __init__(self, setup: Setup, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, setup: Setup, holder: Holder | None = None) -> None:
         assert setup.workers is not None and setup.flat.block is not None
-        self._setup, self._surroundings = setup, surroundings or Surroundings()
+        self._setup, self._holder = setup, holder or Holder()
         self._device = setup.flat.vector.device
         self._size = setup.workers
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
@@ -84,7 +84,7 @@ class WorkerGroup:
         self._numbering = Numbering((), ())
         # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run
         self._weights = (1.0,) * len(setup.program.loss_fns)
-        self._torch = self._surroundings.torch_settings()
+        self._torch = self._holder.torch_settings()
         self._attached: dict[str, SharedBlock] = {}
         self._hooked = True
         self._direction: torch.Tensor | None = None
@@ -125,14 +125,14 @@ class WorkerGroup:
 
     def _follow(self) -> None:
         """Send the workers what the user has changed of the program since."""
-        hooks = self._surroundings.module_hooks()
+        hooks = self._holder.module_hooks()
         if self._program.module_hooks != hooks:
             self._program = replace(self._program, module_hooks=hooks)
         if self._shared.follow(self._program):
             self._send_program()
 
     def _follow_torch(self) -> None:
-        settings = self._surroundings.torch_settings()
+        settings = self._holder.torch_settings()
         if settings != self._torch:
             self._torch = settings
             self._pool.set_state("torch", call(Activity.TORCH, Session.set_torch, settings))
@@ -156,7 +156,7 @@ class WorkerGroup:
         return any(worker.is_behind("batch") for worker in self._pool.workers.values())
 
     def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
-        """Of each worker, by its rank among all."""
+        """The value of each worker, by its rank among all."""
         return dict(zip(self._setup.ranks or range(len(values)), values, strict=True))
 
     def _threads(self) -> list[int]:
@@ -253,7 +253,7 @@ class WorkerGroup:
                 if late == math.inf and len(gather.scheduler.workers) < len(self._pool.workers):
                     late = gather.scheduler.next_late(gather.estimate)
                 self._pool.pump(gather, late)
-                self._surroundings.at_turn(gather)
+                self._holder.at_turn(gather)
                 self._proven = self._proven or gather.has_reports
                 if not self._proven:
                     explain(gather.gone)
@@ -261,7 +261,7 @@ class WorkerGroup:
                     raise gather.poison
         finally:
             self._pool.call_off()
-            self._surroundings.at_turn(None)
+            self._holder.at_turn(None)
         if gather.failures:
             self._hear_others(gather)
             raise gather.failures.first()
@@ -273,8 +273,8 @@ class WorkerGroup:
         return gather.answers()
 
     def _enter(self) -> None:
-        """Take in what was said since the last call."""
-        for worker in self._overdue.workers:  # before the pool does, to whom it is of no interest
+        """Begin a call: take in what was said since the last one."""
+        for worker in self._overdue.workers:  # the pool would take no notice of what these say
             if self._pool.workers.get(worker.rank) is worker:
                 worker.channel.drain()
                 self._pool.hear(worker, self._overdue)
@@ -291,7 +291,7 @@ class WorkerGroup:
         self._direction.copy_(direction)
 
     def _direct(self, gather: ProcessGather) -> None:
-        """Give those that have nothing to do something to do."""
+        """Carry out what the scheduler decides for workers that have nothing to do."""
         idle = [worker.rank for worker in self._pool.available]
         if not idle:
             return
@@ -306,7 +306,7 @@ class WorkerGroup:
                     asked.append(worker)
             except OSError:  # gone; the pool will find out
                 pass
-        for worker in asked:  # one right after the other: a worker that wakes up may take this process's core
+        for worker in asked:  # only now: the first worker to wake up may take this process's core
             with suppress(OSError):
                 worker.flush()
         faults.point("parent.dispatched")
@@ -324,7 +324,7 @@ class WorkerGroup:
     def _hear_the_late(self, gather: ProcessGather) -> None:
         """Take in what workers reported that are still at it.
 
-        They were sent to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
+        They were told to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
         before: with that taken in, no row that counts is written any more.
         """
         for worker in list(self._pool.workers.values()):
@@ -371,7 +371,7 @@ class WorkerGroup:
 
     def _pump_probe(self, probe: ProcessProbe, until: float) -> None:
         self._pool.pump(probe, until)
-        self._surroundings.at_turn(None)
+        self._holder.at_turn(None)
         self._proven = self._proven or bool(probe.seconds)
         if not self._proven:
             explain(probe.gone)
@@ -397,6 +397,6 @@ class WorkerGroup:
         """End the workers."""
         self._pool.close()
         self._shared.close()
-        # now, not when Python's collector finds that this object and its pool know each other
+        # This object and its pool refer to each other: memory is given back now, not when Python's collector comes.
         self._direction = None
         self._attached.clear()

@@ -23,7 +23,8 @@ class Pace(NamedTuple):
 
 @dataclass
 class _Left:
-    """An order whose result nobody waits for; the worker has been at one of its chunks, of so many samples, since then."""
+    """An order whose result nobody waits for; the worker has been at one of its chunks, of so many samples, since
+    then."""
 
     order: Order
     cut: Cut
@@ -34,8 +35,8 @@ class _Left:
 class Overdue:
     """The orders that workers were at when an evaluation ended without them.
 
-    As a listener of the pool it hears when they are done after all, which is a measurement; until then, the time that they
-    have taken so far is a bound.
+    As a listener of the pool it hears when they are done after all, which is a measurement; until then, the time that
+    they have taken so far is a bound.
     """
 
     def __init__(self, paces: Mapping[Kind, dict[int, float]]) -> None:
@@ -69,8 +70,8 @@ class Overdue:
         self._left.pop(worker, None)
 
     def take(self, kind: Kind, living: Iterable[WorkerProcess]) -> dict[int, Pace]:
-        """What was shown about orders of that kind since it was asked for, by rank: of those who have ended, how long they
-        took; of the others, how long they have taken so far."""
+        """What was shown about orders of that kind since it was asked for, by rank: of those who have ended, how long
+        they took; of the others, how long they have taken so far."""
         now, there = time.monotonic(), set(living)
         self._left = {worker: left for worker, left in self._left.items() if worker in there and not worker.free}
         for worker, left in self._left.items():

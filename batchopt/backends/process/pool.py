@@ -1,14 +1,14 @@
 """Keeps worker processes alive: starts them, tells them what they must know, watches them, replaces them.
 
-What should be is written down: the roster says which workers there should be, and `_state` by name what each of them must
-have been told. What is, is compared with that at every turn, and the difference is made up. So a worker that died, one
-that is new, and an interrupt in the middle of telling them something are one case.
+What should be is written down: the roster says which workers there should be, and `_state` by name what each of them
+must have been told. What is, is compared with that at every turn, and the difference is made up. So a worker that died,
+one that is new, and an interrupt in the middle of telling them something are one case.
 
-The life of a worker: `_start_missing` forks it; its handshake shows that it runs with the same versions; `_sync` sends it
-all of the state; once it has answered all of that it has joined, and is given orders. It dies when its pipe or its process
-ends, or when it is killed (it hangs, it says nonsense, it could not take in the state); whichever way it was, `_reap` takes
-in what it still said, sees to it that nothing of it is left, and tells the listener, which gives its chunks to others. The
-next turn starts another one, as long as the roster allows.
+The life of a worker: `_start_missing` forks it; its handshake shows that it runs with the same versions; `_sync` sends
+it all of the state; once it has answered all of that it has joined, and is given orders. It dies when its pipe or its
+process ends, or when it is killed (it hangs, it says nonsense, it could not take in the state); whichever way it was,
+`_reap` takes in what it still said, sees to it that nothing of it is left, and tells the listener, which gives its
+chunks to others. The next turn starts another one, as long as the roster allows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ HANGING_UP = 0.1
 Allowance = Callable[[WorkerProcess, PendingMessage], float]
 
 
-# Hears what workers answer, other than that they took in some state; and of those that are dead and reaped. Either method
-# may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
+# Hears what workers answer, other than that they took in some state; and of those that are dead and reaped. Either
+# method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
 ProcessListener: TypeAlias = Listener[WorkerProcess, PendingMessage, WorkerReply]
 
 
@@ -101,8 +101,8 @@ class Pool:
         return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.joined])
 
     def set_state(self, name: str, *calls: SessionCall) -> None:
-        """Let every worker have been sent `calls`, in place of what was sent by this name before: those that are there now,
-        and those that come later."""
+        """Let every worker have been sent `calls`, in place of what was sent by this name before: those that are there
+        now, and those that come later."""
         self._amiss = True
         others = {key: sent for key, sent in self._state.items() if key != name}
         self._state = {**others, name: calls}  # new workers are sent it in the order in which the others were
@@ -119,7 +119,8 @@ class Pool:
         return [worker for _, worker in sorted(self.workers.items()) if worker.joined and worker.free]
 
     def enter(self) -> None:
-        """Begin a call: make up for what is not as it should be, and call off evaluations that nobody waits for any more.
+        """Begin a call: make up for what is not as it should be, and call off evaluations that nobody waits for any
+        more.
 
         Raises `AllWorkersLostError` if there is no worker and will be none.
         """
@@ -355,7 +356,8 @@ def _closed(*_: object) -> NoReturn:
 
 
 def _end(workers: Iterable[WorkerProcess]) -> None:
-    """Hang up on workers. Those that are busy, or do not end within the grace, are killed with all that they started."""
+    """Hang up on workers. Those that are busy, or do not end within the grace, are killed with all that they
+    started."""
     workers = list(workers)
     for worker in workers:
         worker.close()

@@ -1,8 +1,8 @@
 """Which worker processes should be there, and who is missing, hung or given up: decisions without input or output.
 
 The pool tells the roster what has happened and asks it what to do. What the pool can see for itself at any time (which
-processes it has, which of them can work) is not kept here a second time but handed over with each question: an interrupt
-between two statements leaves nothing to repair.
+processes it has, which of them can work) is not kept here a second time but handed over with each question: an
+interrupt between two statements leaves nothing to repair.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Roster:
         self.infos[rank].alive = True
 
     def refused(self, rank: int, error: BaseException) -> None:
-        """The worker cannot work, and another one could not either. The first reason counts: later ones follow from it."""
+        """The worker cannot work, and another one could not either. The first reason counts: later ones follow from
+        it."""
         self.given_up.setdefault(rank, error)
 
     def ended(self, rank: int, ending: str, joined: bool, in_users_code: bool) -> None:
@@ -82,8 +83,8 @@ class Roster:
     # ---- what to do
 
     def start(self, present: Collection[int]) -> Iterable[int]:
-        """The ranks to start where `present` have a process, one by one; each is paid for with a restart, and where none
-        is left the rank is given up."""
+        """The ranks to start where `present` have a process, one by one; each is paid for with a restart, and where
+        none is left the rank is given up."""
         for rank, info in enumerate(self.infos):
             info.lost = rank in self.given_up
             if rank in present or info.lost:

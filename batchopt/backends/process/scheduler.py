@@ -6,8 +6,9 @@ worker has not begun (all, behind a chunk that is late; less or nothing, if it i
 is late. A chunk counts once, whoever reports it first. Work changes hands by an order to stop before a chunk: a worker
 that has begun it by then evaluates it all the same, for nothing.
 
-A chunk that workers ended in may be to blame, or may have been there by chance. So it is tried again by itself; one in which
-a worker hung is given twice the time; a signal from outside counts half; and the last trial is made by one worker alone.
+A chunk that workers ended in may be to blame, or may have been there by chance. So it is tried again by itself; one in
+which a worker hung is given twice the time; a signal from outside counts half; and the last trial is made by one worker
+alone.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Death(Enum):
     OUTSIDE = "outside"  # a signal that somebody sent: the chunk was there by chance, unless it needs too much memory
 
 
-# How many times as long as usual a chunk must have had before it is given up because workers hang in it: copies of it may
-# have hung at the same time.
+# How many times as long as usual a chunk must have had before it is given up because workers hang in it: copies of it
+# may have hung at the same time.
 PATIENT = 4.0
 # How much a death counts against the chunk at hand.
 WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
@@ -61,9 +62,11 @@ WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 
 @dataclass
 class _WorkerTask:
-    """What a worker is at: chunk `next` since `since` (seconds on any clock), then those up to `last`; it was given those
-    up to `given`, and may have begun one of them before it was sent of a limit. `patience`: as `WorkerScheduler.patience` was;
-    `alone`: whether this is the last trial of a chunk, which nobody else is given."""
+    """The chunks that a worker has: it has been at `next` since `since` (seconds on any clock), and goes on to `last`.
+
+    It was given those up to `given`, and may have begun one behind `last` before it heard of a limit. `patience`: as
+    `WorkerScheduler.patience` was then. `alone`: whether this is the last trial of a chunk, which nobody else is given.
+    """
 
     next: int
     last: int
@@ -179,7 +182,8 @@ class WorkerScheduler:
         return given, limits
 
     def decide(self, idle: Sequence[int], estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
-        """The commands for workers that are `idle`, and for those that these take work from; to be carried out in this order."""
+        """The commands for workers that are `idle`, and for those that these take work from; to be carried out in this
+        order."""
         commands: list[Assign | Limit] = []
         without = [worker for worker in idle if worker not in self._tasks]
         for worker in without:
@@ -214,8 +218,8 @@ class WorkerScheduler:
         return [Assign(worker, *run)]
 
     def _steal(self, worker: int, estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
-        """Take half of what the worker with the most work before it has not begun: less if the thief is slower, all if that
-        worker is late with the chunk that it is at."""
+        """Take half of what the worker with the most work before it has not begun: less if the thief is slower, all if
+        that worker is late with the chunk that it is at."""
 
         def ahead(victim: int) -> float:
             run = self._behind(victim)

@@ -27,8 +27,8 @@ class SharedProgram:
     """A program in shared memory, which follows the one of the user.
 
     Frozen parameters and buffers become views of the workers' block, so that whatever is written to them, however, is
-    what the workers have at the next step: a version counter would not do, since `.data` and batch normalisation go past
-    it. Other tensors, and those that share memory with something else, are copied there at each step.
+    what the workers have at the next step: a version counter would not do, since `.data` and batch normalisation go
+    past it. Other tensors, and those that share memory with something else, are copied there at each step.
     """
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:

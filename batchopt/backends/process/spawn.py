@@ -1,8 +1,8 @@
 """Starting a process: of the `torch.multiprocessing` spawn kind, less what makes spawning awkward.
 
 Compared with the plain one: it does not import the user's `__main__` (no main guard needed, works from a notebook and
-from standard input), gets an environment of its own without a change to the parent's, leads a process group of its
-own (Ctrl-C in a terminal reaches the parent only), starts no resource tracker, settles no global start method, does with
+from standard input), gets an environment of its own without a change to the parent's, leads a process group of its own
+(Ctrl-C in a terminal reaches the parent only), starts no resource tracker, settles no global start method, does with
 any of the standard streams closed, and ends with the parent from its first moment on, even if it is stopped.
 """
 
@@ -82,7 +82,8 @@ class _Popen(SpawnPopen):
 
 class LaunchedProcess(SpawnProcess):
     """A spawned process with its own environment and standard error (a descriptor); everything else as in
-    `torch.multiprocessing`. It is killed when the other end of the pipe `leash`, a descriptor too, is closed everywhere."""
+    `torch.multiprocessing`. It is killed when the other end of the pipe `leash`, a descriptor too, is closed
+    everywhere."""
 
     def __init__(self, environment: Mapping[str, str], stderr: int, leash: int, **arguments: Any) -> None:
         super().__init__(**arguments)

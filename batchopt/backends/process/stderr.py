@@ -32,7 +32,7 @@ class Stderr:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def close_writer(self) -> None:
-        """Once the worker has it."""
+        """Close this process's copy of the writing end, once the worker has it."""
         os.close(self.writer)
 
     def pass_on(self) -> None:

@@ -27,7 +27,8 @@ def check_surroundings() -> None:
     """Raise `BatchoptError` where this process cannot start others."""
     if multiprocessing.current_process().daemon:
         raise BatchoptError(
-            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no others: "
+            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no "
+            "others: "
             "use parallelize=1 here, or parallelize in the process that started it"
         )
     if not os.path.isdir("/proc/self/fd"):
@@ -39,7 +40,8 @@ def check_surroundings() -> None:
         os.getcwd()
     except OSError as error:
         raise BatchoptError(
-            f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, perhaps; "
+            f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, "
+            f"perhaps; "
             "os.chdir to one that is there"
         ) from error
 

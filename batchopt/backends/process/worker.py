@@ -80,8 +80,8 @@ def call_with_block(
 class PendingMessage(NamedTuple):
     """A message that was not answered yet.
 
-    `state` names the state that it is part of, and `calls` are all calls of that: they are sent again if the worker fails to
-    take them in. `patience`: how many times as long as usual it may take.
+    `state` names the state that it is part of, and `calls` are all calls of that: they are sent again if the worker
+    fails to take them in. `patience`: how many times as long as usual it may take.
     """
 
     number: int
@@ -95,8 +95,8 @@ class PendingMessage(NamedTuple):
 class WorkerProcess:
     """A worker process: its pipe, the messages that it was sent, the memory that it was given, and its end.
 
-    It is killed, with all that it started, when this object is forgotten. `rank` is the parent's name for it, `number` its
-    rank among all `world_size` workers: another one where some of them are on other machines.
+    It is killed, with all that it started, when this object is forgotten. `rank` is the parent's name for it, `number`
+    its rank among all `world_size` workers: another one where some of them are on other machines.
     """
 
     def __init__(self, rank: int, number: int, world_size: int, threads: int) -> None:
@@ -154,8 +154,8 @@ class WorkerProcess:
 
     @property
     def free(self) -> bool:
-        """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still have
-        something to take in."""
+        """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still
+        have something to take in."""
         return self.channel.answered >= self._engaged
 
     def is_behind(self, state: str) -> bool:

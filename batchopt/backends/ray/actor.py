@@ -75,8 +75,8 @@ class _Node:
 
 
 class NodeActor:
-    """A node's workers, as the parent asks for them. One thread does what is asked (`work`, and the methods that it names),
-    another one may interrupt it (`ask`)."""
+    """A node's workers, as the parent asks for them. One thread does what is asked (`work`, and the methods that it
+    names), another one may interrupt it (`ask`)."""
 
     def __init__(self) -> None:
         self._started: _Node | None = None
@@ -172,7 +172,8 @@ class NodeActor:
         node.tensors, node.digests = tensors, found.digests
 
     def load(self, manifest: BatchManifest | None, weights: tuple[float, ...]) -> None:
-        """Begin a step on a batch whose samples come with `fill`; None: on the batch of the step before, with its samples."""
+        """Begin a step on a batch whose samples come with `fill`; None: on the batch of the step before, with its
+        samples."""
         if manifest is None:
             self._node.workers.reopen(weights)
         else:

@@ -7,8 +7,8 @@
     merged partials   ◄─────────────────────╫───  one, or a few, a node
 
 Ray places the actors, carries what is sent, and says when one is gone. A node gets the samples of the chunks that it is
-given, when it is given them. Who evaluates what is decided in `scheduler`, what a node has to be sent in `node_state`, who
-is replaced in `roster`. A call that Ray reports as failed may have been executed: its node is not heard again.
+given, when it is given them. Who evaluates what is decided in `scheduler`, what a node has to be sent in `node_state`,
+who is replaced in `roster`. A call that Ray reports as failed may have been executed: its node is not heard again.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from batchopt_workers.worker import Hook
 
 # Bytes from which on an array is put where the nodes fetch it, instead of being sent with each message.
 LARGE = 100_000
-# Bytes a second that a network carries at least: samples that take longer to send than to evaluate change hands only when
-# nobody else has them.
+# Bytes a second that a network carries at least: samples that take longer to send than to evaluate change hands only
+# when nobody else has them.
 BANDWIDTH = 1e8
 
 
@@ -63,7 +63,8 @@ class SlicedBatch(Prepared):
 
 
 class RayBackend(Backend):
-    """`setup.workers` workers on the nodes of a cluster. They end with this object, with this process, or at `close`."""
+    """`setup.workers` workers on the nodes of a cluster. They end with this object, with this process, or at
+    `close`."""
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -161,7 +162,8 @@ class RayBackend(Backend):
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         before = None if self._step is None else self._step.batch
         with sending("the batch", batch):
-            # The user may write over what was read ahead while the batch before it is still being sent: so it is copied.
+            # The user may write over what was read ahead while the batch before it is still being sent: so it is
+            # copied.
             return SlicedBatch(batch, SendableBatch.of(copied(batch)) if ahead else SendableBatch.after(before, batch))
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:

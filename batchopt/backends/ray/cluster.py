@@ -112,8 +112,8 @@ def load_ray() -> ModuleType:
 
 
 def connect() -> ModuleType:
-    """Ray, connected: as the user has done it; else to the cluster that `RAY_ADDRESS` names or that this machine belongs
-    to; else to one on this machine alone, which ends with this process.
+    """Ray, connected: as the user has done it; else to the cluster that `RAY_ADDRESS` names or that this machine
+    belongs to; else to one on this machine alone, which ends with this process.
 
     Raises `ImportError`, and `ConnectionError` if there is no answer.
     """
@@ -133,8 +133,8 @@ def connect() -> ModuleType:
 def _address() -> str | None:
     """What to connect to; None where Ray finds it. Ray itself would try for minutes where nobody listens.
 
-    Raises `ConnectionError` if nobody listens at `RAY_ADDRESS`. An address that a cluster has left behind on this machine
-    is passed over.
+    Raises `ConnectionError` if nobody listens at `RAY_ADDRESS`. An address that a cluster has left behind on this
+    machine is passed over.
     """
     given = os.environ.get("RAY_ADDRESS", "")
     if given:
@@ -142,7 +142,8 @@ def _address() -> str | None:
             _knock(given)
         except OSError as error:
             raise ConnectionError(
-                f"no Ray cluster answers at {given} (RAY_ADDRESS): {error}; start one with `ray start --head`, or unset RAY_ADDRESS"
+                f"no Ray cluster answers at {given} (RAY_ADDRESS): {error}; start one with `ray start --head`, or "
+                f"unset RAY_ADDRESS"
             ) from error
         return None
     try:
@@ -183,14 +184,15 @@ def _warn_without_token() -> None:
     if not _warned and os.environ.get("RAY_AUTH_MODE") != "token":
         _warned = True
         warnings.warn(
-            "this Ray cluster asks for no token: whoever reaches its ports can run code on it. Start it, and this program, with RAY_AUTH_MODE=token",
+            "this Ray cluster asks for no token: whoever reaches its ports can run code on it. Start it, and this "
+            "program, with RAY_AUTH_MODE=token",
             stacklevel=2,
         )
 
 
 def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
-    """How many workers fit on each machine that lives, beside what others have there; on the `whole` machine, if that is
-    asked."""
+    """How many workers fit on each machine that lives, beside what others have there; on the `whole` machine, if that
+    is asked."""
     found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if not whole:
         free = import_module("ray._private.state").available_resources_per_node()  # there is no public way

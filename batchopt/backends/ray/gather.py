@@ -24,8 +24,8 @@ from batchopt_workers.tree import Node
 class NodeGather:
     """Collects the replies to one evaluation.
 
-    Of `paces` (seconds a sample, by node) that of the kind of its orders is kept current. Gradients come in `dtype`, and it
-    takes `price` seconds to send a sample.
+    Of `paces` (seconds a sample, by node) that of the kind of its orders is kept current. Gradients come in `dtype`,
+    and it takes `price` seconds to send a sample.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class NodeGather:
         return self._cut.bounds[run.last] - self._cut.bounds[run.first]
 
     def heard(self, node: ClusterNode, call: PendingRequest, reply: NodeMessage) -> None:
-        """Take in an answer. One to another evaluation comes late, and one that was heard before came twice: neither counts."""
+        """Take in an answer. One to another evaluation comes late, and one that was heard before came twice: neither
+        counts."""
         if call.evaluation != self.order.evaluation:
             return
         if isinstance(reply, Released):
@@ -114,7 +115,8 @@ class NodeGather:
         return sorted(merged, key=lambda answer: answer.rank)
 
     def _partials(self, found: AssignmentResult, copied: bool) -> Iterator[tuple[Node, Partial]]:
-        """The partials of a result; copied where the parent will sum in them, since what came over the network is read-only."""
+        """The partials of a result; copied where the parent will sum in them, since what came over the network is
+        read-only."""
         for s in found.sums:
             gradient = from_bytes(s.gradient, self._dtype, (-1,))
             changes = from_bytes(s.changes, torch.float64, (-1,)).clone()

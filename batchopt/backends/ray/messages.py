@@ -39,7 +39,8 @@ class Question(Enum):
 
 
 class Undone(BatchoptError):
-    """A request was not carried out, and nobody is to blame: what it asked for is asked for again where it is needed."""
+    """A request was not carried out, and nobody is to blame: what it asked for is asked for again where it is
+    needed."""
 
 
 class CalledOff(Undone):
@@ -60,8 +61,8 @@ class NodeRequest(NamedTuple):
 class Envelope(NamedTuple):
     """The head of a request, whose arguments follow: `updates` to be taken in first, and the `method` to be called.
 
-    Requests build on each other: `position` counts them, so that a node notices when one was lost on the way. They begin
-    again at 0 with a higher `epoch`.
+    Requests build on each other: `position` counts them, so that a node notices when one was lost on the way. They
+    begin again at 0 with a higher `epoch`.
     """
 
     epoch: int
@@ -72,8 +73,8 @@ class Envelope(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeSetup:
-    """The settings of a node's workers for as long as they live; `precode` is pickled, and `digests` are of the tensors of
-    the program that comes along."""
+    """The settings of a node's workers for as long as they live; `precode` is pickled, and `digests` are of the tensors
+    of the program that comes along."""
 
     layout: Layout
     precode: bytes
@@ -91,7 +92,8 @@ class NodeSetup:
 class Assignment(NamedTuple):
     """Chunks of one evaluation that a node is given, a run for each of its workers.
 
-    `attempt` numbers the assignments to all nodes: where an evaluation needs more than one a node, they tell these apart.
+    `attempt` numbers the assignments to all nodes: where an evaluation needs more than one a node, they tell these
+    apart.
     """
 
     kind: int
@@ -149,7 +151,8 @@ class NodeFailure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> NodeFailure:
-        """Describe the exception. One of ours loses its cause when it is pickled: so the text has the worker's traceback."""
+        """Describe the exception. One of ours loses its cause when it is pickled: so the text has the worker's
+        traceback."""
         text = describe(error)
         if not isinstance(error, (BatchoptError, StateWritten)):
             return cls(text, None)

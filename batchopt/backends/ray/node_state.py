@@ -1,4 +1,5 @@
-"""What a node has been sent, what it should have, and the requests that make up the difference: without input or output."""
+"""What a node has been sent, what it should have, and the requests that make up the difference: without input or
+output."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class NodeState:
         return cls(torch=torch, version=version, program=version.packed.data, tensors=digests, earlier_tensors=digests)
 
     def forgotten(self) -> NodeState:
-        """The state of a node that failed while it took in updates: it is sent everything again, but for the tensors that
-        it certainly has."""
+        """The state of a node that failed while it took in updates: it is sent everything again, but for the tensors
+        that it certainly has."""
         return NodeState(tensors=self.tensors & self.earlier_tensors)
 
     def updates(self, target: Target) -> list[NodeRequest]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from batchopt.backends.base import Setup
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.process.gather import ProcessGather
-from batchopt.backends.process.group import Surroundings, WorkerGroup
+from batchopt.backends.process.group import Holder, WorkerGroup
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
 from batchopt.backends.ray.messages import CalledOff, Question
 from batchopt.backends.ray.transfer import BatchBuffer, BatchSlice
@@ -50,9 +50,9 @@ class NodeWorkers:
         self._attempt = -1  # the assignment that is evaluated
         self._off: set[int] = set()  # assignments that nobody waits for any more
         self._bell, self._button = os.pipe()  # wakes up the thread that evaluates
-        surroundings = Surroundings(lambda: self.torch, lambda: self._program.module_hooks, self._answer_questions)
+        holder = Holder(lambda: self.torch, lambda: self._program.module_hooks, self._answer_questions)
         try:
-            self.group = WorkerGroup(setup, surroundings)
+            self.group = WorkerGroup(setup, holder)
         except BaseException:
             self._close_bell()
             raise
@@ -123,7 +123,8 @@ class NodeWorkers:
         self._answer_questions(None)
 
     def ask(self, question: Question, attempt: int, seconds: float) -> list[ChunkRun]:
-        """The answer of the thread that evaluates; nothing if it evaluates another assignment. Raises `TimeoutError`."""
+        """The answer of the thread that evaluates; nothing if it evaluates another assignment. Raises
+        `TimeoutError`."""
         answer: Future[list[ChunkRun]] = Future()
         with self._lock:
             if attempt != self._attempt:

@@ -1,8 +1,9 @@
 """Keeps nodes alive: places and starts them, hears what they answer, replaces those that are lost.
 
-It is to nodes what `Pool` is to the processes of one machine, and only moves messages: who is missing, hung or given up is
-decided in `roster`. A node that Ray says is gone, that does not answer, or whose call Ray reports as failed (it may have
-been executed) is not heard again; its workers are placed elsewhere as soon as there is room, and take part from then on.
+It is to nodes what `Pool` is to the processes of one machine, and only moves messages: who is missing, hung or given up
+is decided in `roster`. A node that Ray says is gone, that does not answer, or whose call Ray reports as failed (it may
+have been executed) is not heard again; its workers are placed elsewhere as soon as there is room, and take part from
+then on.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Nodes:
                 raise WorkerStartError(f"no worker was placed within {ANSWERING:.0f} s; `ray status` tells who is busy")
 
     def _room_for(self, workers: int) -> list[Room]:
-        """Where so many more workers fit. Room that somebody has just left is free a moment later: so this waits for it.
+        """Where so many more workers fit. Room that somebody has just left is free a moment later: so this waits for
+        it.
 
         Raises `ValueError` where they do not fit.
         """
@@ -115,8 +117,10 @@ class Nodes:
             all_in_all = sum(room.workers for room in rooms(self._ray, self._needs, whole=True))
             if workers > all_in_all or time.monotonic() >= until:
                 raise ValueError(
-                    f"{workers} workers are asked for, each with {self._needs.each}; the cluster has room for {left} more, and for "
-                    f"{all_in_all} if nobody else used it: use fewer, or less for each, as ray_options={{'num_cpus': 0.5}}"
+                    f"{workers} workers are asked for, each with {self._needs.each}; the cluster has room for {left} "
+                    f"more, and for "
+                    f"{all_in_all} if nobody else used it: use fewer, or less for each, as "
+                    f"ray_options={{'num_cpus': 0.5}}"
                 )
             time.sleep(0.1)
 

@@ -1,7 +1,7 @@
 """Which workers should be on nodes, and which node is asked for a sign or given up: decisions without input or output.
 
-The nodes tell the roster what has happened and ask it what to do. Which nodes there are, and with which ranks, is handed
-over with each question, so that an interrupt between two statements leaves nothing to repair.
+The nodes tell the roster what has happened and ask it what to do. Which nodes there are, and with which ranks, is
+handed over with each question, so that an interrupt between two statements leaves nothing to repair.
 """
 
 from __future__ import annotations

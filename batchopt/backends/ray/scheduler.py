@@ -1,9 +1,9 @@
 """Which node evaluates which chunks during one evaluation, whatever nodes do: decisions without input or output.
 
-Each node is first given what the plan has for its workers. A node that has nothing left takes, in this order: chunks that
-nobody evaluates (their node is gone, or gave them up); half of what the node with the most before it has not begun, which
-that node is asked for; a copy of what a node is late with. A chunk counts once. Work changes hands by a question, since
-only the node knows what its workers have begun, and by the answer, which may not come.
+Each node is first given what the plan has for its workers. A node that has nothing left takes, in this order: chunks
+that nobody evaluates (their node is gone, or gave them up); half of what the node with the most before it has not
+begun, which that node is asked for; a copy of what a node is late with. A chunk counts once. Work changes hands by a
+question, since only the node knows what its workers have begun, and by the answer, which may not come.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _NodeTask:
 
 
 class NodeScheduler:
-    """Schedules the chunks of one evaluation. Tell it what happens (`joined`, `answered`, `released`, `lost`); it says what to
-    do (`decide`)."""
+    """Schedules the chunks of one evaluation. Tell it what happens (`joined`, `answered`, `released`, `lost`); it says
+    what to do (`decide`)."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class NodeScheduler:
         chunks: int,
         price: float = 0.0,
     ) -> None:
-        """`assignments`: the runs planned for each node's workers; `others`: those of workers that there are not; `price`:
-        the seconds that it takes to send a chunk."""
+        """`assignments`: the runs planned for each node's workers; `others`: those of workers that there are not;
+        `price`: the seconds that it takes to send a chunk."""
         self._planned = {node: tuple(assignment) for node, assignment in assignments.items() if any(assignment)}
         self._workers = {node: len(assignment) for node, assignment in assignments.items()}
         self._price = price
@@ -127,7 +127,8 @@ class NodeScheduler:
         return commands + (self._more(idle, estimate, now) if idle else [])
 
     def _share_out(self, idle: Sequence[int], open_: Sequence[ChunkRun], now: float) -> list[Give | Ask]:
-        """Give runs to those that are idle, one each: in halves if a node was lost with it, a single one cut for all."""
+        """Give runs to those that are idle, one each: in halves if a node was lost with it, a single one cut for
+        all."""
         found: list[ChunkRun] = []
         for run in open_:
             found += _cut(run, [1.0, 1.0]) if self._ledger.losses[run.first] else [run]
@@ -157,8 +158,8 @@ class NodeScheduler:
         return self._ledger.missing_outside([*taken, *planned])
 
     def _more(self, idle: Sequence[int], estimate: RunEstimate, now: float) -> list[Give | Ask]:
-        """Something of what others are at, for nodes that have nothing: what those have not begun, if they answer; else what
-        they are late with."""
+        """Something of what others are at, for nodes that have nothing: what those have not begun, if they answer; else
+        what they are late with."""
         late = {node for node in self._tasks if self._due(node, estimate) <= now}
         if any(task.asked is not None and now - task.asked < PATIENCE for task in self._tasks.values()):
             return []

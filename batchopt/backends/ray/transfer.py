@@ -88,8 +88,8 @@ class BatchManifest(NamedTuple):
 
 
 class BatchSlice(NamedTuple):
-    """Samples `start` up to `stop` of a term: `rows` of tensors, by their place among the placements, and what they have
-    in lists."""
+    """Samples `start` up to `stop` of a term: `rows` of tensors, by their place among the placements, and what they
+    have in lists."""
 
     term: int
     start: int
