@@ -20,7 +20,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends.process import backend
+from batchopt.backends.process import deadlines
 from tests.conftest import is_fork_server, listening, shared_memory
 from tests.workloads import Mlp, mlp
 
@@ -375,7 +375,7 @@ assert held() == before, (held(), before)
 
 def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as much each time that it seems to hang: three workers that die of that are no reason to give it up."""
-    monkeypatch.setattr(backend, "FLOOR", 0.5)
+    monkeypatch.setattr(deadlines, "FLOOR", 0.5)
 
     def slowly(worker: Worker, sample: batchopt.Sample) -> None:
         if sample.indices.start == 0:
