@@ -1,5 +1,5 @@
-"""The pages for people: their programs run, their tables name what the code has, their numbers were measured, their links
-lead somewhere."""
+"""The pages for people: their programs run, their tables name what the code has, their numbers were measured, their
+links lead somewhere."""
 
 from __future__ import annotations
 

@@ -130,7 +130,11 @@ except KeyboardInterrupt:
     print("CAUGHT", bool(torch.equal(before, opt.parameters)), opt.eval_counter, flush=True)
 """
     hooks = WORK.replace("time.sleep(60)", "time.sleep(1.5)")
-    last = "opt.prehook = None\nopt.load(x, y)\nprint(abs(opt.evaluate().item() - expected) < 1e-6, [w.restarts for w in opt.workers])"
+    last = """
+opt.prehook = None
+opt.load(x, y)
+print(abs(opt.evaluate().item() - expected) < 1e-6, [w.restarts for w in opt.workers])
+"""
     code, printed, _ = interrupted(SCRIPT + hooks + then + last, signal.SIGINT)
     assert code == 0 and "CAUGHT True 1" in printed and printed.endswith("True [0, 0]\n"), printed
 
@@ -434,8 +438,10 @@ import os, sys, torch, batchopt
 from tests.workloads import mlp
 def run(parallelize, first, last, kill):
     case = mlp()
-    factories = dict(sgd=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lbfgs=lambda p: torch.optim.LBFGS(p, max_iter=4))
-    with batchopt.BatchOptimizer(case.module, case.criterion, optimizer=factories[{optimizer!r}], chunk_size=5, parallelize=parallelize) as opt:
+    sgd = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
+    lbfgs = lambda p: torch.optim.LBFGS(p, max_iter=4)
+    options = dict(optimizer={optimizer}, chunk_size=5, parallelize=parallelize)
+    with batchopt.BatchOptimizer(case.module, case.criterion, **options) as opt:
         if first:
             opt.load_checkpoint({str(tmp_path / "run")!r})
         for step in range(first, last):

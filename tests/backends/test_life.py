@@ -42,7 +42,8 @@ x, y = torch.randn(9, 3), torch.randn(9, 2)
 net = Net()
 criterion = torch.nn.MSELoss()
 expected = criterion(net(x), y).item()
-opt = batchopt.BatchOptimizer(net, criterion, parallelize=2, optimizer=None, posthook=lambda worker, sample: worker.rank)
+rank = lambda worker, sample: worker.rank
+opt = batchopt.BatchOptimizer(net, criterion, parallelize=2, optimizer=None, posthook=rank)
 opt.load(x, y)
 assert abs(opt.evaluate().item() - expected) < 1e-6
 assert opt.hook_results == [0, 1]

@@ -53,8 +53,8 @@ Start = Callable[..., Cluster]
 
 @pytest.fixture(scope="package")
 def start() -> Iterator[Start]:
-    """Starts a cluster with `nodes` nodes of `cores` cores beside a head that has none, and connects to it; ends it when
-    another one is started."""
+    """Starts a cluster with `nodes` nodes of `cores` cores beside a head that has none, and connects to it; ends it
+    when another one is started."""
     running: list[Cluster] = []
 
     def stop() -> None:
@@ -86,8 +86,8 @@ _whole: list[Cluster] = []
 
 @pytest.fixture
 def two_nodes(start: Start) -> Cluster:
-    """A cluster that tests do not change, of two nodes with four cores, all of them free; begun anew if another test has
-    ended it."""
+    """A cluster that tests do not change, of two nodes with four cores, all of them free; begun anew if another test
+    has ended it."""
     if not (_whole and ray.is_initialized() and ray.get_runtime_context().gcs_address == _whole[0].address):
         _whole[:] = [start()]
     cluster: Any = ray

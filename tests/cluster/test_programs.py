@@ -72,8 +72,8 @@ print(restarts)
 
 @pytest.mark.parametrize("kind", ["req", "in_flight", "resp"])
 def test_calls_that_are_lost_or_executed_and_reported_as_failed(two_nodes: Cluster, kind: str) -> None:
-    """Ray makes them so: two of all that the driver makes, each with a chance of a tenth. (Three could all be of the start
-    of one machine, which is given up then.)"""
+    """Ray makes them so: two of all that the driver makes, each with a chance of a tenth. (Three could all be of the
+    start of one machine, which is given up then.)"""
     chances = {f"{which}_failure_prob": 10 if which == kind else 0 for which in ("req", "in_flight", "resp")}
     faults = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 2, **chances}}
     environment = os.environ | {

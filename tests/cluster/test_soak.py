@@ -21,7 +21,8 @@ SECONDS = 40.0
 
 
 class Killer(threading.Thread):
-    """Kills or stops a random worker or actor now and then, until told to end; an actor that was stopped goes on later."""
+    """Kills or stops a random worker or actor now and then, until told to end; an actor that was stopped goes on
+    later."""
 
     def __init__(self, opt: BatchOptimizer, seed: int) -> None:
         super().__init__()

@@ -33,8 +33,8 @@ class Fault:
 
 @dataclass
 class Ended:
-    """A case that is over: what the program found, what it printed, how often each chunk was evaluated, which faults fired
-    how often, and how many processes of workers were started."""
+    """A case that is over: what the program found, what it printed, how often each chunk was evaluated, which faults
+    fired how often, and how many processes of workers were started."""
 
     outcome: dict[str, Any]
     returncode: int
