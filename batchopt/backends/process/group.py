@@ -241,17 +241,18 @@ class WorkerGroup:
         self._enter()
         self._follow_torch()
         gather = ProcessGather(cut, self._numbering, orders, self._paces, self._overdue)
+        scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
             directed, late = -1, math.inf
-            while gather.scheduler.missing and not gather.failures:
-                if directed != self._pool.changes or not gather.scheduler.all_begun or time.monotonic() >= late:
+            while ledger.missing and not gather.failures:
+                if directed != self._pool.changes or not scheduler.all_begun or time.monotonic() >= late:
                     directed, late = self._pool.changes, math.inf
                     self._direct(gather)
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
-                if late == math.inf and len(gather.scheduler.workers) < len(self._pool.workers):
-                    late = gather.scheduler.next_late(gather.estimate)
+                if late == math.inf and len(scheduler.workers) < len(self._pool.workers):
+                    late = scheduler.next_late(gather.estimate)
                 self._pool.pump(gather, late)
                 self._holder.at_turn(gather)
                 self._proven = self._proven or gather.has_reports
