@@ -28,6 +28,5 @@ def check_parameters_are_only_read(module: torch.nn.Module) -> None:
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
                 f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise "
-                f"what "
-                "comes out of it instead, or use parallelize=1"
+                "what comes out of it instead, or use parallelize=1"
             )

@@ -78,8 +78,7 @@ class _Mailbox:
         if len(body) + HEAD.size > LARGEST:
             raise ValueError(
                 f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less "
-                f"at a time, or "
-                "write it to a file and return its path"
+                "at a time, or write it to a file and return its path"
             )
         frame = HEAD.pack(number, kind) + body
         faults.point("worker.send", chunk)

@@ -122,8 +122,7 @@ class Session:
             raise RuntimeError(
                 "the program was changed in the parent, and workers are given it anew; but hooks were registered on "
                 "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
-                "which "
-                "they are sent"
+                "which they are sent"
             )
         self._private["program"].discard()
         tensors = views(placements, self._private["program"])

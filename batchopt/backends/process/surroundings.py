@@ -28,8 +28,7 @@ def check_surroundings() -> None:
     if multiprocessing.current_process().daemon:
         raise BatchoptError(
             "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no "
-            "others: "
-            "use parallelize=1 here, or parallelize in the process that started it"
+            "others: use parallelize=1 here, or parallelize in the process that started it"
         )
     if not os.path.isdir("/proc/self/fd"):
         raise BatchoptError(
@@ -41,8 +40,7 @@ def check_surroundings() -> None:
     except OSError as error:
         raise BatchoptError(
             f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, "
-            f"perhaps; "
-            "os.chdir to one that is there"
+            "perhaps; os.chdir to one that is there"
         ) from error
 
 

@@ -118,9 +118,8 @@ class Nodes:
             if workers > all_in_all or time.monotonic() >= until:
                 raise ValueError(
                     f"{workers} workers are asked for, each with {self._needs.each}; the cluster has room for {left} "
-                    f"more, and for "
-                    f"{all_in_all} if nobody else used it: use fewer, or less for each, as "
-                    f"ray_options={{'num_cpus': 0.5}}"
+                    f"more, and for {all_in_all} if nobody else used it: use fewer, or less for each, as "
+                    "ray_options={'num_cpus': 0.5}"
                 )
             time.sleep(0.1)
 
