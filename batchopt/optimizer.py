@@ -17,6 +17,7 @@ from batchopt._data.terms import Term, reweighed
 from batchopt._function.counters import Counters
 from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
+from batchopt._function.graph import loss_with_graph
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.settings import Settings
 from batchopt._function.timeline import Timeline
@@ -187,6 +188,17 @@ class BatchOptimizer:
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
         return self._function.reduce(answers)
+
+    def loss(self) -> torch.Tensor:
+        """f at the current parameters as a 0-dim tensor (float64) with a graph: one evaluation, whose gradient
+        `backward` hands to autograd.
+
+        So a penalty added in this process, a scaled loss, and trainers that call `loss.backward()` themselves get
+        df/dX, times the gradient from above, added to every parameter's `.grad`; a parameter that f does not depend on
+        gets nothing. Until then each `.grad` is as it was; `grad_parameters` has df/dX, as after `evaluate`. Raises
+        what `evaluate` raises; `backward` raises `BatchoptError` with `create_graph=True`: see `hvp`.
+        """
+        return loss_with_graph(self._function, self.evaluate)
 
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
         """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.

@@ -53,8 +53,11 @@ class FlatModule:
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
-        """Whatever `.grad` is set to inside is forgotten."""
+        """Each `.grad` is afterwards what it was before, also where it is df/dX, and the body writes that."""
         gradients = [parameter.grad for parameter in self.parameters]
+        for i, (gradient, view) in enumerate(zip(gradients, self._views, strict=True)):
+            if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                gradients[i] = gradient.clone()
         try:
             yield
         finally:

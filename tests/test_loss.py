@@ -1,0 +1,131 @@
+"""`loss()`: f with a graph, as a part of what is computed in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchoptError, BatchOptimizer
+from tests.workloads import Workload, mlp
+
+
+@pytest.fixture(params=[1, 2])
+def made(request: pytest.FixtureRequest) -> Iterator[tuple[BatchOptimizer, Workload]]:
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=request.param) as opt:
+        opt.load(case.inputs, case.targets)
+        yield opt, case
+
+
+def back(loss: torch.Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def expected(case: Workload, of: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """What plain torch says."""
+    case.module.zero_grad()
+    value = of(case.criterion(case.module(case.inputs), case.targets))
+    back(value)
+    found = gradients(case.module)
+    case.module.zero_grad()
+    return value.detach(), found
+
+
+def check(found: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) -> None:
+    for one, two in zip(found, wanted, strict=True):
+        assert one is not None and two is not None
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+def test_backward_hands_the_gradient_to_autograd(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+    value, wanted = expected(case, lambda loss: loss)
+    loss = opt.loss()
+    assert loss.shape == () and loss.dtype == torch.float64 and loss.requires_grad and opt.eval_counter == 1
+    torch.testing.assert_close(loss.detach(), value, rtol=1e-12, atol=0.0)
+    assert all(p.grad is None for p in case.module.parameters())
+    back(loss)
+    check(gradients(case.module), wanted)
+    assert opt.eval_counter == 1
+
+
+def test_it_is_a_part_of_what_is_computed_here(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+
+    def penalised(loss: torch.Tensor) -> torch.Tensor:
+        return (3.0 * loss).exp() + 0.1 * sum((p.square().sum() for p in case.module.parameters()), torch.tensor(0.0))
+
+    value, wanted = expected(case, penalised)
+    total = penalised(opt.loss())
+    torch.testing.assert_close(total.detach(), value, rtol=1e-9, atol=0.0)
+    back(total)
+    check(gradients(case.module), wanted)
+
+
+def test_gradients_add_up_whoever_made_them(made: tuple[BatchOptimizer, Workload]) -> None:
+    """Two losses, and what `evaluate` had left in `.grad`."""
+    opt, case = made
+    _, wanted = expected(case, lambda loss: 3.0 * loss)
+    opt.evaluate()
+    one, two = opt.loss(), opt.loss()
+    back(one + two)
+    check(gradients(case.module), wanted)
+
+
+def test_its_gradient_is_of_where_it_was_evaluated(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+    _, wanted = expected(case, lambda loss: loss)
+    loss = opt.loss()
+    opt.parameters.mul_(1.5)
+    opt.evaluate()
+    opt.module.zero_grad()
+    back(loss)
+    check(gradients(case.module), wanted)
+
+
+def first(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+    """Of the first layer alone."""
+    loss: torch.Tensor = module.get_submodule("0")(x).square().mean()
+    return loss
+
+
+def test_a_parameter_that_f_does_not_depend_on_gets_nothing() -> None:
+    module = nn.Sequential(nn.Linear(2, 1), nn.Linear(2, 1))
+    with BatchOptimizer(module, loss_fn=first, optimizer=None) as opt:
+        opt.load(torch.ones(4, 2))
+        back(opt.loss())
+    assert [p.grad is not None for p in module.parameters()] == [True, True, False, False]
+
+
+def test_a_second_derivative_is_refused(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+    with pytest.raises(BatchoptError, match=r"create_graph=True.* use hvp\(v\)"):
+        torch.autograd.grad(opt.loss(), [*case.module.parameters()], create_graph=True)
+
+
+def test_without_a_batch_there_is_no_loss() -> None:
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer=None) as opt:
+        with pytest.raises(BatchoptError, match="no batch was loaded"):
+            opt.loss()
+
+
+def test_an_optimizer_steps_along_it(made: tuple[BatchOptimizer, Workload]) -> None:
+    """As a trainer does that knows of no closure."""
+    opt, case = made
+    adam = torch.optim.Adam(case.module.parameters(), lr=0.01)
+    losses = []
+    for _ in range(20):
+        adam.zero_grad()
+        loss = opt.loss()
+        back(loss)
+        adam.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0] and opt.eval_counter == 20
