@@ -12,7 +12,7 @@ from batchopt.backends.ray.actor import NodeActor, request
 from batchopt.backends.ray.cluster import Room
 from batchopt.backends.ray.messages import Envelope, NodeTask, Question, WorkerStatus
 from batchopt.backends.ray.node import ClusterNode, PendingRequest
-from batchopt.backends.ray.roster import ANSWERING, GiveUp, NodeRoster, Ping, Placement, check, place
+from batchopt.backends.ray.roster import ANSWERING, GiveUp, NodePlacement, NodeRoster, Ping, check, place
 from batchopt.errors import AllWorkersLostError
 
 
@@ -47,7 +47,7 @@ def asked(node: ClusterNode, task: NodeTask | Question, silent: float) -> Cluste
 
 
 def test_ranks_are_placed_in_order_where_there_is_room() -> None:
-    assert place([3, 4, 5], [Room("a", 1), Room("b", 2)]) == [Placement("a", (3,)), Placement("b", (4, 5))]
+    assert place([3, 4, 5], [Room("a", 1), Room("b", 2)]) == [NodePlacement("a", (3,)), NodePlacement("b", (4, 5))]
 
 
 def test_workers_of_a_lost_node_are_placed_where_there_is_room_and_it_is_allowed() -> None:
@@ -57,14 +57,14 @@ def test_workers_of_a_lost_node_are_placed_where_there_is_room_and_it_is_allowed
     roster.lost(second, "is gone")
     assert roster.ending == "node 2 (workers 2 to 3) is gone" and roster.failures == 0
     assert roster.wants_room([first]) and roster.homeless([first]) == [2, 3]
-    assert roster.replace([first], [Room("a", 1)]) == [Placement("a", (2,))]
+    assert roster.replace([first], [Room("a", 1)]) == [NodePlacement("a", (2,))]
     assert [info.lost for info in roster.infos] == [False, False, False, True]
     third = some_node(2)
     assert roster.replace([first, third], []) == []
-    assert roster.replace([first, third], [Room("a", 5)]) == [Placement("a", (3,))]
+    assert roster.replace([first, third], [Room("a", 5)]) == [NodePlacement("a", (3,))]
     assert [info.restarts for info in roster.infos] == [0, 0, 1, 1] and not roster.infos[3].lost
     roster.lost(first, "is gone")
-    assert roster.replace([third, some_node(3)], [Room("a", 5)]) == [Placement("a", (0,))]
+    assert roster.replace([third, some_node(3)], [Room("a", 5)]) == [NodePlacement("a", (0,))]
     assert not roster.wants_room([third, some_node(3)]) and roster.infos[1].lost  # no restart is left
 
 

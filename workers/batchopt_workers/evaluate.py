@@ -63,7 +63,8 @@ class _Sums:
     def __init__(self, evaluation: int, chunks: int) -> None:
         self.evaluation = evaluation
         self._fold: Fold[_Partial] = Fold(chunks, self._merge)
-        self._rows: Rows
+        self._rows: Rows | None = None  # of the chunk that was added last, with its row
+        self._young = -1
 
     def free_row(self) -> int:
         """The lowest row that holds nothing that counts."""
@@ -78,8 +79,10 @@ class _Sums:
 
     def _merge(self, left: _Partial, right: _Partial) -> _Partial:
         young, old = (right, left) if right.row == self._young else (left, right)
-        self._rows[young.row].gradient.add_(self._rows[old.row].gradient)
-        self._rows[young.row].changes.add_(self._rows[old.row].changes)
+        assert self._rows is not None
+        into, of = self._rows[young.row], self._rows[old.row]
+        into.gradient.add_(of.gradient)
+        into.changes.add_(of.changes)
         losses = tuple(map(add, left.losses, right.losses))
         return _Partial(young.row, losses, bytes(map(max, left.used, right.used)))
 

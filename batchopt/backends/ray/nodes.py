@@ -21,7 +21,7 @@ from batchopt.backends.ray.cluster import Needs, Room, rooms, spread
 from batchopt.backends.ray.link import RayLink
 from batchopt.backends.ray.messages import CalledOff, NodeReply, NodeRequest, NodeTask, Question
 from batchopt.backends.ray.node import ASSIGNMENTS, ClusterNode, NodeMessage, PendingRequest, Released
-from batchopt.backends.ray.roster import ANSWERING, GiveUp, NodeRoster, Placement, check, place
+from batchopt.backends.ray.roster import ANSWERING, GiveUp, NodePlacement, NodeRoster, check, place
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.versions import versions
 
@@ -128,7 +128,7 @@ class Nodes:
         free = sum(room.workers for room in rooms(self._ray, self._needs))
         return max(0, free - len(self.roster.homeless(self.by_number.values())))
 
-    def _place(self, placements: Iterable[Placement]) -> None:
+    def _place(self, placements: Iterable[NodePlacement]) -> None:
         """Start actors on nodes; each is asked for a handshake."""
         for place_, ranks in placements:
             link = RayLink(self._ray, place_, len(ranks), self._needs)

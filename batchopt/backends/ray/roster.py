@@ -23,18 +23,18 @@ from batchopt.errors import AllWorkersLostError
 ANSWERING = 30.0
 
 
-class Placement(NamedTuple):
+class NodePlacement(NamedTuple):
     """Workers of these ranks are to be started on that node."""
 
     node: str
     ranks: tuple[int, ...]
 
 
-def place(ranks: Sequence[int], rooms: Iterable[Room]) -> list[Placement]:
+def place(ranks: Sequence[int], rooms: Iterable[Room]) -> list[NodePlacement]:
     """Put the ranks, in order, where there is room for them."""
     found, at = [], 0
     for room in rooms:
-        found.append(Placement(room.node, tuple(ranks[at : at + room.workers])))
+        found.append(NodePlacement(room.node, tuple(ranks[at : at + room.workers])))
         at += room.workers
     return found
 
@@ -101,7 +101,7 @@ class NodeRoster:
         """Whether there are workers to be placed, and it is allowed."""
         return self._restarts > 0 and bool(self.homeless(nodes))
 
-    def replace(self, nodes: Collection[ClusterNode], free: Sequence[Room]) -> list[Placement]:
+    def replace(self, nodes: Collection[ClusterNode], free: Sequence[Room]) -> list[NodePlacement]:
         """Where to start the workers whose node was lost, as far as there is room and it is allowed; each start costs a
         restart. The others count as lost until there is room."""
         homeless = self.homeless(nodes)
