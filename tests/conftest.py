@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from batchopt.backends.process import forkserver
+from tests import preload
 
 pytest.register_assert_rewrite("tests.backends.contract")
 
@@ -61,7 +63,9 @@ def listening(pids: list[int]) -> set[str]:
                     inodes[target[len("socket:[") : -1]] = pid
         except OSError:
             continue
-    found = set()
+    found: set[str] = set()
+    if not inodes:
+        return found
     for kind, state_column, listen, inode_column in (("tcp", 3, "0A", 9), ("tcp6", 3, "0A", 9)):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
             fields = line.split()
@@ -82,10 +86,24 @@ def is_fork_server(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports_frozen() -> None:
-    """The hundred thousands of objects that imports made are no garbage: without them a collection takes no time."""
+def preloaded_workers() -> Iterator[None]:
+    """Those of this process are forked from one that has imported what the tests do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchopt_workers.forkserver.main", preload.main)
+        yield
+
+
+_modules = 0
+
+
+def collect_garbage() -> None:
+    """Collect it. The hundred thousands of objects that imports make are none: without them this takes no time. Some
+    come late, torch's compiler with the first optimizer, so they are set aside whenever there are more modules."""
+    global _modules
     gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _modules:
+        gc.freeze()
+        _modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +113,7 @@ def nothing_left_behind() -> Iterator[None]:
     names, sockets, threads = named_memory(), listening([me.pid]), threading.active_count()
     children = {child.pid for child in me.children(recursive=True)}
     yield
-    gc.collect()
+    collect_garbage()
     left = [child for child in me.children(recursive=True) if child.pid not in children and not is_fork_server(child)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
     assert not left, f"processes left: {[process.cmdline() for process in left]}"

@@ -18,12 +18,12 @@ def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor
     with subject.keeping_gradients():
         loss = evaluate()
         used = [parameter.grad is not None for parameter in subject.parameters]
-    known = _Known(subject.gradient.clone(), subject.flat.layout, used)
+    known = _KnownGradient(subject.gradient.clone(), subject.flat.layout, used)
     found: torch.Tensor = _Loss.apply(loss, known, *subject.parameters)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Known(NamedTuple):
+class _KnownGradient(NamedTuple):
     """df/dX (shape `(n,)`), where each parameter lies in it, and which of them f depends on."""
 
     gradient: torch.Tensor
@@ -35,7 +35,7 @@ class _Loss(torch.autograd.Function):
     """f, whose gradient is known before anybody asks for it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, known: _Known, *_: torch.nn.Parameter) -> torch.Tensor:
+    def forward(ctx: Any, loss: torch.Tensor, known: _KnownGradient, *_: torch.nn.Parameter) -> torch.Tensor:
         ctx.known = known
         return loss.clone()
 
@@ -46,7 +46,7 @@ class _Loss(torch.autograd.Function):
                 "loss() was differentiated with create_graph=True, and workers return the first derivative alone: for "
                 "the second use hvp(v), products of the Hessian with vectors"
             )
-        known: _Known = ctx.known
+        known: _KnownGradient = ctx.known
         scaled = known.gradient * above[0].to(known.gradient.dtype)
         views = known.layout.views(scaled)
         return None, None, *(view if used else None for view, used in zip(views, known.used, strict=True))

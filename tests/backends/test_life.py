@@ -204,7 +204,7 @@ def test_an_interrupted_evaluation_leaves_the_workers_usable() -> None:
         assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
 
 
-def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package() -> None:
+def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(worker: Worker) -> tuple[bool, int, str, int, bool]:
         return (
             "batchopt" in sys.modules,
@@ -214,6 +214,7 @@ def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package() ->
             signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         )
 
+    monkeypatch.setenv("BATCHOPT_TEST_BARE", "1")
     # By value: by name, a worker would import this test, and with it the package.
     import cloudpickle
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ os.environ["RAY_AUTH_MODE"] = (
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.conftest import PATIENCE, is_fork_server
+from tests.conftest import PATIENCE, collect_garbage, is_fork_server
 
 # Bytes of memory for objects on a node.
 STORE = 160 * 2**20
@@ -41,7 +40,7 @@ def nothing_left_behind() -> Iterator[None]:
     me = psutil.Process()
     children = {child.pid for child in me.children(recursive=True)}
     yield
-    gc.collect()
+    collect_garbage()
     new = [child for child in me.children(recursive=True) if child.pid not in children]
     left = [child for child in new if of_ours(child) and not is_fork_server(child)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)

@@ -1,9 +1,10 @@
-"""Running a case in a process of its own, and what it has to leave."""
+"""Running a case in a process apart from the tests, and what it has to leave."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections import Counter
@@ -44,28 +45,81 @@ class Ended:
     pids: set[int] = field(default_factory=set)
 
 
-def play(folder: Path, faults: Sequence[Fault], program: str = "tests.faults.program", **case: Any) -> Ended:
-    """Run the program under the faults, to its end; fails if it leaves a process."""
-    folder.mkdir(exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps([vars(fault) for fault in faults]))
+class Host:
+    """A process that plays one case after the other, with one process that all their workers are forked from: to start
+    the two, which import torch, takes ten times as long as a case. Another one is started after a case that ended
+    it."""
+
+    def __init__(self, home: Path) -> None:
+        """`home`: a folder of its own."""
+        self._home = home
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def play(self, folder: Path, case: dict[str, Any]) -> tuple[int, str]:
+        """Returns 0, or the exit code of the process that the case has ended; and what was written to standard
+        error."""
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = start([str(self._home)], self._home, **pipes)
+        orders, answers = self._process.stdin, self._process.stdout
+        assert orders is not None and answers is not None
+        orders.write(json.dumps([case, str(folder)]) + "\n")
+        orders.flush()
+        code = 0
+        if not select.select([answers], [], [], LIMIT)[0] or answers.readline() != "over\n":
+            code = self.end()
+        return code, (folder / "stderr").read_text()
+
+    def end(self) -> int:
+        """Kill the process, if there is one; its exit code."""
+        if self._process is None:
+            return 0
+        process, self._process = self._process, None
+        with process:
+            process.kill()
+        return process.returncode
+
+
+def start(arguments: list[str], plans: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start the program, whose plan, or the name of the folder that has it, is in the folder `plans`."""
     environment = os.environ | {
-        "BATCHOPT_TEST_FAULTS": str(folder),
+        "BATCHOPT_TEST_FAULTS": str(plans),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]),
     }
-    arguments = [sys.executable, "-W", "error", "-m", program, json.dumps(case), str(folder)]
-    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.faults.program", *arguments], env=environment, **options
+    )
+
+
+def alone(folder: Path, case: dict[str, Any]) -> tuple[int, str]:
+    """Play a case in a process of its own; its exit code, and what was written to standard error."""
+    with start([json.dumps(case), str(folder)], folder, stderr=subprocess.PIPE, text=True) as process:
         try:
             _, stderr = process.communicate(timeout=LIMIT)
         finally:
             if process.poll() is None:
                 process.kill()
+    return process.returncode, stderr
+
+
+def play(folder: Path, faults: Sequence[Fault], host: Host | None = None, **case: Any) -> Ended:
+    """Play a case under the faults, to its end, in `host`, or else in a process of its own; fails if it leaves a
+    process."""
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps([vars(fault) for fault in faults]))
+    returncode, stderr = host.play(folder, case) if host is not None else alone(folder, case)
     log = folder / "log"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     pids = {int(pid) for _, pid, _ in lines}
-    gone(pids)
+    gone(pids - {host.pid} if host is not None else pids)
     outcome = torch.load(folder / "outcome", weights_only=True) if (folder / "outcome").exists() else {}
     fired = [len(list(folder.glob(f"fired-{i}-*"))) for i in range(len(faults))]
-    return Ended(outcome, process.returncode, stderr, Counter(int(chunk) for _, _, chunk in lines), fired, pids)
+    return Ended(outcome, returncode, stderr, Counter(int(chunk) for _, _, chunk in lines), fired, pids)
 
 
 def gone(pids: set[int], seconds: float = 2.0) -> None:

@@ -1,9 +1,11 @@
-"""A run under planned faults: `python -m tests.faults.program '<case as JSON>' <folder for the outcome>`."""
+"""A run under planned faults: `python -m tests.faults.program '<case as JSON>' <folder for the outcome>`; or one after
+the other, as standard input names them, line by line: `python -m tests.faults.program <folder of its own>`."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import signal
 import sys
 import time
@@ -15,6 +17,7 @@ import torch
 import batchopt
 import batchopt.backends.process.scheduler
 from batchopt.backends.process.backend import ProcessBackend
+from tests.faults.sitecustomize import install
 from tests.workloads import mlp
 
 SAMPLES = 48
@@ -67,14 +70,15 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return outcome
 
 
-def main() -> None:
-    """Under a limit that shows where everybody was."""
+USUAL = batchopt.backends.process.scheduler.PATIENCE, batchopt.backends.process.scheduler.WORTHWHILE
+
+
+def play(case: dict[str, Any], folder: Path) -> None:
+    """Write the outcome, under a limit that shows where everybody was."""
     faulthandler.dump_traceback_later(50, exit=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
-    case, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    ProcessBackend.local = False  # a single worker is a process here too
-    if not case.get("late"):  # so that each chunk is evaluated once, but for the fault
-        batchopt.backends.process.scheduler.PATIENCE = batchopt.backends.process.scheduler.WORTHWHILE = 1e9
+    scheduler = batchopt.backends.process.scheduler
+    # if not late, each chunk is evaluated once, but for the fault
+    scheduler.PATIENCE, scheduler.WORTHWHILE = USUAL if case.get("late") else (1e9, 1e9)
     started = time.monotonic()
     try:
         outcome = run(case, folder)
@@ -82,6 +86,30 @@ def main() -> None:
         outcome = {"error": f"{type(error).__name__}: {error}"}
     outcome["seconds"] = time.monotonic() - started
     torch.save(outcome, folder / "outcome")
+    faulthandler.cancel_dump_traceback_later()
+
+
+def serve(home: Path) -> None:
+    """Play what standard input names."""
+    for line in sys.stdin:
+        case, folder = json.loads(line)
+        (home / "case").write_text(folder)  # for the workers
+        install(Path(folder))  # for this process
+        stderr = os.open(Path(folder) / "stderr", os.O_WRONLY | os.O_CREAT)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        play(case, Path(folder))
+        print("over", flush=True)
+
+
+def main() -> None:
+    """One case, or many."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
+    ProcessBackend.local = False  # a single worker is a process here too
+    if len(sys.argv) == 2:
+        serve(Path(sys.argv[1]))
+    else:
+        play(json.loads(sys.argv[1]), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Makes things go wrong, as planned, in every Python process that is started with this folder on its path.
 
 The plan is a folder: `plan.json` is a list of faults `{"who": rank | "parent" | "worker", "point": name, "chunk":
-number or null, "nth": number, "do": action, "times": number}`. A fault fires at the `nth` time that its point is
-reached in a process, `times` times in all processes together; each firing leaves a file. Chunks that are evaluated are
-written to `log`.
+number or null, "nth": number, "do": action, "times": number}`. A fault fires at the `nth` time that its point is reached
+in a process, `times` times in all processes together; each firing leaves a file. Chunks that are evaluated are written
+to `log`. In a process that plays one case after the other the folder has no plan, but a file `case`: the path of the one
+that has.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ class Plan:
         self._folder = folder
         self._faults = json.loads((folder / "plan.json").read_text())
         self._seen = [0] * len(self._faults)
-        self._log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def __call__(self, point: str, chunk: int) -> None:
         from batchopt_workers import faults
 
         if point == "worker.forward":
-            os.write(self._log, f"{faults.rank} {os.getpid()} {chunk}\n".encode())
+            log = os.open(self._folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.write(log, f"{faults.rank} {os.getpid()} {chunk}\n".encode())
+            os.close(log)
         for i, fault in enumerate(self._faults):
             who = "parent" if faults.rank < 0 and point != "forkserver.start" else faults.rank
             mine = fault["who"] == who or (fault["who"] == "worker" and who != "parent")
@@ -62,6 +64,20 @@ class Plan:
             except FileExistsError:
                 continue
         return False
+
+
+class LatestPlan:
+    """That of the case which is being played when a process comes to its first point: a worker, for what it was forked
+    from comes to none."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def __call__(self, point: str, chunk: int) -> None:
+        from batchopt_workers import faults
+
+        faults.hook = Plan(Path((self._home / "case").read_text()))
+        faults.hook(point, chunk)
 
 
 def act(action: str, caller: FrameType) -> None:
@@ -113,9 +129,12 @@ def say(action: str, connection: Any, frame: bytes) -> None:
 
 
 def install(folder: Path) -> None:
-    """From now on this process follows the plan in `folder`."""
+    """From now on this process follows the plan in `folder`, or the one that `case` there names."""
     from batchopt_workers import faults
 
+    if not (folder / "plan.json").exists():
+        faults.hook = LatestPlan(folder)
+        return
     faults.hook = Plan(folder)
     if "--multiprocessing-fork" in sys.orig_argv:
         faults.point("forkserver.start")

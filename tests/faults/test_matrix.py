@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import Ended, Fault, play, same_bits
+from tests.faults.harness import Ended, Fault, Host, play, same_bits
 
 Play = Callable[..., Ended]
 
 
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Plays the cases; what they are forked from is there before the first one, which would seem to leave it."""
+    folder = tmp_path_factory.mktemp("host")
+    host = Host(folder)
+    play(folder / "first", [], host, optimizer="sgd", parallelize=2)
+    yield host
+    host.end()
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Play:
-    """Plays a case in a folder of its own."""
-    return lambda *faults, **case: play(tmp_path / "run", faults, **{"optimizer": "sgd", "parallelize": 2, **case})
+def run(tmp_path: Path, host: Host) -> Play:
+    """Plays a case in a folder of its own; `alone`: in processes of its own, too."""
+
+    def play_case(*faults: Fault, alone: bool = False, **case: Any) -> Ended:
+        case = {"optimizer": "sgd", "parallelize": 2, **case}
+        return play(tmp_path / "run", faults, None if alone else host, **case)
+
+    return play_case
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, host: Host) -> Callable[[str], Ended]:
     """The run without faults, in one process: the oracle."""
     known: dict[str, Ended] = {}
 
     def oracle(optimizer: str) -> Ended:
         if optimizer not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            known[optimizer] = play(folder / "run", [], optimizer=optimizer, backend="serial")
+            known[optimizer] = play(folder / "run", [], host, optimizer=optimizer, backend="serial")
             assert "error" not in known[optimizer].outcome, known[optimizer].outcome
         return known[optimizer]
 
@@ -122,7 +137,8 @@ def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
 @pytest.mark.parametrize("lie", LIES)
 def test_a_worker_that_talks_nonsense_is_replaced(run: Play, undisturbed: Callable[[str], Ended], lie: str) -> None:
     fault = Fault("worker.send", lie, chunk=5, nth=2)
-    check(run(fault), undisturbed("sgd"), fault, {5: 1})
+    ended = run(fault, options={"timeout": 2.0})  # garbage begins like a long message, whose end is waited for
+    check(ended, undisturbed("sgd"), fault, {5: 1})
 
 
 @SLOW
@@ -149,11 +165,11 @@ def test_all_workers_die_at_once(
 
 @SLOW
 @pytest.mark.parametrize("when", ["before the backward", "in the gradient"])
-def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, when: str) -> None:
+def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, host: Host, when: str) -> None:
     point = DEATHS[when].point
     case: dict[str, Any] = {"optimizer": "lbfgs", "parallelize": 2, "options": {"chunk_size": None}}
-    oracle = play(tmp_path / "oracle", [], **case)
-    ended = play(tmp_path / "run", [kill(point, chunk=1, nth=2)], **case)
+    oracle = play(tmp_path / "oracle", [], host, **case)
+    ended = play(tmp_path / "run", [kill(point, chunk=1, nth=2)], host, **case)
     assert ended.fired == [1]
     same_bits(ended.outcome, oracle.outcome)
 
@@ -255,7 +271,7 @@ def test_workers_that_never_start_are_an_error(run: Play, way: str) -> None:
 @SLOW
 @pytest.mark.parametrize("way", ["SIGKILL", "C exit"])
 def test_a_process_to_fork_workers_from_that_never_starts_is_an_error(run: Play, way: str) -> None:
-    ended = run(Fault("forkserver.start", way, times=1000))
+    ended = run(Fault("forkserver.start", way, times=1000), alone=True)
     expected = (
         "WorkerStartError: batchopt-worker-0 could not be made: the process that workers are forked from ended with"
     )
@@ -267,7 +283,7 @@ def test_a_process_to_fork_workers_from_that_never_starts_is_an_error(run: Play,
 def test_a_process_to_fork_workers_from_that_ends_once_is_replaced(
     run: Play, undisturbed: Callable[[str], Ended]
 ) -> None:
-    ended = run(Fault("forkserver.start", "SIGKILL"))
+    ended = run(Fault("forkserver.start", "SIGKILL"), alone=True)
     assert ended.fired == [1]
     same_bits(ended.outcome, undisturbed("sgd").outcome)
     assert ended.outcome["restarts"] == [0, 0]
@@ -332,6 +348,6 @@ def test_an_interrupt_in_the_parent_undoes_the_step(
     "point", ["parent.dispatched", "parent.heard", "parent.reduce", "checkpoint.writing", "checkpoint.replace"]
 )
 def test_a_killed_parent_leaves_nothing(run: Play, tmp_path: Path, point: str) -> None:
-    ended = run(Fault(point, "SIGKILL", who="parent", nth=2), save=True)
+    ended = run(Fault(point, "SIGKILL", who="parent", nth=2), save=True, alone=True)
     assert ended.returncode == -9  # and `play` has looked for processes
     assert len(ended.pids) == 2

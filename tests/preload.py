@@ -1,0 +1,22 @@
+"""What the tests' workers are forked from, with all that the files of tests import: a worker that is sent a function of
+one imports the file, which takes ten times as long as all that it does otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from batchopt_workers import forkserver
+
+MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes the last for its first product
+
+serve = forkserver.main
+
+
+def main(*arguments: Any) -> None:
+    """As `forkserver.main`; workers are as a user's where `BATCHOPT_TEST_BARE` is set."""
+    if "BATCHOPT_TEST_BARE" not in os.environ:
+        for name in MODULES:
+            importlib.import_module(name)
+    serve(*arguments)
