@@ -1,10 +1,10 @@
 """Makes things go wrong, as planned, in every Python process that is started with this folder on its path.
 
 The plan is a folder: `plan.json` is a list of faults `{"who": rank | "parent" | "worker", "point": name, "chunk":
-number or null, "nth": number, "do": action, "times": number}`. A fault fires at the `nth` time that its point is reached
-in a process, `times` times in all processes together; each firing leaves a file. Chunks that are evaluated are written
-to `log`. In a process that plays one case after the other the folder has no plan, but a file `case`: the path of the one
-that has.
+number or null, "nth": number, "do": action, "times": number}`. A fault fires at the `nth` time that its point is
+reached in a process, `times` times in all processes together; each firing leaves a file. Chunks that are evaluated
+are written to `log`. In a process that plays one case after the other the folder has no plan, but a file `case`: the
+path of the one that has.
 """
 
 from __future__ import annotations
