@@ -148,8 +148,17 @@ def test_a_child_keeps_the_values_of_its_beginning(workers: int, state: str) -> 
         opt.close()
 
 
-@each_workers
-@each_state
+@pytest.mark.parametrize(
+    "state, workers",
+    [
+        ("open", 1),
+        ("closed", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("open", 2), ("closed", 1), ("dropped", 1), ("dropped", 2))
+        ),
+    ],
+)
 def test_a_child_may_train_with_workers_of_its_own(workers: int, state: str) -> None:
     module = Net()
     opt = prepared(module, workers, state)

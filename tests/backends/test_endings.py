@@ -79,8 +79,9 @@ opt.load(x, y)
 """
 
 
-def interrupted(script: str, *signals: signal.Signals) -> tuple[int, str, float]:
-    """Run the script, and signal it when it says BUSY; its exit code, what it printed, and how long it then took."""
+def interrupted(script: str, *signals: signal.Signals, busy: int = 1) -> tuple[int, str, float]:
+    """Run the script, and signal it when it has said BUSY so often; its exit code, what it printed, and how long it then
+    took."""
     program = subprocess.Popen(
         [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + script],
         stdout=subprocess.PIPE,
@@ -90,7 +91,7 @@ def interrupted(script: str, *signals: signal.Signals) -> tuple[int, str, float]
     with program:
         assert program.stdout is not None
         printed = ""
-        while "BUSY" not in printed:
+        while printed.count("BUSY") < busy:
             line = program.stdout.readline()
             assert line, printed
             printed += line
@@ -155,7 +156,7 @@ right = abs(opt.evaluate().item() - expected) < 1e-6  # whoever is there first e
 opt.run_on_workers(lambda worker: None)  # waits for the other one
 print(right, [worker.restarts for worker in opt.workers])
 """
-    code, printed, _ = interrupted(SCRIPT + then, signal.SIGINT)
+    code, printed, _ = interrupted(SCRIPT + then, signal.SIGINT, busy=2)
     assert code == 0 and "CAUGHT" in printed and printed.endswith("True [1, 1]\n"), printed
 
 

@@ -176,7 +176,9 @@ print("PIDS", server_pid, forkserver._latest._process.pid)
     assert_gone([stopped, new])
 
 
-@pytest.mark.parametrize("last", ["opt.close()", ""], ids=["close", "end"])
+@pytest.mark.parametrize(
+    "last", [pytest.param("opt.close()", id="close", marks=pytest.mark.slow), pytest.param("", id="end")]
+)
 def test_nothing_waits_for_it_if_it_is_stopped(last: str) -> None:
     ended = python("-c", SMALL + STOP + "print('PIDS', server_pid, opt.workers[0].pid, flush=True)\n" + last)
     assert ended.returncode == 0, ended.stderr
@@ -209,7 +211,10 @@ if "--multiprocessing-fork" in sys.orig_argv:
     assert_gone(killed_when_it_says(SMALL, env=environment))
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [*(pytest.param(c, marks=pytest.mark.slow) for c in (">&-", "<&-", "2>&-", "<&- >&-")), "<&- >&- 2>&-"],
+)
 def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SMALL + "opt.close()\nopen(sys.argv[1], 'w').write('END')")
     command = f'exec "$0" program.py said {closed}'
@@ -218,6 +223,7 @@ def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text() == "END"
 
 
+@pytest.mark.slow
 def test_ends_of_children_may_be_ignored() -> None:
     then = """
 print("PIDS", server_pid, opt.workers[0].pid)
@@ -268,7 +274,13 @@ def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(killed: bool
 
 
 @needs_adoption
-@pytest.mark.parametrize("last", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ended", "killed"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param("", id="ended", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", id="killed"),
+    ],
+)
 def test_what_a_worker_started_in_a_session_of_its_own_ends_with_the_program(last: str) -> None:
     start = f"{inspect.getsource(start_apart).replace('Worker', 'object')}\nimport subprocess\n"
     ended = python("-c", SMALL + start + "print('PIDS', *opt.run_on_workers(start_apart), flush=True)\n" + last)

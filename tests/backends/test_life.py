@@ -72,7 +72,7 @@ def assert_gone(processes: list[int]) -> None:
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("way", ["file", "stdin", *(pytest.param(way, marks=pytest.mark.slow) for way in ("-c", "-m"))])
+@pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stdin", "-c", "-m"))])
 def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     arguments = {"file": ["program.py"], "stdin": ["-"], "-c": ["-c", SCRIPT], "-m": ["-m", "program"]}[way]
@@ -121,7 +121,7 @@ def test_workers_end_with_the_program(ending: str) -> None:
     assert_gone(pids(ended.stdout))
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_and_what_they_started_end_when_the_parent_is_killed(busy: bool) -> None:
     then = """
 def start(worker):
