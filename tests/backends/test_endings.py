@@ -80,8 +80,8 @@ opt.load(x, y)
 
 
 def interrupted(script: str, *signals: signal.Signals, busy: int = 1) -> tuple[int, str, float]:
-    """Run the script, and signal it when it has said BUSY so often; its exit code, what it printed, and how long it then
-    took."""
+    """Run the script, and signal it when it has said BUSY so often; its exit code, what it printed, and how long it
+    then took."""
     program = subprocess.Popen(
         [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + script],
         stdout=subprocess.PIPE,
