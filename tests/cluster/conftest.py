@@ -25,6 +25,13 @@ STORE = 160 * 2**20
 ROOT = Path(__file__).parent.parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, those of this folder do not: one cluster at a time."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
 def of_ours(process: psutil.Process) -> bool:
     """Whether it is an actor of ours, or one of its processes: not one of Ray's own, which come and go."""
     try:
