@@ -129,6 +129,13 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
+def nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is given a chunk evaluates it. On a busy machine a worker may be late, and another takes its chunks."""
+    monkeypatch.setattr("batchopt.backends.process.scheduler.PATIENCE", 1e9)
+    monkeypatch.setattr("batchopt.backends.process.scheduler.WORTHWHILE", 1e9)
+
+
+@pytest.fixture
 def interruptible() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -97,6 +97,7 @@ def test_constants_and_statistics_are_the_modules(devices: list[str]) -> None:
 
 
 @DEVICES
+@pytest.mark.usefixtures("nobody_late")
 def test_hooks_see_the_device(devices: list[str]) -> None:
     def precode(worker: Worker) -> None:
         worker.state["device"] = str(worker.device)
@@ -135,6 +136,7 @@ def test_a_stand_in_gives_the_same_bits() -> None:
     assert len(fingerprints) == 1
 
 
+@pytest.mark.usefixtures("nobody_late")
 def test_data_stays_on_the_device_until_it_is_cut_anew() -> None:
     work = mlp()
     with on(work, optimizer=None, devices=["cpu:0", "cpu"], speeds=[1, 1]) as opt:

@@ -18,8 +18,10 @@ os.environ["RAY_AUTH_MODE"] = (
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.conftest import PATIENCE, collect_garbage, is_fork_server
+from tests.conftest import collect_garbage, is_fork_server
 
+# Seconds that Ray may need to end an actor and to free its cores, where other tests run beside.
+PATIENCE = 30.0
 # Bytes of memory for objects on a node.
 STORE = 160 * 2**20
 ROOT = Path(__file__).parent.parent.parent
@@ -83,6 +85,7 @@ def start() -> Iterator[Start]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "workers")]))
         patch.setattr("batchopt.backends.ray.cluster._warned", True)
+        patch.setattr("batchopt.backends.ray.nodes.ANSWERING", 100.0)  # to start an actor on a busy machine
         yield begin
         stop()
 
