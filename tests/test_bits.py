@@ -7,6 +7,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,19 @@ def run(case: Workload, optimizer: str = "ours", **options: Any) -> tuple[str, s
         return opt.fingerprint(), digest(opt.optimizer.state_dict()["state"])
 
 
+@cache
+def alone(workload: str, optimizer: str) -> tuple[str, str]:
+    """The run in one process."""
+    return run(WORKLOADS[workload](torch.float32), optimizer, chunk_size=5)
+
+
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("parallelize", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 8))])
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
 @pytest.mark.parametrize("optimizer", ["ours", "torch"])
 def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int, optimizer: str) -> None:
-    make = WORKLOADS[workload]
-    expected = run(make(torch.float32), optimizer, chunk_size=5)
-    assert run(make(torch.float32), optimizer, chunk_size=5, parallelize=parallelize) == expected
+    case = WORKLOADS[workload](torch.float32)
+    assert run(case, optimizer, chunk_size=5, parallelize=parallelize) == alone(workload, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", ["cg", "ssbroyden"])

@@ -161,6 +161,7 @@ server_pid = forkserver._latest._process.pid
 STOP = "os.kill(server_pid, signal.SIGSTOP)\n"
 
 
+@pytest.mark.slow
 def test_it_is_replaced_if_it_is_stopped() -> None:
     """Under the limit of `python`, which a wait for it would exceed."""
     then = """
@@ -199,6 +200,7 @@ def test_it_ends_with_its_parent_even_if_it_is_stopped() -> None:
     assert_gone(killed_when_it_says(SMALL + STOP + "print('PIDS', server_pid, server_pid, flush=True)\ninput()"))
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent_even_while_it_imports(tmp_path: Path) -> None:
     slow = """
 import os, sys, time

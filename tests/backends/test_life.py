@@ -104,16 +104,8 @@ def test_a_notebook_works(tmp_path: Path) -> None:
     assert nbclient is not None
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "",
-        *(
-            pytest.param(e, marks=pytest.mark.slow)
-            for e in ("sys.exit(3)", "raise RuntimeError('on purpose')", "del opt")
-        ),
-    ],
-)
+@pytest.mark.slow  # the first so ends the program above
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise RuntimeError('on purpose')", "del opt"])
 def test_workers_end_with_the_program(ending: str) -> None:
     ended = python("-c", SCRIPT + ending)
     expected = 3 if "3" in ending else 1 if "raise" in ending else 0

@@ -272,6 +272,7 @@ def test_a_batch_that_comes_again_is_not_sent_again(
 # ---- workers
 
 
+@pytest.mark.slow
 def test_workers_are_spread_over_the_nodes_and_know_their_place(two_nodes: Cluster) -> None:
     def note(worker: Worker) -> None:
         worker.state["precode"] = worker.rank, worker.world_size
@@ -568,6 +569,7 @@ def test_more_workers_than_there_is_room_for(two_nodes: Cluster) -> None:
         assert len(opt.workers) == 9
 
 
+@pytest.mark.slow
 def test_other_versions_on_a_node_are_an_error(two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.backends.ray.nodes.versions", lambda: "Python 3.9.0, torch 1.0.0")
     began = time.monotonic()
