@@ -224,3 +224,23 @@ def test_without_chunks_the_draws_of_a_step_stay_though_the_speeds_change(source
         assert (planned[-1] != planned[0]) == (source == "none")
         opt.load(work.inputs, work.targets)
         assert opt._function.ready().plan.samples()[1] < planned[0][1]
+
+
+def noise(worker: Worker, sample: Sample) -> None:
+    """A hook that draws."""
+    sample.inputs = sample.inputs + torch.randn_like(sample.inputs)
+
+
+@pytest.mark.parametrize("first", ["evaluation", "product"])
+def test_what_a_hook_draws_keeps_the_chunks_too(first: str) -> None:
+    """Also after the loss's cut was checked, without hooks, and if a product comes first."""
+    work = mlp()
+    loss = nn.functional.mse_loss  # of the user's own, for all that is known
+    with BatchOptimizer(work.module, loss, optimizer=None, parallelize=2, prehook=noise) as opt:
+        opt.load(work.inputs, work.targets)
+        assert opt._function.ready().movable
+        if first == "product":
+            opt.hvp(torch.ones_like(opt.parameters))
+        else:
+            opt.evaluate()
+        assert not opt._function.ready().movable

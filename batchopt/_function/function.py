@@ -235,13 +235,18 @@ class BatchFunction:
     def map(self) -> list[Answer]:
         """Partial losses and gradients from every worker that had a share."""
         step = self._step = self.ready().followed(self.workers.speeds)
-        answers = self.workers.evaluate(step, Kind.EVALUATE, self.observers.busy)
+        answers = self._evaluate(step, Kind.EVALUATE)
         self.workers.learn_from(answers, step.plan.samples())
         results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
-        if step.chunk_size is None and any(answer.drew for answer in answers):
-            self._step = step._replace(movable=False)  # other chunks would draw other numbers
         in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
         self._past = Past(self._past.counters, in_order)
+        return answers
+
+    def _evaluate(self, step: Step, kind: Kind) -> list[Answer]:
+        """Evaluate as planned; where random numbers were drawn the chunks stay, for others would draw other ones."""
+        answers = self.workers.evaluate(step, kind, self.observers.busy)
+        if step.chunk_size is None and any(answer.drew for answer in answers):
+            self._step = step._replace(movable=False)
         return answers
 
     @undisturbed
@@ -275,7 +280,7 @@ class BatchFunction:
             return torch.full_like(direction, math.nan)
         with self.observers.doing("product"), self._owner.amid("a product"):
             self.workers.backend.set_direction(direction)
-            answers = self.workers.evaluate(step, Kind.MULTIPLY, self.observers.busy)
+            answers = self._evaluate(step, Kind.MULTIPLY)
             product = torch.empty_like(self.subject.x)
             whole = reduce_answers(answers, step.plan.cut.chunks, product)
         if not whole.finite and self.settings.on_nonfinite == "raise":

@@ -177,7 +177,9 @@ class Evaluator:
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self._sums: _Sums | None = None
         self._at = -1  # the chunk being evaluated
-        self._drew: tuple[int, bool] = -1, False  # a step, and whether its first forward here drew random numbers
+        # whether the first forward here of a step, with or without hooks, drew random numbers
+        self._looked: tuple[int, bool] | None = None
+        self._drew = False
         self._seed = program.seed
         self._parameters = parameters
         self._buffers = buffers
@@ -210,7 +212,7 @@ class Evaluator:
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, _Partial(row, losses, used), rows)
             self.current = range(0)
-            yield self._sums.report(chunk + 1, began, self._drew[1]), results
+            yield self._sums.report(chunk + 1, began, self._drew), results
 
     def _chunk(self, order: Order, chunk: int, row: Row, results: list[Any]) -> tuple[tuple[float, ...], bytes]:
         assert self.batch is not None
@@ -244,8 +246,9 @@ class Evaluator:
             batch_watch.check()
             collation.check()
             self.watch.check()
-            if order.step != self._drew[0]:
-                self._drew = order.step, has_drawn(self._seed, order.step, chunk)
+            if self._looked != (order.step, self.hooked):
+                self._looked = order.step, self.hooked
+                self._drew = has_drawn(self._seed, order.step, chunk)
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
