@@ -20,6 +20,7 @@ from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.settings import Settings
+from batchopt._function.tasks import Functions, apply, collect, total
 from batchopt._function.timeline import Timeline
 from batchopt._function.trials import Trial, Trials
 from batchopt._function.workers import anticipate
@@ -212,6 +213,58 @@ class BatchOptimizer:
         `on_nonfinite="return"` a product that is not finite is returned.
         """
         return self._function.hvp(v)
+
+    # ---- any function of the batch
+
+    def collect(
+        self,
+        function: Functions = None,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        grad: bool = False,
+        train: bool | None = None,
+        layers: Sequence[str] = (),
+    ) -> Any:
+        """`function(module, inputs, targets)` of each chunk on the workers, the results put together in sample order.
+
+        It returns a tensor, or a tuple, list or dict of tensors, whose first dimension is the samples: so does this; or
+        a list with one object a sample. Where the batch is a list of samples without `collate_fn` it is called for each
+        sample, and a list of what it returned comes back. Without data it is applied to the loaded batch, in the chunks
+        and with the random draws of its evaluations, and the step goes on as if nothing had happened; `inputs` and
+        `targets` as for `load` are a batch of their own. With `terms`: `function` may be a dict with a function for
+        some of them, and the results are a dict.
+
+        grad: whether autograd records. train: the mode of the module meanwhile, False for evaluation mode; None as it
+        is. layers: names of parts of the module (`module.named_modules()`): the result is a dict with the output of
+        each; with a function, a tuple of its result and that dict.
+
+        Tensors come through shared memory, written once. Parameters, gradients, buffers, counters and draws stay as
+        they are; hooks do not run; NaN stays where it is. Raises `WorkerError` if the function raises, changes a
+        parameter, or returns something else than rows for its samples; `ValueError`, which names the chunk, for results
+        of several shapes; `TypeError` for a function that cannot be sent; what `load` raises for the data.
+        """
+        data = inputs, targets
+        return apply(self._function, collect, function, data, grad=grad, train=train, layers=layers)
+
+    def total(
+        self,
+        function: Functions,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        grad: bool = False,
+        train: bool | None = None,
+    ) -> Any:
+        """The sum of `function(module, inputs, targets)` over the chunks: tensors in any structure, of fixed shapes.
+
+        Summed along the tree of chunks, as gradients are: with `chunk_size` the same bits for any number of workers.
+        Single precision is summed as such, unless there is another dtype among the tensors: then all are summed in
+        double precision, integers and booleans exactly (up to 2**53). Everything else is as in `collect`. Raises
+        `NonFiniteError`, which names the samples, for a sum that is not finite; with `on_nonfinite="return"` it is
+        returned.
+        """
+        return apply(self._function, total, function, (inputs, targets), grad=grad, train=train)
 
     @property
     def parameters(self) -> torch.Tensor:

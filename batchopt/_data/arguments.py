@@ -58,6 +58,11 @@ def read_bool(name: str, value: Any) -> bool:
     return value
 
 
+def read_optional_bool(name: str, value: Any) -> bool | None:
+    """True, False or None."""
+    return None if value is None else read_bool(name, value)
+
+
 def read_timeout(value: Any) -> float | None:
     """Seconds: any positive finite number, or None.
 

@@ -28,15 +28,17 @@ from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import choose_chunk_size, make_plan
+from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
 from batchopt._mapreduce.reduce import reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
 from batchopt_workers import faults
+from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
-from batchopt_workers.messages import Kind
+from batchopt_workers.messages import Cut, Kind
+from batchopt_workers.task import Task
 from batchopt_workers.worker import Hook
 
 T = TypeVar("T")
@@ -79,6 +81,11 @@ class BatchFunction:
     def past(self) -> Past:
         """The counters and the last hook results."""
         return self._past
+
+    @property
+    def readings(self) -> Readings:
+        """How data becomes a batch, by the names of terms."""
+        return self._readings
 
     @property
     def terms(self) -> dict[str, Term] | None:
@@ -260,15 +267,15 @@ class BatchFunction:
         finite = whole.finite and math.isfinite(loss)
         if not finite and self.settings.on_nonfinite == "raise":
             self._changes = None
-            raise self._not_finite(step, Kind.EVALUATE)
+            raise self.not_finite(Kind.EVALUATE, step.plan.cut, step.batch)
         self._term_losses = whole.losses
         return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
 
-    def _not_finite(self, step: Step, kind: Kind) -> Exception:
+    def not_finite(self, kind: Kind, cut: Cut, batch: Batch) -> Exception:
         """The error that says where it came from."""
         workers, counters = self.workers, self._past.counters
         with workers.without_hooks():
-            return explain(workers.backend, step.plan.cut, step.batch.numbering, workers.number, counters, kind)
+            return explain(workers.backend, cut, batch.numbering, workers.number, counters, kind)
 
     @exclusive
     @undisturbed
@@ -284,10 +291,48 @@ class BatchFunction:
             product = torch.empty_like(self.subject.x)
             whole = reduce_answers(answers, step.plan.cut.chunks, product)
         if not whole.finite and self.settings.on_nonfinite == "raise":
-            raise self._not_finite(step, Kind.MULTIPLY)
+            raise self.not_finite(Kind.MULTIPLY, step.plan.cut, step.batch)
         counters = replace(self._past.counters, products=self._past.counters.products + 1)
         self._past = Past(counters, self._past.hook_results)
         return product
+
+    # ---- tasks
+
+    @exclusive
+    @undisturbed
+    def carry_out(self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], T]) -> T:
+        """`use` what the workers answer to orders of a task on `batch`, which has one part, and the cut; either the
+        samples of a term of the loaded batch, or (`task.aside`) other ones. The loaded batch stays as it is.
+
+        In the middle of a step (an optimizer's callback) the program is that of the step; else it is as the user has it
+        now, and a batch that was loaded before a change of it is no longer loaded.
+        """
+        self.check_open()
+        now = task.aside and not self.owner.is_amid
+        if now:
+            self.subject.check()
+            self.end_step()
+        if self._changes is None:
+            self.subject.buffers.begin_step()
+        workers = self.workers
+        with self.observers.doing(kind.name.lower()), self.owner.amid(f"a call of {kind.name.lower()}()"):
+            try:
+                if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
+                    self._forget_batch()
+                plan = self._plan_of_task(task, batch)
+                orders = plan.orders(workers.number(), self._past.counters.steps, kind)
+                answers = workers.learning(lambda: workers.backend.evaluate(plan.cut, orders, self.observers.busy))
+                workers.learn_from_task(answers)
+                return use(answers, plan.cut)
+            finally:
+                workers.backend.end_task()
+
+    def _plan_of_task(self, task: Task, batch: Batch) -> Plan:
+        """The step's own where its whole batch is gone through, so that draws are those of the evaluations."""
+        if not task.aside and len(self._loaded().batch.parts) == 1:
+            return self._loaded().plan
+        chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
+        return make_plan(batch.size, chunk_size, self.workers.speeds_of_tasks)
 
     # ---- what is undone
 

@@ -16,7 +16,7 @@ from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 
 # What orders of each kind yield beside the loss.
-DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
+DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product", Kind.TOTAL: "total"}
 
 
 @dataclass(frozen=True)

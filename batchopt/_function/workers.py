@@ -78,6 +78,7 @@ class Workers:
         self._subject, self._settings = subject, settings
         self.backend = self._start(settings)
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
+        self._task_speeds = Speeds.unknown(len(self.infos))
         self._numbers = count(1)
 
     def _start(self, settings: Settings) -> Backend:
@@ -161,10 +162,7 @@ class Workers:
     def learn_from(self, answers: Iterable[Answer], planned: Sequence[int]) -> None:
         """Count what the workers did for an evaluation in which they were to evaluate so many samples each, and take it
         for a measurement."""
-        samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
-        for answer in answers:
-            samples[answer.rank] += answer.samples
-            seconds[answer.rank] += answer.seconds
+        samples, seconds = self._work_of(answers)
         for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
             worker.samples += its_samples
             worker.busy_seconds += its_seconds
@@ -173,6 +171,25 @@ class Workers:
             seconds[rank] += late_seconds
         self.speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
         self.observe(samples, seconds)
+
+    @property
+    def speeds_of_tasks(self) -> Speeds:
+        """What tasks are split by: the same, or, until that was measured, what earlier tasks have shown."""
+        return self.speeds if self.speeds.measured else self._task_speeds.resized(len(self.infos))
+
+    def learn_from_task(self, answers: Iterable[Answer]) -> None:
+        """Take it for a measurement as long as there is no better one."""
+        if not self.speeds.measured:
+            samples, seconds = self._work_of(answers)
+            self._task_speeds = self._task_speeds.resized(len(self.infos)).observed(samples, seconds)
+
+    def _work_of(self, answers: Iterable[Answer]) -> tuple[list[int], list[float]]:
+        """The samples of each worker, and its seconds."""
+        samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
+        for answer in answers:
+            samples[answer.rank] += answer.samples
+            seconds[answer.rank] += answer.seconds
+        return samples, seconds
 
     def set_speeds(self, speeds: Speeds) -> None:
         """Split by these from now on."""

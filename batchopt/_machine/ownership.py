@@ -95,6 +95,11 @@ class Owner:
         finally:
             self._amid = outer
 
+    @property
+    def is_amid(self) -> bool:
+        """Whether something is half done."""
+        return bool(self._amid)
+
     def check_between_steps(self, what: str) -> None:
         """Raise `BatchoptError` if the method `what` was called while something is half done."""
         if self._amid:

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchopt_workers.forms import Form
+from batchopt_workers.messages import Report
+from batchopt_workers.rows import Rows
 from batchopt_workers.tree import Node
 
 
 class Partial(NamedTuple):
     """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite
-    until the next evaluation), the changes of buffers, and which parameters had a gradient. Of a product, its sum takes
-    the place of the gradient's."""
+    until the next evaluation), the changes of buffers, and which parameters had a gradient. Of a product or a total,
+    its sum takes the place of the gradient's; what is collected has none."""
 
     losses: tuple[float, ...]
     gradient: torch.Tensor
@@ -34,7 +37,7 @@ class Span(NamedTuple):
 class Answer:
     """The contribution of one worker to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
     two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy; `drew`: whether
-    its first forward of the step drew random numbers."""
+    its first forward of the step drew random numbers; `forms`: of the results of a task, by chunk."""
 
     rank: int
     samples: int
@@ -43,3 +46,16 @@ class Answer:
     results: dict[int, list[Any]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     drew: bool = False
+    forms: dict[int, Form] = field(default_factory=dict)
+
+
+def partials_of(report: Report, rows: Rows | None) -> list[tuple[Node, Partial]]:
+    """What a report says that a worker has, in these rows; without rows, where nothing is summed, empty ones."""
+    found = []
+    for summary in report.summaries:
+        vectors = (_NOTHING, _NOTHING) if rows is None else (rows[summary.row].gradient, rows[summary.row].changes)
+        found.append((summary.node, Partial(summary.losses, *vectors, summary.used)))
+    return found
+
+
+_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")

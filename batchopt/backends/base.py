@@ -15,7 +15,9 @@ from batchopt._program.flatten import Flat
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
+from batchopt_workers.forms import Column
 from batchopt_workers.messages import Cut, Order
+from batchopt_workers.task import Task
 from batchopt_workers.worker import Hook, Precode
 
 
@@ -151,6 +153,22 @@ class Backend(ABC):
     @abstractmethod
     def set_direction(self, direction: torch.Tensor) -> None:
         """Let orders for a product multiply the Hessian with `direction`: shape `(n,)`, X's dtype."""
+
+    @abstractmethod
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        """Let orders of tasks be about this one: on the loaded batch, or on this `batch`, which has one part, from now
+        on; the loaded one stays as it is. `follow`: take the program as the user has it now; returns whether that is
+        another one than before, so that the loaded batch is none of its steps any more. Raises `TypeError` for what
+        cannot be sent."""
+
+    @abstractmethod
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        """What the orders to collect have written, of so many samples in all: one tensor for each column, which nobody
+        else writes any more."""
+
+    @abstractmethod
+    def end_task(self) -> None:
+        """Hold nothing of the task any more."""
 
     @abstractmethod
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:

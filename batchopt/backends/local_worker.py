@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from batchopt._mapreduce.answers import Answer, Partial, Span
+import torch
+
+from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.errors import WorkerError
+from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.failures import message_of
+from batchopt_workers.forms import Form, sums_layout
 from batchopt_workers.layout import Layout
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import TASKS, Cut, Kind, Order
+from batchopt_workers.output import MemoryOutput
 from batchopt_workers.rows import Rows
+from batchopt_workers.task import Task
+from batchopt_workers.task_runner import of_term
 from batchopt_workers.tree import most_held
 from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Precode, Worker
@@ -25,15 +33,16 @@ class LocalWorker:
         self.evaluator = evaluator
         self._layout, self._changes = layout, changes
         self._rows = self._make_rows(1)
-        self.evaluator.watch = watch
+        self.evaluator.walk.watch = watch
         self._examined = False  # whether an evaluation has shown which constants a forward writes
+        self._output = MemoryOutput()
 
     def _make_rows(self, count: int) -> Rows:
         return Rows(self._layout, self._changes, count, None, self.evaluator.worker.device)
 
     def follow(self, watch: Watch, changes: int) -> None:
         """Take over what was changed of the module: the tensors to watch, and the numbers that report its state."""
-        self.evaluator.watch = watch
+        self.evaluator.walk.watch = watch
         if changes != self._changes:
             self._changes = changes
             self._rows = self._make_rows(len(self._rows))
@@ -42,41 +51,67 @@ class LocalWorker:
         """Compare constants with what they were, too, in the next evaluation."""
         self._examined = False
 
+    def begin_task(self, task: Task, batch: Batch | None) -> None:
+        """Let orders of tasks be about this one: on the loaded batch, or on another one."""
+        if not task.aside:
+            batch = of_term(self.evaluator.loaded.batch, task.term)
+        assert batch is not None
+        self._output = self.evaluator.tasks.output = MemoryOutput()
+        self.evaluator.tasks.begin(task, batch)
+
+    def collected(self) -> list[torch.Tensor]:
+        """The rows that the task has yielded."""
+        return self._output.tensors
+
     def evaluate(self, cut: Cut, order: Order, turn: AbstractContextManager[Any] | None = None) -> Answer:
         """Evaluate the chunks of an order, each within `turn`. Raises `WorkerError` if the user's code raises, and
         `StateWritten`."""
         evaluator, rank = self.evaluator, self.evaluator.worker.rank
         turn = nullcontext() if turn is None else turn
-        evaluator.cut = cut
-        needed = most_held(order.first, order.last, cut.chunks)
-        if needed > len(self._rows):
-            self._rows = self._make_rows(needed)
+        if order.kind in TASKS:
+            evaluator.tasks.loaded.cut = cut
+        else:
+            evaluator.cut = cut
+            self._have_rows(most_held(order.first, order.last, cut.chunks))
         if not self._examined:
-            evaluator.watch.compare()
+            evaluator.walk.watch.compare()
         results: dict[int, list[Any]] = {}
+        forms: dict[int, Form] = {}
         report = None
         try:
             chunks = evaluator.evaluate(order, self._rows)
             for _ in range(order.first, order.last):
                 with turn:
-                    report, of_chunk = next(chunks)
+                    report, of_chunk, form = next(chunks)
                 if of_chunk:
-                    results[report.next - 1] = of_chunk
+                    results[report.next - 1] = [*of_chunk]
+                if form is not None:
+                    forms[report.next - 1] = form
         except StateWritten:
             raise
         except Exception as error:
-            batch, samples = evaluator.batch, evaluator.current
-            terms = {} if batch is None else batch.numbering.within(samples)
+            samples = evaluator.current
+            loaded = evaluator.tasks.loaded if order.kind in TASKS else evaluator.loaded
+            terms = loaded.batch.numbering.within(samples)
             raise WorkerError(rank, type(error).__name__, message_of(error), samples, terms=terms) from error
         assert report is not None
         self._examined = True
-        partials = []
-        for summary in report.summaries:
-            row = self._rows[summary.row]
-            partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
+        rows = (
+            self._rows if order.kind not in TASKS else self._rows_of_task(forms) if order.kind is Kind.TOTAL else None
+        )
+        partials = partials_of(report, rows)
         span = Span(report.began, report.seconds, order.first, order.last)
         samples_done = cut.bounds[order.last] - cut.bounds[order.first]
-        return Answer(rank, samples_done, report.seconds, partials, results, [span], report.drew)
+        return Answer(rank, samples_done, report.seconds, partials, results, [span], report.drew, forms)
+
+    def _have_rows(self, count: int) -> None:
+        if count > len(self._rows):
+            self._rows = self._make_rows(count)
+
+    def _rows_of_task(self, forms: Mapping[int, Form]) -> Rows:
+        """Those that the last total was summed in, of which there are enough."""
+        form = next(iter(forms.values()))
+        return self.evaluator.tasks.totals.rows(sums_layout(form.columns), 1)
 
 
 def run_precode(precode: Precode | None, worker: Worker) -> None:

@@ -17,8 +17,10 @@ from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerIn
 from batchopt.backends.local_worker import LocalWorker, run_precode
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
+from batchopt_workers.forms import Column
 from batchopt_workers.messages import Cut, Order
 from batchopt_workers.seeding import draws_kept
+from batchopt_workers.task import Task
 from batchopt_workers.watch import Watch
 from batchopt_workers.worker import Hook, Worker
 
@@ -71,9 +73,15 @@ class SerialBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         self._evaluator.batch, self._evaluator.weights = prepared.batch, weights
-        if not self._snapshot.holds():
-            self._snapshot = snapshot_of(self._setup.program, hooks=False)
-            self._local.follow(self._make_watch(), self._setup.buffers.size)
+        self._follow()
+
+    def _follow(self) -> bool:
+        """Take over what the user has changed of the program; returns whether it is another one."""
+        if self._snapshot.holds():
+            return False
+        self._snapshot = snapshot_of(self._setup.program, hooks=False)
+        self._local.follow(self._make_watch(), self._setup.buffers.size)
+        return True
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         (order,) = orders
@@ -84,6 +92,19 @@ class SerialBackend(Backend):
 
     def set_direction(self, direction: torch.Tensor) -> None:
         self._evaluator.direction = self._setup.flat.layout.views(direction)
+
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        changed = follow and self._follow()
+        if batch is not None and self._setup.fixed_bits:
+            batch = batch.realigned()
+        self._local.begin_task(task, batch)
+        return changed
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        return self._local.collected()
+
+    def end_task(self) -> None:
+        self._evaluator.tasks.end()
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order])}

@@ -26,10 +26,13 @@ from batchopt.backends.sendable import check_parameters_are_only_read
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
+from batchopt_workers.forms import Column
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Cut, Order
+from batchopt_workers.output import MemoryOutput
 from batchopt_workers.packing import assemble
 from batchopt_workers.seeding import draws_kept
+from batchopt_workers.task import Task
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Hook, Worker
@@ -81,6 +84,9 @@ class ThreadBackend(Backend):
         self._batch: Batch | None = None
         self._weights = (1.0,) * len(setup.program.loss_fns)
         self._direction: Sequence[torch.Tensor] = ()
+        self._task: Task | None = None
+        self._aside: Batch | None = None
+        self._output = MemoryOutput()
         self._turn = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self.resize(setup.workers)
@@ -106,12 +112,31 @@ class ThreadBackend(Backend):
         self._batch, self._weights = prepared.batch, weights
         self._begin_step()
 
-    def _begin_step(self) -> None:
-        if self._source.follow(self._program) or len(self._copies) != len(self._workers):
+    def _begin_step(self) -> bool:
+        changed = self._source.follow(self._program)
+        if changed or len(self._copies) != len(self._workers):
             self._copies = [Copy(self._source, self._setup, worker) for worker in self._workers]
         for copy in self._copies:
             copy.begin_step(self._source)
             copy.evaluator.batch, copy.evaluator.weights = self._batch, self._weights
+            if self._task is not None:
+                copy.local.begin_task(self._task, self._aside)
+                copy.evaluator.tasks.output = self._output
+        return changed
+
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        if batch is not None and self._setup.fixed_bits:
+            batch = batch.realigned()
+        self._task, self._aside, self._output = task, batch, MemoryOutput()
+        return self._begin_step() and follow
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        return self._output.tensors
+
+    def end_task(self) -> None:
+        self._task = self._aside = None
+        for copy in self._copies:
+            copy.evaluator.tasks.end()
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         threads, settings, failures = self._threads, TorchSettings.current(), Failures()

@@ -85,7 +85,7 @@ class Parent:
     def evaluate(self) -> Report:
         self.evaluations += 1
         with draws_kept():
-            ((report, _),) = self.session.evaluate(Order(self.evaluations, 0, 0, 1))
+            ((report, *_),) = self.session.evaluate(Order(self.evaluations, 0, 0, 1))
         return report
 
     def plain(self) -> tuple[float, torch.Tensor]:

@@ -207,6 +207,11 @@ class Part:
         """Number of samples."""
         return self.weighting.size
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each sample takes a forward of its own."""
+        return not isinstance(self.inputs, Columns) and self.collate is None
+
     def fill(self, start: int, inputs: Any, targets: Any, options: Any) -> None:
         """Put samples from `start` on where the lists of this part have holes; None for what is no list here."""
         lists: tuple[Any, ...] = (self.inputs.data, self.targets and self.targets.data, self.options)

@@ -13,8 +13,9 @@ from batchopt_workers.batch import Piece, map_tensors
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Kind, Order, Report
+from batchopt_workers.messages import TASKS, Kind, Order
 from batchopt_workers.rows import Rows
+from batchopt_workers.task_runner import ChunkDone
 
 # The memory of this machine, which parent and workers share.
 HOST = torch.device("cpu")
@@ -61,6 +62,7 @@ class Mirror:
         self._rows: Rows | None = None
         self._pieces: dict[tuple[int, int, int], Piece] = {}
         self._delivered: dict[int, object] = {}  # what is in each shared row
+        self._is_task = False  # whether the order is one of a task
 
     def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
         """Put the frozen parameters and the buffers of those `owners` that are modules on the device, in place of those
@@ -113,25 +115,35 @@ class Mirror:
         self._pieces = {}
 
     def place(self, piece: Piece) -> Piece:
-        """The piece on the device; kept there for the next evaluation."""
+        """The piece on the device; kept there for the next evaluation, unless it is a task's."""
+        if self._is_task:
+            return _map_piece(self._moved, piece)
         key = piece.term, piece.indices.start, piece.indices.stop
         if key not in self._pieces:
             self._pieces[key] = _map_piece(self._moved, piece)
         return _map_piece(_leaf, self._pieces[key])
 
-    def evaluate(self, evaluator: Evaluator, order: Order, shared: Rows) -> Iterator[tuple[Report, list[Any]]]:
+    def evaluate(self, evaluator: Evaluator, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
         """As `Evaluator.evaluate`; the sums that are reported are in the `shared` rows."""
-        assert self._rows is not None
         with torch.no_grad():
             self._vector.copy_(self._shared)
             if order.kind is Kind.MULTIPLY and self._directions is not None:
                 shared_direction, copy = self._directions
                 copy.copy_(shared_direction)
-        for report, results in evaluator.evaluate(order, self._rows):
+        if order.kind in TASKS:
+            self._is_task = True
+            try:
+                yield from evaluator.evaluate(order, None)
+            finally:
+                self._is_task = False
+            return
+        assert self._rows is not None and shared is not None
+        for done in evaluator.evaluate(order, self._rows):
+            report = done.report
             for summary in report.summaries:
                 what = report.evaluation, summary.node
                 if self._delivered.get(summary.row) != what:
                     shared[summary.row].gradient.copy_(self._rows[summary.row].gradient)
                     shared[summary.row].changes.copy_(self._rows[summary.row].changes)
                     self._delivered[summary.row] = what
-            yield report, results
+            yield done

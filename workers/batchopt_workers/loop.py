@@ -124,10 +124,12 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
     """Returns the seconds that it took."""
     faults.point("worker.order", order.first)
     last, report = order.last, None
-    for report, results in session.evaluate(order):
+    for report, results, form in session.evaluate(order):
         chunk = report.next - 1
         if results:
             mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(results), chunk)
+        if form is not None:
+            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + cloudpickle.dumps(form), chunk)
         if report.next < last:
             mailbox.send(number, Kind.REPORT, report.encode(), chunk)
             last = mailbox.limit(number, last)

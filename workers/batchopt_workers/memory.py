@@ -108,6 +108,33 @@ def _new_file(nbytes: int, sparse: bool = False) -> int:
     return fd
 
 
+class GrowingFile:
+    """Anonymous memory that is written as a file, by several processes; it may grow, and not shrink."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """A new one; or that behind `fd`, which this object owns from here on."""
+        if fd is None:
+            try:
+                fd = anonymous_file()
+            except OSError as error:
+                raise _explained(error, 0, free_memory()) from error
+            if hasattr(fcntl, "F_ADD_SEALS"):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self.fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    def lengthen(self, nbytes: int, sparse: bool = False) -> None:
+        """Be so many bytes long, in whole pages, and have those pages, unless it is `sparse`. Raises `MemoryError`."""
+        present = os.fstat(self.fd).st_size
+        nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        if nbytes <= present:
+            return
+        try:
+            os.ftruncate(self.fd, nbytes) if sparse else _take(self.fd, present, nbytes - present)
+        except OSError as error:
+            raise _explained(error, nbytes, free_memory()) from error
+
+
 class SharedBlock:
     """One mapping of anonymous shared memory, known by its file descriptor alone.
 

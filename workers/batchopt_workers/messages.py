@@ -1,13 +1,14 @@
 """What crosses the process boundary: the vocabulary of parent and worker.
 
 Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
-memory follow it); `EVALUATE` and `MULTIPLY` carry an `Order`, 37 bytes in all; `LIMIT` shortens the order that it has
-the number of.
+memory follow it); `EVALUATE`, `MULTIPLY`, `COLLECT` and `TOTAL` carry an `Order`, 37 bytes in all; `LIMIT` shortens
+the order that it has the number of.
 Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`), of which nothing is
-unpickled; `RESULT` and `HOOKED` carry what functions of the user returned there, pickled.
+unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user returned there, pickled.
 
 Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not. Before the `DONE` of an
-order come a `REPORT` for each chunk but the last, and a `HOOKED` for each chunk with a posthook.
+order come a `REPORT` for each chunk but the last, a `HOOKED` for each chunk with a posthook, and a `FORM` for each
+chunk of a task: its result, but for the tensors.
 """
 
 from __future__ import annotations
@@ -36,21 +37,26 @@ class Kind(IntEnum):
     REPORT = 8
     LIMIT = 9
     MULTIPLY = 10
+    COLLECT = 11
+    TOTAL = 12
+    FORM = 13
 
 
+# The orders that are about a task, whatever that is.
+TASKS = frozenset({Kind.COLLECT, Kind.TOTAL})
 # What carries an `Order`.
-ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY})
+ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY}) | TASKS
 # What ends the work on a message.
 ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
-# How many chunks a LIMIT leaves; the chunk that a HOOKED is about.
+# How many chunks a LIMIT leaves; the chunk that a HOOKED or a FORM is about.
 CHUNK = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
 class Order:
-    """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), or the Hessian times the
-    current direction (`MULTIPLY`). `evaluation` numbers the evaluation, of which a worker may get several orders;
-    `step` numbers the batch, for the random draws."""
+    """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), the Hessian times the
+    current direction (`MULTIPLY`), or what the current task says (`COLLECT`, `TOTAL`). `evaluation` numbers the
+    evaluation, of which a worker may get several orders; `step` numbers the batch, for the random draws."""
 
     evaluation: int
     step: int

@@ -10,21 +10,29 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.device import HOST, Mirror, pin
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Order, Report
+from batchopt_workers.messages import Cut, Order
 from batchopt_workers.module_hooks import set_module_hooks
+from batchopt_workers.output import FileOutput
 from batchopt_workers.packing import Placement, assemble, unpack, views
 from batchopt_workers.rows import Rows
+from batchopt_workers.shared_totals import SharedTotals
+from batchopt_workers.task import Task
+from batchopt_workers.task_runner import ChunkDone, of_term
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.watch import Watch
 from batchopt_workers.worker import Worker
 
 # What the names of blocks begin with that belong to a part of a batch.
 PIECE = "piece "
+# And those of what belongs to a task: itself, its batch, and pieces of that.
+ASIDE = "aside "
+TASK, ASIDE_BATCH = ASIDE + "task", ASIDE + "batch"
 
 
 class Session:
@@ -44,6 +52,8 @@ class Session:
         self._buffers: StepBuffers | None = None  # of the module, once there is one
         self._rows: Rows | None = None
         self._evaluator: Evaluator | None = None
+        self._totals: SharedTotals | None = None
+        self._aside: Batch | None = None  # of a task
 
     @property
     def evaluator(self) -> Evaluator:
@@ -145,8 +155,9 @@ class Session:
         if examine and self._mirror is None:
             watch.compare(originals)
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
+        self._evaluator.tasks.protected = self._mirror is None
         if self._mirror is not None:
-            self._evaluator.place = self._mirror.place
+            self._evaluator.walk.place = self._mirror.place
 
     def use_hooks(self, hooked: bool) -> None:
         """Whether prehook and posthook run."""
@@ -168,6 +179,50 @@ class Session:
         inputs, targets, options = unpack(data, placements, self._private[name])
         assert self.evaluator.batch is not None
         self.evaluator.batch.parts[term].fill(start, inputs, targets, options)
+
+    def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
+        """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
+        self._aside = unpack(data, placements, self._private[name])
+
+    def fill_aside(self, name: str, start: int, data: bytes, placements: Sequence[Placement]) -> None:
+        """The same as `fill` for the batch of a task, which has one term."""
+        assert self._aside is not None
+        (part,) = self._aside.parts
+        part.fill(start, *unpack(data, placements, self._private[name]))
+
+    def begin_task(self, data: bytes, placements: Sequence[Placement]) -> None:
+        """Let orders of tasks be about this task, whose tensors are in block `TASK`."""
+        task: Task = unpack(data, placements, self._private[TASK], self._parameters)
+        evaluator, batch = self.evaluator, self._aside
+        if not task.aside:
+            batch = of_term(evaluator.loaded.batch, task.term)
+        assert batch is not None and self._buffers is not None
+        if self._mirror is not None:
+            self._mirror.begin_step()
+        self._buffers.begin_step()  # the parent's, if a step has ended since
+        evaluator.tasks.begin(task, batch)
+        if self._totals is not None:
+            evaluator.tasks.totals = self._totals
+
+    def write_to(self, fd: int) -> None:
+        """Write the rows that tasks yield to the file `fd`."""
+        self.evaluator.tasks.output = FileOutput(fd)
+
+    def sum_in(self, fd: int) -> None:
+        """Sum totals in the file `fd`, which grows as it has to."""
+        self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
+
+    def cut_task(self, cut: Cut) -> None:
+        """Cut the task's batch so."""
+        self.evaluator.tasks.loaded.cut = cut
+
+    def end_task(self) -> None:
+        """Hold nothing of the task any more."""
+        self._aside = None
+        for blocks in (self._blocks, self._private):
+            for name in [name for name in blocks if name.startswith(ASIDE)]:
+                del blocks[name]
+        self.evaluator.tasks.end()
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """Weigh the terms so in f."""
@@ -208,9 +263,8 @@ class Session:
         self.worker.world_size = size
         torch.set_num_threads(threads[self.worker.rank])
 
-    def evaluate(self, order: Order) -> Iterator[tuple[Report, list[Any]]]:
+    def evaluate(self, order: Order) -> Iterator[ChunkDone]:
         """Evaluate the chunks of `order`."""
-        assert self._rows is not None
         with nullcontext() if self._torch is None else self._torch.contexts():
             try:
                 if self._mirror is not None:
@@ -234,4 +288,4 @@ def _hooks(module: torch.nn.Module) -> int:
 
 
 # The calls that a descriptor follows through the pipe: it is their last argument.
-WITH_DESCRIPTOR = (Session.attach, Session.attach_copy)
+WITH_DESCRIPTOR = (Session.attach, Session.attach_copy, Session.write_to, Session.sum_in)

@@ -5,9 +5,11 @@
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
     EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
     MULTIPLY order, 37 bytes      ── pipe ──╫──────────►  the same, and backward along v
+    COLLECT, TOTAL, 37 bytes      ── pipe ──╫──────────►  a function of the user
     X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
     v           block "direction" ══════════╬═══════════  what their Hessian is multiplied with
     partials    block "rows", one a worker ═╬═══════════  gradients are summed there
+    rows, sums  files that grow ════════════╬═══════════  what such a function returns
     answers     ◄── pipe ───────────────────╫───────────  REPORT after a chunk, DONE; or FAILED, as text
 
 Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
@@ -30,13 +32,16 @@ from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerIn
 from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.surroundings import check_workers
-from batchopt.backends.process.worker import Activity, SessionCall, call
+from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
 from batchopt.backends.sendable import check_parameters_are_only_read, sending
 from batchopt_workers.batch import Batch
+from batchopt_workers.forms import Column
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import TASKS, Cut, Order
 from batchopt_workers.packing import pack
-from batchopt_workers.session import Session
+from batchopt_workers.session import ASIDE_BATCH, Session
+from batchopt_workers.task import Task
+from batchopt_workers.task_runner import of_term
 from batchopt_workers.worker import Hook
 
 
@@ -79,6 +84,9 @@ class ProcessBackend(Backend):
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.
         self._slots: list[SharedBlock | None] = [None, None]
         self._slot = 0
+        self._loaded = Batch(())
+        self._of_task = self._loaded.numbering
+        self._parameters = setup.parameters
         self._group = WorkerGroup(setup)
 
     @property
@@ -111,11 +119,12 @@ class ProcessBackend(Backend):
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, PlacedBatch)
         self._group.begin_step(prepared.batch.numbering, weights)
-        self._slot = prepared.slot
+        self._slot, self._loaded = prepared.slot, prepared.batch
         self._group.load(_name(prepared.slot), prepared.memory, prepared.load)
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        return self._group.evaluate(cut, orders, meanwhile)
+        numbering = self._of_task if any(order and order.kind in TASKS for order in orders) else None
+        return self._group.evaluate(cut, orders, meanwhile, numbering)
 
     @property
     def late(self) -> Mapping[int, tuple[int, float]]:
@@ -123,6 +132,34 @@ class ProcessBackend(Backend):
 
     def set_direction(self, direction: torch.Tensor) -> None:
         self._group.set_direction(direction)
+
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        with sending("the function", task.function):
+            packed = pack(task, self._parameters)
+        memory = SharedBlock.create(packed.nbytes)
+        packed.place(memory)
+        calls = [] if batch is None else self._place_aside(batch)
+        changed = self._group.follow(follow)
+        self._group.begin_task(packed.data, packed.placements, memory, calls)
+        self._of_task = (batch or of_term(self._loaded, task.term)).numbering
+        return changed
+
+    def _place_aside(self, batch: Batch) -> list[SessionCall]:
+        """Bring the batch of a task to shared memory; the calls that let a worker take it."""
+        with sending("the batch", batch):
+            packed = pack(batch)
+        memory = SharedBlock.create(packed.nbytes)
+        packed.place(memory)
+        return [
+            call_with_block(Activity.BATCH, Session.attach_copy, ASIDE_BATCH, memory),
+            call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements),
+        ]
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        return self._group.collected(columns, samples)
+
+    def end_task(self) -> None:
+        self._group.end_task()
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         return self._group.probe(cut, order)

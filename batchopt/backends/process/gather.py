@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchopt._mapreduce.answers import Answer, Partial, Span
+from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.backends.gather import Failures, FunctionResults, SpeedProbe, unpickled
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
@@ -18,8 +18,10 @@ from batchopt.backends.process.worker import Activity, PendingMessage, WorkerPro
 from batchopt.errors import PoisonChunkError
 from batchopt_workers import faults
 from batchopt_workers.failures import Failure
-from batchopt_workers.messages import CHUNK, Cut, Kind, Order, Report
+from batchopt_workers.forms import Form, sums_layout
+from batchopt_workers.messages import CHUNK, TASKS, Cut, Kind, Order, Report
 from batchopt_workers.numbering import Numbering
+from batchopt_workers.rows import Rows
 from batchopt_workers.tree import Node
 
 
@@ -51,6 +53,12 @@ class ProcessGather:
         self._reports: dict[WorkerProcess, Report] = {}
         self._spans: dict[tuple[WorkerProcess, int], Span] = {}  # by order
         self._hooked: dict[int, tuple[WorkerProcess, bytes]] = {}
+        self._forms: dict[int, tuple[WorkerProcess, bytes]] = {}
+
+    @property
+    def is_task(self) -> bool:
+        """Whether its orders are about a task."""
+        return self._order.kind in TASKS
 
     def order(self, worker: WorkerProcess, run: Assign) -> Order:
         """The order that gives the worker this run."""
@@ -86,9 +94,10 @@ class ProcessGather:
             error = error_of(worker.rank, failure, None, self._numbering)
             self.failures.add(error, worker.rank, failure.samples.start)
             self.scheduler.ended(worker.rank)
-        elif reply.kind is Kind.HOOKED:
+        elif reply.kind in (Kind.HOOKED, Kind.FORM):
             (chunk,) = CHUNK.unpack_from(reply.body)
-            self._hooked.setdefault(chunk, (worker, reply.body[CHUNK.size :]))
+            found = self._hooked if reply.kind is Kind.HOOKED else self._forms
+            found.setdefault(chunk, (worker, reply.body[CHUNK.size :]))
         elif reply.kind in (Kind.REPORT, Kind.DONE):
             self._reported(worker, asked, reply)
         faults.point("parent.heard")
@@ -116,11 +125,11 @@ class ProcessGather:
     def _check(self, worker: WorkerProcess, report: Report) -> None:
         if report.evaluation != self._evaluation:
             raise ValueError(f"a report of evaluation {report.evaluation} during {self._evaluation}")
-        rows = 0 if worker.rows is None else len(worker.rows)
+        rows = self.cut.chunks if self.is_task else 0 if worker.rows is None else len(worker.rows)
         for summary in report.summaries:
             if summary.row >= rows or summary.node.first_chunk >= self.cut.chunks:
                 raise ValueError(f"a partial {summary.node} in row {summary.row} of {rows}")
-            if len(summary.losses) != len(self._numbering.names):
+            if len(summary.losses) != (0 if self.is_task else len(self._numbering.names)):
                 raise ValueError(f"{len(summary.losses)} losses of {len(self._numbering.names)} terms")
 
     def lost(self, worker: WorkerProcess, ending: str) -> None:
@@ -145,23 +154,41 @@ class ProcessGather:
         if not self._reports:
             return []
         found = []
-        results: dict[WorkerProcess, dict[int, list[Any]]] = {worker: {} for worker in self._reports}
-        somebody = next(iter(results))
-        for chunk, (worker, body) in self._hooked.items():
-            # one that died between the two had said what the hook returned, and another evaluated the chunk again
-            results[worker if worker in results else somebody][chunk] = unpickled(worker.rank, "posthook", body)
+        results = self._by_worker(self._hooked, "posthook")
+        forms = self._by_worker(self._forms, "the function")
         spans: dict[WorkerProcess, list[Span]] = {worker: [] for worker in self._reports}
         for (worker, _), span in self._spans.items():
             spans[worker].append(span)
+        form = next((form for of_worker in forms.values() for form in of_worker.values()), None)
         for worker, report in sorted(self._reports.items(), key=lambda item: item[0].rank):
-            assert worker.rows is not None
-            partials = []
-            for summary in report.summaries:
-                row = worker.rows[summary.row]
-                partials.append((summary.node, Partial(summary.losses, row.gradient, row.changes, summary.used)))
+            partials = partials_of(report, self._rows(worker, report, form))
             samples, seconds = sum(map(self._samples, spans[worker])), sum(span.seconds for span in spans[worker])
-            found.append(Answer(worker.rank, samples, seconds, partials, results[worker], spans[worker], report.drew))
+            found.append(
+                Answer(
+                    worker.rank, samples, seconds, partials, results[worker], spans[worker], report.drew, forms[worker]
+                )
+            )
         return found
+
+    def _by_worker(
+        self, bodies: Mapping[int, tuple[WorkerProcess, bytes]], what: str
+    ) -> dict[WorkerProcess, dict[int, Any]]:
+        """What was said of each chunk, unpickled, by who said it; by another one if that worker has reported nothing:
+        it died between the two, and somebody evaluated the chunk again."""
+        found: dict[WorkerProcess, dict[int, Any]] = {worker: {} for worker in self._reports}
+        somebody = next(iter(found))
+        for chunk, (worker, body) in bodies.items():
+            found[worker if worker in found else somebody][chunk] = unpickled(worker.rank, what, body)
+        return found
+
+    def _rows(self, worker: WorkerProcess, report: Report, form: Form | None) -> Rows | None:
+        """Where the worker's sums are."""
+        if not self.is_task:
+            return worker.rows
+        if form is None or worker.totals is None or self._order.kind is Kind.COLLECT:
+            return None
+        count = max((summary.row for summary in report.summaries), default=0) + 1
+        return worker.totals.rows(sums_layout(form.columns), count)
 
 
 class ProcessProbe(SpeedProbe[WorkerProcess]):

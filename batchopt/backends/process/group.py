@@ -28,6 +28,7 @@ from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.startup import startup_calls
+from batchopt.backends.process.task_files import read_columns
 from batchopt.backends.process.worker import (
     Activity,
     PendingMessage,
@@ -35,16 +36,19 @@ from batchopt.backends.process.worker import (
     WorkerProcess,
     call,
     call_with_block,
+    call_with_file,
 )
 from batchopt.backends.sendable import sending
 from batchopt_workers import faults
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import ORDERS, Cut, Kind, Order
+from batchopt_workers.forms import Column
+from batchopt_workers.memory import GrowingFile, SharedBlock
+from batchopt_workers.messages import ORDERS, TASKS, Cut, Kind, Order
 from batchopt_workers.module_hooks import module_hooks
 from batchopt_workers.numbering import Numbering
-from batchopt_workers.session import Session
+from batchopt_workers.packing import Placement
+from batchopt_workers.session import TASK, Session
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
@@ -88,6 +92,7 @@ class WorkerGroup:
         self._attached: dict[str, SharedBlock] = {}
         self._hooked = True
         self._direction: torch.Tensor | None = None
+        self._output: GrowingFile | None = None  # of the task
         self._program = setup.program
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._proven = False  # whether a forward of this program has come to its end
@@ -116,20 +121,22 @@ class WorkerGroup:
             "module",
             call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
-        for name in ("hooks", "weights", "direction", "batch"):
+        for name in ("hooks", "weights", "direction", "batch", "task"):
             self._pool.resend(name)
         for worker in self._pool.workers.values():
-            worker.cut = None
+            worker.cut = worker.task_cut = None
             if worker.rows is not None and worker.rows.changes != self._setup.buffers.size:
                 worker.rows = None
 
-    def _follow(self) -> None:
-        """Send the workers what the user has changed of the program since."""
+    def _follow(self) -> bool:
+        """Send the workers what the user has changed of the program since; returns whether that was something."""
         hooks = self._holder.module_hooks()
         if self._program.module_hooks != hooks:
             self._program = replace(self._program, module_hooks=hooks)
-        if self._shared.follow(self._program):
+        changed = self._shared.follow(self._program)
+        if changed:
             self._send_program()
+        return changed
 
     def _follow_torch(self) -> None:
         settings = self._holder.torch_settings()
@@ -234,13 +241,55 @@ class WorkerGroup:
             self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
         self._pool.set_state("batch", load)
 
+    # ---- tasks
+
+    def begin_task(
+        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock, batch: Sequence[SessionCall] = ()
+    ) -> None:
+        """Let orders of tasks be about the task that was packed so, its tensors in `memory`; `batch` are the calls that
+        let a worker take the one that comes with it."""
+        self._output = GrowingFile()
+        self._pool.set_state(
+            "task",
+            *batch,
+            call_with_block(Activity.TASK, Session.attach_copy, TASK, memory),
+            call(Activity.TASK, Session.begin_task, data, placements),
+            call_with_file(Activity.TASK, Session.write_to, self._output),
+        )
+        for worker in self._pool.workers.values():
+            worker.task_cut = None
+        for kind in TASKS:
+            self._paces[kind].clear()  # those of another function
+
+    def follow(self, follow: bool) -> bool:
+        """Be ready for a task, with the program as it is now if workers are to `follow` it; returns whether that is
+        another one than before."""
+        self._enter()
+        return follow and self._follow()
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        """See `Backend.collected`."""
+        assert self._output is not None
+        return read_columns(self._output, columns, samples, copied=not self.is_free)
+
+    def end_task(self) -> None:
+        """See `Backend.end_task`."""
+        self._output = None
+        self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+
     # ---- evaluating
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        """See `Backend.evaluate`."""
+    def evaluate(
+        self,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        meanwhile: Meanwhile | None = None,
+        numbering: Numbering | None = None,
+    ) -> list[Answer]:
+        """See `Backend.evaluate`; `numbering` is that of a task's batch."""
         self._enter()
         self._follow_torch()
-        gather = ProcessGather(cut, self._numbering, orders, self._paces, self._overdue)
+        gather = ProcessGather(cut, numbering or self._numbering, orders, self._paces, self._overdue)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
             directed, late = -1, math.inf
@@ -313,7 +362,10 @@ class WorkerGroup:
         faults.point("parent.dispatched")
 
     def _order(self, worker: WorkerProcess, gather: ProcessGather, run: Assign) -> None:
-        self._equip(worker, gather.cut, most_held(run.first, run.last, gather.cut.chunks, gather.held(worker)))
+        if gather.is_task:
+            self._equip_for_task(worker, gather.cut)
+        else:
+            self._equip(worker, gather.cut, most_held(run.first, run.last, gather.cut.chunks, gather.held(worker)))
         worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
 
     def _equip(self, worker: WorkerProcess, cut: Cut, rows: int) -> None:
@@ -321,6 +373,12 @@ class WorkerGroup:
         if worker.cut is not cut:
             worker.set_cut(cut)
         worker.make_room(rows, self._setup.flat.layout, self._setup.buffers.size, self._device)
+
+    def _equip_for_task(self, worker: WorkerProcess, cut: Cut) -> None:
+        """Let the worker have this cut of the task's batch, and a file to sum in."""
+        if worker.task_cut is not cut:
+            worker.cut_task(cut)
+        worker.make_totals()
 
     def _hear_the_late(self, gather: ProcessGather) -> None:
         """Take in what workers reported that are still at it.

@@ -18,10 +18,11 @@ from batchopt.backends.process.forkserver import fork_worker
 from batchopt.backends.process.roster import REAPING
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
+from batchopt.backends.process.task_files import TotalsFile
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.failures import Failure
 from batchopt_workers.layout import Layout
-from batchopt_workers.memory import SharedBlock
+from batchopt_workers.memory import GrowingFile, SharedBlock
 from batchopt_workers.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
@@ -45,6 +46,7 @@ class Activity(Enum):
     TORCH = "being told torch's settings"
     BATCH = "receiving the batch"
     SAMPLES = "receiving samples"
+    TASK = "receiving the function"
     CUT = "being told the cut"
     MEMORY = "being given memory"
     EVALUATING = "evaluating"
@@ -52,11 +54,11 @@ class Activity(Enum):
 
 
 class SessionCall(NamedTuple):
-    """A pickled call of a method of the worker's `Session`, and the block whose descriptor goes with it."""
+    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor goes with it."""
 
     activity: Activity
     body: bytes
-    block: SharedBlock | None = None
+    block: SharedBlock | GrowingFile | None = None
 
 
 def call(
@@ -75,6 +77,11 @@ def call_with_block(
 ) -> SessionCall:
     """A call whose last argument is the descriptor of `block`, which follows the message."""
     return SessionCall(activity, dumps((method.__name__, (name,))), block)
+
+
+def call_with_file(activity: Activity, method: Callable[[Session, int], None], file: GrowingFile) -> SessionCall:
+    """A call whose only argument is the descriptor of `file`, which follows the message."""
+    return SessionCall(activity, dumps((method.__name__, ())), file)
 
 
 class PendingMessage(NamedTuple):
@@ -105,7 +112,9 @@ class WorkerProcess:
         self.channel = Channel(ours)
         self.stderr = Stderr()
         self.rows: Rows | None = None
+        self.totals: TotalsFile | None = None
         self.cut: Cut | None = None
+        self.task_cut: Cut | None = None
         self.sent: dict[str, tuple[SessionCall, ...]] = {}
         self.synced_with: dict[str, tuple[SessionCall, ...]] | None = (
             None  # the pool's state, once it was sent all of that
@@ -184,6 +193,18 @@ class WorkerProcess:
         self.ask(call(Activity.CUT, Session.set_cut, cut))
         self.cut = cut
 
+    def cut_task(self, cut: Cut) -> None:
+        """Let it cut the batch of the task so. Raises `OSError` if the worker is gone."""
+        self.ask(call(Activity.CUT, Session.cut_task, cut))
+        self.task_cut = cut
+
+    def make_totals(self) -> None:
+        """Let it have a file to sum totals in. Raises `OSError` if the worker is gone."""
+        if self.totals is None:
+            totals = TotalsFile()
+            self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
+            self.totals = totals
+
     def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
         """Let it have that many rows to sum gradients in, at least; they only grow. Raises `OSError` if it is gone."""
         more = needed - (0 if self.rows is None else len(self.rows))
@@ -197,7 +218,9 @@ class WorkerProcess:
         else:
             self.rows.grow(more, block)
 
-    def _ask(self, asked: PendingMessage, kind: Kind, body: bytes, block: SharedBlock | None = None) -> None:
+    def _ask(
+        self, asked: PendingMessage, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | None = None
+    ) -> None:
         self._note(asked)
         self.channel.send(asked.number, kind, body, block)
 

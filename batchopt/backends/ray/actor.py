@@ -23,6 +23,7 @@ import torch
 
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import merge_answers
+from batchopt._mapreduce.results import forms_of
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Setup, WorkerInfo
 from batchopt.backends.ledger import ChunkRun
@@ -37,6 +38,7 @@ from batchopt.backends.ray.messages import (
     OutOfStep,
     PartialMessage,
     Question,
+    RowsMessage,
     WorkerStatus,
     WorkerTimes,
 )
@@ -55,9 +57,11 @@ from batchopt.errors import BatchoptError
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Kind, Order
+from batchopt_workers.messages import TASKS, Cut, Kind, Order
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import assemble, dumps
 from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.tree import Node
 from batchopt_workers.versions import versions
 
 P = ParamSpec("P")
@@ -81,8 +85,9 @@ class NodeActor:
     def __init__(self) -> None:
         self._started: _Node | None = None
         self._next = 0, 0  # epoch and position of the next request
-        self._cut = Cut((0,))
+        self._cut = self._task_cut = Cut((0,))
         self._buffer: BatchBuffer | None = None
+        self._task_buffer: BatchBuffer | None = None
 
     def handshake(self) -> tuple[str, str]:
         """The versions, which have to be the parent's, and this node's name."""
@@ -188,6 +193,28 @@ class NodeActor:
             self._buffer.fill(part)
             self._node.workers.fill(part)
 
+    def begin_task(self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering) -> None:
+        """Let assignments of tasks be about this one: on the loaded batch, or on one whose samples come with
+        `fill_task`."""
+        self._task_buffer = None if manifest is None else BatchBuffer(manifest)
+        self._node.workers.begin_task(task, self._task_buffer, numbering)
+
+    def fill_task(self, slices: Sequence[BatchSlice]) -> None:
+        """Add samples to the task's batch."""
+        assert self._task_buffer is not None
+        for part in slices:
+            self._task_buffer.fill(part)
+            self._node.workers.fill_task(part)
+
+    def set_task_cut(self, bounds: Sequence[int]) -> None:
+        """Cut the task's batch so."""
+        self._task_cut = Cut(tuple(bounds))
+
+    def end_task(self) -> None:
+        """Hold nothing of the task any more."""
+        self._task_buffer = None
+        self._node.workers.end_task()
+
     def set_cut(self, bounds: Sequence[int]) -> None:
         """Cut the batch so."""
         self._cut = Cut(tuple(bounds))
@@ -202,18 +229,33 @@ class NodeActor:
         self._set(x, direction)
         head = assignment.attempt, assignment.step
         orders = [None if run is None else Order(*head, *run, Kind(assignment.kind)) for run in assignment.runs]
-        workers = self._node.workers
+        workers, is_task = self._node.workers, assignment.kind in TASKS
+        cut = self._task_cut if is_task else self._cut
         workers.begin(assignment.attempt)
         try:
-            answers = workers.group.evaluate(self._cut, orders)
+            answers = workers.evaluate(cut, orders, is_task)
         finally:
             workers.end()
         sums = [
             PartialMessage(*place, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
-            for place, p in merge_answers(answers, self._cut.chunks)
+            for place, p in merge_answers(answers, cut.chunks)
         ]
         times = [_times(answer, began) for answer in answers]
-        return AssignmentResult(assignment.attempt, sums, times, time.perf_counter() - began)
+        found = AssignmentResult(assignment.attempt, sums, times, time.perf_counter() - began)
+        return self._with_results(found, answers, cut) if is_task else found
+
+    def _with_results(self, found: AssignmentResult, answers: Sequence[Answer], cut: Cut) -> AssignmentResult:
+        """The same with what a task returned for the chunks that were done."""
+        forms = forms_of(answers)
+        columns = next((form.columns for form in forms.values() if form.columns), ())
+        rows = []
+        if columns and not any(sum_.gradient.size for sum_ in found.sums):
+            whole = self._node.workers.group.collected(columns, cut.bounds[-1])
+            for place in (Node(sum_.level, sum_.position) for sum_ in found.sums):
+                first = place.first_chunk
+                samples = slice(cut.bounds[first], cut.bounds[first + place.chunks(cut.chunks)])
+                rows.append(RowsMessage(samples.start, samples.stop, [to_bytes(tensor[samples]) for tensor in whole]))
+        return found._replace(rows=rows, forms=dumps(forms))
 
     def _set(self, x: Bytes | None, direction: Bytes | None) -> None:
         vector = self._node.vector

@@ -31,20 +31,23 @@ from batchopt.backends.patience import OTHERS
 from batchopt.backends.ray.actor import NodeActor, request
 from batchopt.backends.ray.cluster import Needs, capacity, connect
 from batchopt.backends.ray.gather import NodeCalls, NodeGather, NodeProbe
-from batchopt.backends.ray.messages import Assignment, NodeRequest, NodeSetup, NodeTask, Question
+from batchopt.backends.ray.messages import Assignment, NodeRequest, NodeSetup, NodeTask, Question, RowsMessage
 from batchopt.backends.ray.node import ClusterNode, PendingRequest
-from batchopt.backends.ray.node_state import NodeState, StepStart, Target
+from batchopt.backends.ray.node_state import NodeState, StepStart, Target, TaskStart
 from batchopt.backends.ray.nodes import NodeListener, Nodes, kill
 from batchopt.backends.ray.program_versions import ProgramVersions
 from batchopt.backends.ray.roster import ANSWERING
 from batchopt.backends.ray.scheduler import Ask, Give
-from batchopt.backends.ray.transfer import SendableBatch, copied, to_bytes
+from batchopt.backends.ray.transfer import PackedBytes, SendableBatch, copied, from_bytes, to_bytes
 from batchopt.backends.sendable import check_parameters_are_only_read, sending
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
-from batchopt_workers.messages import ORDERS, Cut, Kind, Order
+from batchopt_workers.forms import Column
+from batchopt_workers.messages import ORDERS, TASKS, Cut, Kind, Order
 from batchopt_workers.module_hooks import module_hooks
-from batchopt_workers.packing import dumps
+from batchopt_workers.packing import dumps, pack
+from batchopt_workers.task import Task
+from batchopt_workers.task_runner import of_term
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.worker import Hook
 
@@ -87,6 +90,9 @@ class RayBackend(Backend):
         self._torch = TorchSettings.current()
         self._step: StepStart | None = None
         self._cut = Cut((0,))
+        self._task: TaskStart | None = None
+        self._task_cut: Cut | None = None
+        self._rows: list[RowsMessage] = []  # what was collected
         self._x: Any = None  # X and the direction, or references to them
         self._direction: Any = None
         self._attempts = 0  # assignments given so far
@@ -151,8 +157,14 @@ class RayBackend(Backend):
         except BaseException:
             self._program = before
             raise
-        if self._step is not None:
-            self._step = replace(self._step, version=self._versions.latest)
+        self._use_latest()
+
+    def _use_latest(self) -> None:
+        latest = self._versions.latest
+        if self._step is not None and self._step.version is not latest:
+            self._step = replace(self._step, version=latest)
+        if self._task is not None and self._task.version is not latest:
+            self._task = replace(self._task, version=latest)
 
     def _follow(self) -> None:
         if self._program.module_hooks != module_hooks():
@@ -175,8 +187,41 @@ class RayBackend(Backend):
     def set_direction(self, direction: torch.Tensor) -> None:
         self._direction = self._published(to_bytes(direction).copy())
 
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        with sending("the function", task.function):
+            packed = PackedBytes.of(pack(task, self._setup.parameters))
+        sendable, before = None, self._versions.latest.packed.data
+        if batch is not None:
+            with sending("the batch", batch):
+                sendable = SendableBatch.of(batch)
+        self._nodes.pump(Ignore(), 0.0)
+        if follow:
+            self._follow()
+            self._use_latest()
+        offset = 0
+        if batch is None:
+            assert self._step is not None
+            loaded = self._step.batch.batch
+            offset = loaded.numbering.position(task.term, range(1)).start
+            batch = of_term(loaded, task.term)
+        for kind in TASKS:
+            self._paces[kind].clear()  # those of another function
+        self._task = TaskStart(packed, sendable, self._versions.latest, batch.numbering, offset)
+        return self._versions.latest.packed.data is not before
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        found = [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
+        for message in self._rows:
+            rows = slice(message.start, message.stop)
+            for whole, column, elements in zip(found, columns, message.columns, strict=True):
+                whole[rows].copy_(from_bytes(elements, column.dtype, (rows.stop - rows.start, *column.shape)))
+        return found
+
+    def end_task(self) -> None:
+        self._task, self._task_cut, self._rows = None, None, []
+
     def _target(self) -> Target:
-        return Target(self._hooked, self._torch, self._step, self._cut)
+        return Target(self._hooked, self._torch, self._step, self._cut, self._task, self._task_cut)
 
     def _published(self, elements: Any) -> Any:
         """The array itself if it is small, else a reference to where nodes can fetch it."""
@@ -187,22 +232,39 @@ class RayBackend(Backend):
 
     def _give(self, node: ClusterNode, task: NodeTask, order: Order, runs: tuple[ChunkRun | None, ...]) -> None:
         """Send an assignment, with what the node lacks for it."""
-        assert self._step is not None
         self._attempts += 1
         pending = PendingRequest(task, order.evaluation, self._attempts)
         assignment = Assignment(int(order.kind), pending.attempt, order.step, runs)
-        state, target, bounds, batch = node.state, self._target(), self._cut.bounds, self._step.batch
-        wanted = [range(bounds[run.first], bounds[run.last]) for run in runs if run is not None]
-        missing, held = state.missing_samples(batch, wanted)
+        state, target = node.state, self._target()
+        batch, cut, offset, is_own = self._subject(order.kind)
+        wanted = [
+            range(offset + cut.bounds[run.first], offset + cut.bounds[run.last]) for run in runs if run is not None
+        ]
+        missing, held = state.missing(target, batch, wanted, is_own)
         updates = state.updates(target)
+        fill = NodeActor.fill_task if is_own else NodeActor.fill
         with sending("the batch", *(part.inputs.data for part in batch.batch.parts)):
-            updates += [request(NodeActor.fill, list(batch.slices(samples))) for samples in missing]
+            updates += [request(fill, list(batch.slices(samples))) for samples in missing]
         x = None if state.x is self._x else self._x
         direction = None if state.direction is self._direction else self._direction
         method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe
         node.work(pending, updates, request(method, assignment, x, direction))
         state.updated(target)
-        state.samples, state.x, state.direction = held, self._x, self._direction
+        state.hold(held, is_own)
+        state.x, state.direction = self._x, self._direction
+
+    def _subject(self, kind: Kind) -> tuple[SendableBatch, Cut, int, bool]:
+        """The batch that orders of a kind are about, its cut, where in it their samples begin, and whether it is a
+        task's own."""
+        task, step = self._task, self._step
+        if kind not in TASKS:
+            assert step is not None
+            return step.batch, self._cut, 0, False
+        assert task is not None and self._task_cut is not None
+        if task.batch is not None:
+            return task.batch, self._task_cut, 0, True
+        assert step is not None
+        return step.batch, self._task_cut, task.offset, False
 
     # ---- evaluating
 
@@ -210,12 +272,16 @@ class RayBackend(Backend):
         nodes = self._nodes
         nodes.pump(Ignore(), 0.0)
         self._torch = TorchSettings.current()
-        assert self._step is not None
-        batch, dtype = self._step.batch, self._setup.flat.layout.sum_dtype
-        price = batch.bytes_a_sample / BANDWIDTH
-        gather = NodeGather(nodes.ready, cut, orders, batch.batch.numbering, self._paces, dtype, price)
+        kind = next(order.kind for order in orders if order is not None)
+        if kind in TASKS:
+            self._task_cut = cut
+        else:
+            self._cut = self._cut if self._cut.bounds == cut.bounds else cut
+        batch, *_ = self._subject(kind)
+        numbering = batch.batch.numbering if kind not in TASKS or self._task is None else self._task.numbering
+        dtype, price = self._setup.flat.layout.sum_dtype, batch.bytes_a_sample / BANDWIDTH
+        gather = NodeGather(nodes.ready, cut, orders, numbering, self._paces, dtype, price)
         evaluation, scheduler = gather.order.evaluation, gather.scheduler
-        self._cut = self._cut if self._cut.bounds == cut.bounds else cut
         self._publish_x()
         try:
             while scheduler.missing and not gather.failures:
@@ -235,6 +301,7 @@ class RayBackend(Backend):
             self._call_off(evaluation)
         if gather.failures:
             raise gather.failures.first()
+        self._rows = gather.rows
         return gather.answers()
 
     def _carry_out(self, command: Give | Ask, order: Order) -> None:

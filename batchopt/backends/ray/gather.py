@@ -11,11 +11,12 @@ import torch
 from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt.backends.gather import Failures, FunctionResults, SpeedProbe, unpickled
 from batchopt.backends.ledger import ChunkRun
-from batchopt.backends.ray.messages import AssignmentResult, NodeReply, NodeTask, Undone
+from batchopt.backends.ray.messages import AssignmentResult, NodeReply, NodeTask, RowsMessage, Undone
 from batchopt.backends.ray.node import ClusterNode, NodeMessage, PendingRequest, Released
 from batchopt.backends.ray.scheduler import NodeScheduler
 from batchopt.backends.ray.transfer import from_bytes
 from batchopt.errors import PoisonChunkError
+from batchopt_workers.forms import sums_layout
 from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.tree import Node
@@ -103,6 +104,13 @@ class NodeGather:
         """What each worker contributed, in rank order; the merged partials of a node go with its first worker."""
         will_be_written = sum(len(found.sums) for _, found, _ in self._results.values()) > 2
         merged: list[Answer] = []
+        all_forms = {
+            attempt: unpickled(node.ranks[0], "the function", found.forms) if found.forms else {}
+            for attempt, (node, found, _) in self._results.items()
+        }
+        if self.order.kind is Kind.TOTAL:
+            form = next(form for forms in all_forms.values() for form in forms.values())
+            self._dtype = sums_layout(form.columns).sum_dtype
         for node, found, asked in self._results.values():
             began = asked - time.monotonic() + time.perf_counter()
             partials = list(self._partials(found, will_be_written))
@@ -110,9 +118,14 @@ class NodeGather:
                 spans = [Span(began + at, seconds, first, last) for at, seconds, first, last in work.spans]
                 rank = node.ranks[work.worker]
                 results = unpickled(rank, "posthook", work.results) if work.results else {}
-                mine = partials if i == 0 else []
-                merged.append(Answer(rank, work.samples, work.seconds, mine, results, spans, work.drew))
+                mine, forms = (partials, all_forms[found.attempt]) if i == 0 else ([], {})
+                merged.append(Answer(rank, work.samples, work.seconds, mine, results, spans, work.drew, forms))
         return sorted(merged, key=lambda answer: answer.rank)
+
+    @property
+    def rows(self) -> list[RowsMessage]:
+        """What was collected."""
+        return [message for _, found, _ in self._results.values() for message in found.rows]
 
     def _partials(self, found: AssignmentResult, copied: bool) -> Iterator[tuple[Node, Partial]]:
         """The partials of a result; copied where the parent will sum in them, since what came over the network is

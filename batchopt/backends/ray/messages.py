@@ -113,6 +113,14 @@ class PartialMessage(NamedTuple):
     used: bytes
 
 
+class RowsMessage(NamedTuple):
+    """What was collected of samples `start` up to `stop`: the rows of each column, as bytes."""
+
+    start: int
+    stop: int
+    columns: list[Bytes]
+
+
 class WorkerTimes(NamedTuple):
     """What one worker did: as in `Answer`, but spans count from when the node began, and hook results are pickled."""
 
@@ -135,12 +143,15 @@ class WorkerStatus(NamedTuple):
 
 
 class AssignmentResult(NamedTuple):
-    """The result of an assignment, after so many `seconds`."""
+    """The result of an assignment, after so many `seconds`; of a task also what was collected, and the `forms` of its
+    results by chunk, pickled."""
 
     attempt: int
     sums: list[PartialMessage]
     work: list[WorkerTimes]
     seconds: float
+    rows: Sequence[RowsMessage] = ()
+    forms: bytes = b""
 
 
 class NodeFailure(NamedTuple):

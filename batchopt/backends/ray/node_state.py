@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from batchopt.backends.ray.actor import NodeActor, request
 from batchopt.backends.ray.messages import NodeRequest
 from batchopt.backends.ray.program_versions import ProgramVersion, update_for
-from batchopt.backends.ray.transfer import SendableBatch, lacking
+from batchopt.backends.ray.transfer import PackedBytes, SendableBatch, lacking
 from batchopt_workers.messages import Cut
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.torch_settings import TorchSettings
 
 
@@ -24,6 +25,18 @@ class StepStart:
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class TaskStart:
+    """The task that is carried out, packed; `batch`: that of the task, if it has one. `numbering` is of its samples,
+    which in the loaded batch begin at `offset`."""
+
+    packed: PackedBytes
+    batch: SendableBatch | None
+    version: ProgramVersion
+    numbering: Numbering
+    offset: int = 0
+
+
 class Target(NamedTuple):
     """What every node should have before it is given work."""
 
@@ -31,6 +44,8 @@ class Target(NamedTuple):
     torch: TorchSettings
     step: StepStart | None
     cut: Cut
+    task: TaskStart | None = None
+    task_cut: Cut | None = None
 
 
 @dataclass
@@ -43,6 +58,9 @@ class NodeState:
     batch: SendableBatch | None = None
     samples: list[range] = field(default_factory=list)  # of the batch
     cut: Cut | None = None
+    task: TaskStart | None = None
+    task_cut: Cut | None = None
+    task_samples: list[range] = field(default_factory=list)  # of the task's batch
     direction: Any = None
     x: Any = None
     version: ProgramVersion | None = None
@@ -68,30 +86,70 @@ class NodeState:
             found.append(request(NodeActor.use_hooks, target.hooked))
         if self.torch != target.torch:
             found.append(request(NodeActor.set_torch, target.torch))
+        version = self.version
         if (step := target.step) is not None and self.step is not step:
-            if self.version is not step.version:
-                found.append(request(NodeActor.update, update_for(step.version, self.program, self.tensors)))
+            found += self._version_updates(version, step.version)
+            version = step.version
             manifest = None if self.batch is step.batch else step.batch.manifest
             found.append(request(NodeActor.load, manifest, step.weights))
         if self.cut is not target.cut:
             found.append(request(NodeActor.set_cut, target.cut.bounds))
+        if self.task is not target.task:
+            found += self._task_updates(version, target.task)
+        if target.task_cut is not None and self.task_cut is not target.task_cut:
+            found.append(request(NodeActor.set_task_cut, target.task_cut.bounds))
         return found
+
+    def _version_updates(self, version: ProgramVersion | None, wanted: ProgramVersion) -> list[NodeRequest]:
+        if version is wanted:
+            return []
+        return [request(NodeActor.update, update_for(wanted, self.program, self.tensors))]
+
+    def _task_updates(self, version: ProgramVersion | None, task: TaskStart | None) -> list[NodeRequest]:
+        if task is None:
+            return [request(NodeActor.end_task)]
+        manifest = None if task.batch is None else task.batch.manifest
+        begin = request(NodeActor.begin_task, task.packed, manifest, task.numbering)
+        return [*self._version_updates(version, task.version), begin]
 
     def updated(self, target: Target) -> None:
         """The updates were sent."""
         if (step := target.step) is not None and self.step is not step:
             self.samples = self.samples if self.batch is step.batch else []
             self.batch = step.batch
-            if self.version is not step.version:
-                self.version, self.program = step.version, step.version.packed.data
-                self.earlier_tensors, self.tensors = self.tensors, frozenset(step.version.digests)
+            self._has_version(step.version)
+        if (task := target.task) is not None and self.task is not task:
+            self.task_samples = []
+            self._has_version(task.version)
         self.hooked, self.torch, self.step, self.cut = target.hooked, target.torch, target.step, target.cut
+        self.task, self.task_cut = target.task, target.task_cut
 
-    def missing_samples(self, batch: SendableBatch, wanted: Iterable[range]) -> tuple[list[range], list[range]]:
-        """What of `wanted` the node does not have of the batch; and all that it has once that was sent."""
-        held, missing = (self.samples if self.batch is batch else []), []
-        for samples in wanted:
-            found = lacking(held, samples)
-            missing += found
-            held = held + found
-        return missing, held
+    def _has_version(self, version: ProgramVersion) -> None:
+        if self.version is not version:
+            self.version, self.program = version, version.packed.data
+            self.earlier_tensors, self.tensors = self.tensors, frozenset(version.digests)
+
+    def missing(
+        self, target: Target, batch: SendableBatch, wanted: Iterable[range], of_task: bool
+    ) -> tuple[list[range], list[range]]:
+        """What of `wanted` the node does not have of the batch, which may be that of the task; and all that it has once
+        that was sent."""
+        if of_task:
+            return _lacking(self.task_samples if self.task is target.task else [], wanted)
+        return _lacking(self.samples if self.batch is batch else [], wanted)
+
+    def hold(self, held: list[range], of_task: bool) -> None:
+        """It has these samples of the batch, or of that of the task."""
+        if of_task:
+            self.task_samples = held
+        else:
+            self.samples = held
+
+
+def _lacking(held: list[range], wanted: Iterable[range]) -> tuple[list[range], list[range]]:
+    missing: list[range] = []
+    for samples in wanted:
+        found = lacking(held, samples)
+        missing += found
+        held = held + found
+    return missing, held

@@ -6,21 +6,25 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Setup
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.process.gather import ProcessGather
 from batchopt.backends.process.group import Holder, WorkerGroup
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
 from batchopt.backends.ray.messages import CalledOff, Question
-from batchopt.backends.ray.transfer import BatchBuffer, BatchSlice
+from batchopt.backends.ray.transfer import BatchBuffer, BatchSlice, PackedBytes
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
+from batchopt_workers.messages import Cut, Order
+from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import unpack
-from batchopt_workers.session import PIECE, Session
+from batchopt_workers.session import ASIDE, ASIDE_BATCH, PIECE, Session
 from batchopt_workers.torch_settings import TorchSettings
 
 # The name by which workers know the memory of the batch.
@@ -45,6 +49,8 @@ class NodeWorkers:
         self._ranks = setup.ranks or ()
         self._program = setup.program
         self._loaded: _LoadedBatch | None = None
+        self._of_task = Numbering((), ())
+        self._task_pieces = 0  # how many were told of
         self._lock = threading.Lock()
         self._questions: deque[tuple[Question, Future[list[ChunkRun]]]] = deque()
         self._attempt = -1  # the assignment that is evaluated
@@ -97,6 +103,46 @@ class NodeWorkers:
         ]
         self._loaded.pieces.append(calls)
         self.group.tell(name, *calls)
+
+    def begin_task(self, task: PackedBytes, buffer: BatchBuffer | None, numbering: Numbering) -> None:
+        """Let orders of tasks be about this one; `buffer` is for the samples of its own batch, if it has one."""
+        calls: list[SessionCall] = []
+        if buffer is not None:
+            manifest = buffer.manifest
+            calls = [
+                call_with_block(Activity.BATCH, Session.attach_copy, ASIDE_BATCH, buffer.block),
+                call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, manifest.data, manifest.placements),
+            ]
+        self.group.follow(True)
+        self._forget_task_pieces()
+        self.group.begin_task(task.data, task.placements, task.unload(), calls)
+        self._of_task = numbering
+
+    def fill_task(self, part: BatchSlice) -> None:
+        """Send the workers what a slice of the task's batch has in lists."""
+        if part.lists is None:
+            return
+        name, lists = f"{ASIDE}{self._task_pieces}", part.lists
+        self._task_pieces += 1
+        self.group.tell(
+            name,
+            call_with_block(Activity.SAMPLES, Session.attach_copy, name, lists.unload()),
+            call(Activity.SAMPLES, Session.fill_aside, name, part.start, lists.data, lists.placements),
+        )
+
+    def end_task(self) -> None:
+        """Hold nothing of the task any more."""
+        self._forget_task_pieces()
+        self.group.end_task()
+
+    def _forget_task_pieces(self) -> None:
+        for number in range(self._task_pieces):
+            self.group.tell(f"{ASIDE}{number}")
+        self._task_pieces = 0
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], is_task: bool) -> list[Answer]:
+        """Evaluate the chunks of all orders, or do the task with them."""
+        return self.group.evaluate(cut, orders, numbering=self._of_task if is_task else None)
 
     def keep(self, workers: int, world: int) -> None:
         """Have no more than so many workers, of `world` in all."""

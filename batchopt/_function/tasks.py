@@ -1,0 +1,133 @@
+"""Functions of a batch other than f: workers apply them to its chunks, and their results are put together or summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt._data import arguments
+from batchopt._data.batches import Reading, Readings, read_batch
+from batchopt._function.function import BatchFunction
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.reduce import reduce_answers
+from batchopt._mapreduce.results import common_form, forms_of
+from batchopt_workers.batch import Batch
+from batchopt_workers.forms import summed, sums_layout
+from batchopt_workers.messages import Cut, Kind
+from batchopt_workers.task import Applied, ChunkFunction, PieceFunction, Task
+from batchopt_workers.task_runner import of_term
+
+# One function for all terms, or one for each of some, by name.
+Functions = ChunkFunction | Mapping[str, ChunkFunction] | None
+
+
+class Selection(NamedTuple):
+    """Samples that a function is applied to: those of the term with that number, 0 where there are no terms, as a
+    `batch` of their own. `aside`: whether they are others than those of the loaded batch."""
+
+    batch: Batch
+    number: int = 0
+    aside: bool = True
+
+    @property
+    def name(self) -> str | None:
+        """The term's; None where there are no terms."""
+        (part,) = self.batch.parts
+        return part.name
+
+    def task(self, function: PieceFunction, train: bool | None = None) -> Task:
+        """The task to apply `function` to these samples."""
+        return Task(function, self.number, self.aside, train)
+
+
+def select(function: BatchFunction, inputs: Any, targets: Any, readings: Readings) -> list[Selection]:
+    """The samples of each term: of the loaded batch, or of the data that is given. Raises what `read_batch` raises."""
+    if inputs is not None:
+        parts = read_batch(inputs, targets, None, readings).parts
+        return [Selection(Batch((part,)), number) for number, part in enumerate(parts)]
+    if targets is not None:
+        raise ValueError("`targets` were given without `inputs`: pass both, or neither for the loaded batch")
+    batch = function.ready().batch
+    return [Selection(of_term(batch, number), number, aside=False) for number in range(len(batch.parts))]
+
+
+def read_functions(
+    functions: Functions, names: Sequence[str | None], grad: bool, layers: Sequence[str], module: torch.nn.Module
+) -> dict[str | None, PieceFunction]:
+    """The user's function of each term, by name. Raises `TypeError` or `ValueError` for what is none."""
+    if isinstance(layers, str) or not all(isinstance(name, str) for name in layers):
+        raise TypeError(f"`layers` must be a list of names of parts of the module; got {layers!r}")
+    known = dict(module.named_modules())
+    unknown = next((name for name in layers if name not in known), None)
+    if unknown is not None:
+        raise ValueError(f"`layers` has {unknown!r}, and the module has no part of that name: it has {_some(known)}")
+    given = functions if isinstance(functions, Mapping) else dict.fromkeys(names, functions)
+    for name, function in given.items():
+        if name not in names:
+            raise ValueError(f"`function` has {name!r}, and there is no such term: there are {[*names]}")
+        if not callable(function) and not (function is None and layers):
+            raise TypeError(
+                f"`function` must be callable, function(module, inputs, targets); got {type(function).__name__}"
+            )
+    return {name: Applied(function, grad, tuple(layers)) for name, function in given.items()}
+
+
+def _some(known: Mapping[str, object]) -> str:
+    names = [name for name in known if name]
+    return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+
+
+def plain(readings: Readings) -> Readings:
+    """The same where no loss is asked for."""
+    return {name: Reading(reading.collate, "mean", None, None, reading.device) for name, reading in readings.items()}
+
+
+def collect(function: BatchFunction, task: Task, batch: Batch) -> Any:
+    """The results in the order of samples."""
+
+    def whole(answers: Sequence[Answer], cut: Cut) -> Any:
+        form = common_form(forms_of(answers), cut.bounds)
+        if form.objects is not None:
+            return form.objects
+        return form.filled(function.workers.backend.collected(form.columns, batch.size))
+
+    return function.carry_out(task, batch, Kind.COLLECT, whole)
+
+
+def total(function: BatchFunction, task: Task, batch: Batch) -> Any:
+    """The sum of the results, along the tree of chunks. Raises `NonFiniteError`, unless f may be infinite, too."""
+
+    def whole(answers: Sequence[Answer], cut: Cut) -> Any:
+        form = common_form(forms_of(answers), cut.bounds)
+        layout = sums_layout(form.columns)
+        sums = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
+        finite = reduce_answers(answers, cut.chunks, sums).finite
+        if not finite and function.settings.on_nonfinite == "raise":
+            raise function.not_finite(Kind.TOTAL, cut, batch)
+        views = layout.views(sums)
+        return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])
+
+    return function.carry_out(task, batch, Kind.TOTAL, whole)
+
+
+def apply(
+    function: BatchFunction,
+    gather: Callable[[BatchFunction, Task, Batch], Any],
+    functions: Functions,
+    data: tuple[Any, Any],
+    *,
+    grad: bool,
+    train: bool | None,
+    layers: Sequence[str] = (),
+) -> Any:
+    """`collect` or `total` what the user's functions make of each term, by name; where there are no terms, that alone.
+    `data` is inputs and targets, or None for the loaded batch."""
+    function.check_open()
+    arguments.read_optional_bool("train", train)
+    names = [*function.readings]
+    found = read_functions(functions, names, arguments.read_bool("grad", grad), layers, function.subject.module)
+    selections = select(function, *data, plain(function.readings))
+    results = {s.name: gather(function, s.task(found[s.name], train), s.batch) for s in selections if s.name in found}
+    return results[None] if None in results else results

@@ -1,0 +1,39 @@
+"""Putting together what a function returned for each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchopt._mapreduce.answers import Answer
+from batchopt_workers.forms import Form
+
+
+def forms_of(answers: Sequence[Answer]) -> dict[int, Form]:
+    """The form of each chunk's result, in the order of chunks."""
+    found = {chunk: form for answer in answers for chunk, form in answer.forms.items()}
+    return dict(sorted(found.items()))
+
+
+def common_form(forms: Mapping[int, Form], bounds: Sequence[int]) -> Form:
+    """The form that the results of all chunks have; `objects` are those of the whole batch, where one chunk at least
+    can be read in no other way.
+
+    Raises `ValueError`, which names the chunk, if there is no such form.
+    """
+    first = next(iter(forms))
+    if all(form.objects is not None for form in forms.values()) and any(not form.columns for form in forms.values()):
+        return Form((), None, [item for form in forms.values() for item in form.objects or ()])
+    for chunk, form in forms.items():
+        if form.columns != forms[first].columns or not form.columns:
+            raise ValueError(
+                f"the function returned {_described(form)} for chunk {chunk} (samples {bounds[chunk]}.."
+                f"{bounds[chunk + 1] - 1}), and {_described(forms[first])} for chunk {first}: results need one "
+                "structure, with the same dtypes and the same shapes but for the samples; else return a list with one "
+                "object a sample"
+            )
+    return Form(forms[first].columns, forms[first].skeleton)
+
+
+def _described(form: Form) -> Any:
+    return ", ".join(map(str, form.columns)) or "a list of objects"

@@ -1,0 +1,65 @@
+"""What one worker sums of one evaluation, along the tree of chunks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from operator import add
+
+from batchopt_workers.messages import Report, Summary
+from batchopt_workers.rows import Rows
+from batchopt_workers.tree import Fold, Node
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """A merged run of chunks: the row that holds its vectors, the loss of each term, and which parameters had a
+    gradient."""
+
+    row: int
+    losses: tuple[float, ...]
+    used: bytes
+
+
+class Sums:
+    """The partials of one evaluation, in rows.
+
+    Two are summed in the row of the younger one, which nobody was told of; so whatever was reported stays as it is
+    until something else is reported.
+    """
+
+    def __init__(self, evaluation: int, chunks: int) -> None:
+        self.evaluation = evaluation
+        self._fold: Fold[PartialSum] = Fold(chunks, self._merge)
+        self._rows: Rows | None = None  # of the chunk that was added last, with its row
+        self._young = -1
+
+    def free_row(self) -> int:
+        """The lowest row that holds nothing that counts."""
+        taken = {partial.row for _, partial in self._fold.partials}
+        return next(row for row in range(len(taken) + 1) if row not in taken)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The places in the tree of what is held."""
+        return tuple(node for node, _ in self._fold.partials)
+
+    def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
+        """Take in the partial of a chunk; without `rows`, where there is no vector to be summed."""
+        self._rows = rows
+        self._young = partial.row
+        self._fold.add(Node(0, chunk), partial)
+
+    def _merge(self, left: PartialSum, right: PartialSum) -> PartialSum:
+        young, old = (right, left) if right.row == self._young else (left, right)
+        if self._rows is not None:
+            into, of = self._rows[young.row], self._rows[old.row]
+            into.gradient.add_(of.gradient)
+            into.changes.add_(of.changes)
+        losses = tuple(map(add, left.losses, right.losses))
+        return PartialSum(young.row, losses, bytes(map(max, left.used, right.used)))
+
+    def report(self, done: int, began: float, drew: bool) -> Report:
+        """The report once the chunks before `done` of the order, begun at `began`, were added."""
+        summaries = tuple(Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials)
+        return Report(self.evaluation, done, time.perf_counter() - began, summaries, began, drew)

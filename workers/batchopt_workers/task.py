@@ -1,0 +1,207 @@
+"""What is done with each chunk of a batch where it is not f that is asked for: a function of the user, in its
+surroundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from batchopt_workers.batch import Piece, map_tensors, tensors_in
+from batchopt_workers.layout import Layout
+from batchopt_workers.objective import Objective
+from batchopt_workers.rows import Rows
+
+# `function(module, inputs, targets)`, for the samples of a chunk.
+ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
+
+
+class Surroundings(NamedTuple):
+    """The worker's module and its trainable parameters, and the objective of the term that the samples belong to; the
+    loss of all of them counts `weight` in f."""
+
+    module: torch.nn.Module
+    parameters: Sequence[torch.Tensor]
+    objective: Objective
+    weight: float
+
+
+class PieceFunction(Protocol):
+    """What is done with one piece of a batch: a chunk, or one sample of a list."""
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        """The result: rows for its samples, or what is summed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The meaning of an order to collect or to total: apply `function` to samples of the term with the index `term`:
+    those of the loaded batch, or (`aside`) of a batch that comes with the task. `train`: the mode that the module is in
+    meanwhile; None: its own."""
+
+    function: PieceFunction
+    term: int = 0
+    aside: bool = False
+    train: bool | None = None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The user's function, without a graph unless `grad`; None: the module itself. With `layers`, names of parts of the
+    module, the outputs of those are the result, by name, beside that of the function if there is one."""
+
+    function: ChunkFunction | None
+    grad: bool = False
+    layers: tuple[str, ...] = ()
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        module = around.module
+        with torch.set_grad_enabled(self.grad), _outputs_of(module, self.layers) as outputs:
+            if self.function is None:
+                result = module(piece.inputs)
+            else:
+                result = self.function(module, piece.inputs, piece.targets)
+        if not self.layers:
+            return result
+        return outputs if self.function is None else (result, outputs)
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """The module's output, or what `transform` makes of it."""
+
+    transform: Callable[[Any], Any] | None = None
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        with torch.no_grad():
+            output = around.module(piece.inputs)
+            return output if self.transform is None else self.transform(output)
+
+
+class InputGradients:
+    """df/d(inputs): the gradient of f with respect to the inputs of the samples, in their structure."""
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.detach()
+            return found.requires_grad_() if found.is_floating_point() or found.is_complex() else found
+
+        inputs = map_tensors(leaf, piece.inputs)
+        leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if not leaves:
+            raise TypeError("the inputs have no floating-point tensor to differentiate by")
+        with torch.enable_grad():
+            _, loss = around.objective(inputs, piece.targets, piece.attributes)
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        gradients = iter(found)
+
+        def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+            if not tensor.requires_grad:
+                return None
+            own = next(gradients)
+            return torch.zeros_like(tensor) if own is None else own * around.weight
+
+        return map_tensors(gradient, inputs)
+
+
+@contextmanager
+def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Notes what these parts of the module return meanwhile. Raises `ValueError` for one that is called twice, or, in
+    the end, was not called."""
+    found: dict[str, Any] = {}
+    handles = []
+
+    def note(name: str) -> Any:
+        def hook(_part: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            if name in found:
+                raise ValueError(
+                    f"layer {name!r} is called more than once in a forward: which output is meant? Register a hook "
+                    "inside of the function, and return what you need"
+                )
+            found[name] = output
+
+        return hook
+
+    try:
+        for name in layers:
+            handles.append(module.get_submodule(name).register_forward_hook(note(name)))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [name for name in layers if name not in found]
+    if missing:
+        raise ValueError(f"layer {missing[0]!r} was not called by the function")
+
+
+@contextmanager
+def in_mode(module: torch.nn.Module, train: bool | None) -> Iterator[None]:
+    """The module is in training mode, in evaluation mode, or as it is; afterwards each part is in its own mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        if train is not None:
+            module.train(train)
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+class ParameterWatch:
+    """Sees to it that a function leaves the parameters alone. Those that are mapped read-only (`protected`) cannot be
+    written; others are compared with copies."""
+
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], protected: bool) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._before = [
+            (parameter, parameter.data, None if protected else parameter.detach().clone(), parameter.requires_grad)
+            for parameter in parameters
+        ]
+
+    def check(self) -> None:
+        """Raise `ValueError` if one was changed; all are as before then."""
+        changed = ""
+        for parameter, data, copy, requires_grad in self._before:
+            if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != requires_grad:
+                changed = self._names.get(id(parameter), "")
+                parameter.data = data
+                parameter.requires_grad_(requires_grad)
+            if copy is not None and not _equal(parameter.detach(), copy):
+                changed = self._names.get(id(parameter), "")
+                with torch.no_grad():
+                    parameter.copy_(copy)
+        if changed:
+            raise ValueError(
+                f"the function changes the parameter {changed!r}: all workers share it, and f would be another one; "
+                "work on a copy (torch.func.functional_call)"
+            )
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+class Totals(Protocol):
+    """Memory for the sums of totals."""
+
+    def rows(self, layout: Layout, count: int) -> Rows:
+        """So many rows, at least, of that layout; those of before keep what they have, if their layout was the same."""
+
+
+class PrivateTotals:
+    """Memory of this process."""
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+        self._layout: Layout | None = None
+
+    def rows(self, layout: Layout, count: int) -> Rows:
+        """See `Totals`."""
+        if self._rows is None or self._layout != layout:
+            self._rows, self._layout = Rows(layout, 0, count, None, torch.device("cpu")), layout
+        elif len(self._rows) < count:
+            self._rows.grow(count - len(self._rows), None)
+        return self._rows

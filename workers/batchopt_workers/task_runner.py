@@ -1,0 +1,148 @@
+"""The map of tasks: a function of the user for each chunk of a batch, whose results are collected or summed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt_workers import faults
+from batchopt_workers.batch import Batch, Part
+from batchopt_workers.collector import grads_kept
+from batchopt_workers.forms import Form, objects_form, real, rows_form, sums_form, sums_layout
+from batchopt_workers.loaded import LoadedBatch
+from batchopt_workers.messages import Kind, Order, Report
+from batchopt_workers.objective import Objective
+from batchopt_workers.output import MemoryOutput, Output
+from batchopt_workers.rows import Rows
+from batchopt_workers.sums import PartialSum, Sums
+from batchopt_workers.task import ParameterWatch, PrivateTotals, Surroundings, Task, Totals, in_mode
+from batchopt_workers.tree import most_held
+from batchopt_workers.walk import Walk
+
+
+class ChunkDone(NamedTuple):
+    """A chunk of an order is done: what the worker now has of the evaluation, what the posthook returned, and the form
+    of what a task yields."""
+
+    report: Report
+    results: Sequence[Any] = ()
+    form: Form | None = None
+
+
+class TaskRunner:
+    """Carries out orders to collect and to total, of the task that was begun last.
+
+    Rows are written to `output`, sums to rows of `totals`. `protected`: whether the parameters cannot be written.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        module: torch.nn.Module,
+        parameters: Sequence[torch.Tensor],
+        objectives: Sequence[Objective],
+    ) -> None:
+        self.output: Output = MemoryOutput()
+        self.totals: Totals = PrivateTotals()
+        self.protected = False
+        self._walk, self._module, self._parameters, self._objectives = walk, module, parameters, objectives
+        self._task: Task | None = None
+        self._loaded: LoadedBatch | None = None
+        self._sums: Sums | None = None
+        self._form: Form | None = None  # of the present evaluation
+        self._rows: Rows | None = None
+
+    def begin(self, task: Task, batch: Batch) -> None:
+        """Do this with chunks of `batch`, whose only part is the term, from now on."""
+        self._task, self._loaded, self._sums = task, LoadedBatch(batch), None
+
+    def end(self) -> None:
+        """Hold nothing of the task any more, nor of its batch."""
+        self._task = self._loaded = self._sums = self._form = self._rows = None
+        self.output = MemoryOutput()
+
+    @property
+    def loaded(self) -> LoadedBatch:
+        """The task's batch, as it is cut."""
+        if self._loaded is None:
+            raise RuntimeError("no task was begun in this worker")
+        return self._loaded
+
+    def evaluate(self, order: Order, weights: Sequence[float]) -> Iterator[ChunkDone]:
+        """Do the task with the chunks of `order`, one after the other; `weights` are those of the terms in f."""
+        loaded, task = self.loaded, self._task
+        assert task is not None
+        if self._sums is None or self._sums.evaluation != order.evaluation:
+            self._sums, self._form = Sums(order.evaluation, loaded.cut.chunks), None
+        sums, totals = self._sums, order.kind is Kind.TOTAL
+        needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
+        began = time.perf_counter()
+        watch = ParameterWatch(self._module, self._parameters, self.protected)
+        self._walk.watch.begin()
+        for chunk in range(order.first, order.last):
+            row = sums.free_row()
+            with self._walk.restoring(loaded), grads_kept(self._parameters), in_mode(self._module, task.train):
+                results = []
+                try:
+                    for piece in self._walk.pieces(loaded, order.step, chunk):
+                        faults.point("worker.forward", chunk)
+                        results.append(task.function(piece, self._around(piece.weight, weights)))
+                finally:
+                    watch.check()
+                form = self._total(results, needed, row) if totals else self._collect(results)
+            faults.point("worker.merge", chunk)
+            sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
+            self._walk.leave()
+            yield ChunkDone(sums.report(chunk + 1, began, False), (), form)
+
+    def _around(self, weight: float, weights: Sequence[float]) -> Surroundings:
+        assert self._task is not None
+        term = self._task.term
+        return Surroundings(self._module, self._parameters, self._objectives[term], weight * weights[term])
+
+    @property
+    def _part(self) -> Part:
+        (part,) = self.loaded.batch.parts
+        return part
+
+    def _collect(self, results: Sequence[Any]) -> Form:
+        """Write the rows of a chunk, and return their form."""
+        part, samples = self._part, self._walk.current
+        if part.one_by_one:
+            return objects_form(results)
+        (result,) = results
+        form, tensors = rows_form(result, len(samples))
+        if tensors:
+            self.output.write(form.columns, tensors, samples.start, samples.stop, part.size)
+        return form
+
+    def _total(self, results: Sequence[Any], needed: int, row: int) -> Form:
+        """Sum the results of a chunk in a row, and return their form."""
+        for number, result in enumerate(results):
+            form, tensors = sums_form(result)
+            if self._form is None:
+                self._form, self._rows = form, None
+            if form.columns != self._form.columns:
+                raise ValueError(
+                    f"the function returned {_listed(form)} here, and {_listed(self._form)} for other samples: sums "
+                    "need one structure, with the same shapes and dtypes"
+                )
+            if self._rows is None or len(self._rows) < needed:
+                self._rows = self.totals.rows(sums_layout(form.columns), needed)
+            with torch.no_grad():
+                for view, tensor in zip(self._rows[row].views, tensors, strict=True):
+                    view.copy_(real(tensor)) if number == 0 else view.add_(real(tensor))
+        assert self._form is not None
+        return self._form
+
+
+def _listed(form: Form) -> str:
+    return ", ".join(map(str, form.columns))
+
+
+def of_term(batch: Batch, term: int) -> Batch:
+    """The samples of one term as a batch of their own."""
+    return Batch((batch.parts[term],))

@@ -1,0 +1,77 @@
+"""Going through the pieces of a chunk, each time from the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from batchopt_workers.batch import Piece
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.loaded import LoadedBatch
+from batchopt_workers.seeding import has_drawn, seed_draws
+from batchopt_workers.watch import Watch
+from batchopt_workers.worker import Worker
+
+
+class Walk:
+    """Seeds the random draws of a chunk, cuts it out, and sees to it that nothing is written that another chunk reads.
+
+    `current` is the range of samples, numbered through all terms, in the forward that runs, or ran last; `chunk` the
+    one that they are of.
+    """
+
+    def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
+        self.watch = watch
+        self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
+        self.current = range(0)
+        self.chunk = -1
+        self._worker, self._seed, self._buffers = worker, seed, buffers
+
+    def pieces(self, loaded: LoadedBatch, step: int, chunk: int) -> Iterator[Piece]:
+        """The pieces of a chunk; once all of them were evaluated, this checks what they have written.
+
+        Raises what `Watch.check` and `BatchWatch.check` raise.
+        """
+        batch, numbering = loaded.batch, loaded.batch.numbering
+        start, stop = loaded.cut.bounds[chunk], loaded.cut.bounds[chunk + 1]
+        self.chunk = chunk
+        seed_draws(self._seed, step, chunk)
+        self.current = range(start, stop)  # while samples are cut out and collated
+        batch_watch = loaded.watch(start, stop)
+        batch_watch.begin()
+        collation = loaded.collation
+        collation.begin()
+        if torch._C._is_any_autocast_enabled():
+            torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
+        for piece in map(self.place, batch.pieces(start, stop, collation)):
+            self.current = numbering.position(piece.term, piece.indices)
+            yield piece
+            self.current = range(self.current.stop, stop)
+        self.current = range(start, stop)
+        batch_watch.check()
+        collation.check()
+        self.watch.check()
+
+    def has_drawn(self, step: int) -> bool:
+        """Whether the chunk that was gone through drew random numbers; for before the next one."""
+        return has_drawn(self._seed, step, self.chunk)
+
+    @contextmanager
+    def restoring(self, loaded: LoadedBatch) -> Iterator[None]:
+        """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
+        try:
+            yield
+            if self._worker.device.type == "cuda":  # what was asked for is done before one says so
+                torch.cuda.synchronize(self._worker.device)
+        except BaseException:
+            loaded.collation.forget()
+            self.watch.put_back()
+            raise
+        finally:
+            self._buffers.restore()
+
+    def leave(self) -> None:
+        """No sample is in a forward any more."""
+        self.current = range(0)
