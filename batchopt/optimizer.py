@@ -15,6 +15,7 @@ from batchopt._checkpoint.resumption import check_state, class_of
 from batchopt._data.denominators import Denominators
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.counters import Counters
+from batchopt._function.derivatives import evaluate_many, hessian_products, input_gradients
 from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
@@ -202,17 +203,40 @@ class BatchOptimizer:
         return loss_with_graph(self._function, self.evaluate)
 
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
-        """The Hessian of f at the current parameters times `v`: a new tensor, shape `(n,)`, X's dtype.
+        """The Hessian of f at the current parameters times `v`: a new tensor of X's dtype, in the shape of `v`.
 
-        `v` is 1-D, as long as `parameters`, of any floating dtype; where it is not finite in X's dtype the product is
-        NaN, and nothing is evaluated. The product is of the function that `evaluate` sees: the same chunks, draws and
-        buffers; with `chunk_size` bit for bit for any number of workers. It takes two to three times as long as an
-        evaluation, and keeps the graph of the first backward too. Gradients, `output` and counters other than
-        `product_counter` are untouched; prehook runs, posthook does not. Raises `TypeError` or `ValueError` for another
-        `v`, what `evaluate` raises, and `WorkerError` where the module cannot be differentiated twice; with
-        `on_nonfinite="return"` a product that is not finite is returned.
+        `v` has shape `(n,)`, as long as `parameters`, or `(n, k)` for k vectors, of any floating dtype; where one is
+        not finite in X's dtype its product is NaN. The product is of the function that `evaluate` sees: the same
+        chunks, draws and buffers; with `chunk_size` bit for bit for any number of workers. It takes two to three times
+        as long as an evaluation, of which the first backward is made once for all k, and keeps the graph of that.
+        Gradients, `output` and counters other than `product_counter` are untouched; prehook runs, posthook does not.
+        Raises `TypeError` or `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` where the module
+        cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
         """
-        return self._function.hvp(v)
+        return hessian_products(self._function, v)
+
+    def evaluate_many(
+        self, points: torch.Tensor | Sequence[torch.Tensor], gradients: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """f of the loaded batch at each of `points`, in place of the current parameters: shape `(K,)`, float64.
+
+        `points` has one vector like `parameters` a row: shape `(K, n)`, any floating dtype. Each worker evaluates whole
+        points, as many as its speed allows: for line searches in parallel, several starts, evolution strategies. With
+        `gradients` a tuple: df/dX at each point, too, shape `(K, n)`, X's dtype. Both are what `evaluate` would give
+        there; with `chunk_size` bit for bit. Where f or its gradient is not finite, f is infinity. Nothing else
+        changes: parameters, gradients, buffers, counters; prehook runs, posthook does not. Each worker takes memory for
+        a point, and on a cluster each machine gets the whole batch. Raises `TypeError` or `ValueError` for other
+        points, and `WorkerError` if the user's code raises.
+        """
+        return evaluate_many(self._function, points, gradients)
+
+    def input_gradients(self, inputs: Any = None, targets: Any = None) -> Any:
+        """df/d(inputs): the gradient of f with respect to the inputs, in their structure, a row for each sample.
+
+        Of the loaded batch, or of `inputs` and `targets` as a batch of their own, whose f it is then. A tensor of
+        integers has None. With `terms` a dict. Everything else is as in `collect`.
+        """
+        return input_gradients(self._function, inputs, targets)
 
     # ---- any function of the batch
 

@@ -271,18 +271,18 @@ class BatchFunction:
         self._term_losses = whole.losses
         return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
 
-    def not_finite(self, kind: Kind, cut: Cut, batch: Batch) -> Exception:
-        """The error that says where it came from."""
+    def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "") -> Exception:
+        """The error that says where it came from, and `what` it is if the kind of order does not tell."""
         workers, counters = self.workers, self._past.counters
         with workers.without_hooks():
-            return explain(workers.backend, cut, batch.numbering, workers.number, counters, kind)
+            return explain(workers.backend, cut, batch.numbering, workers.number, counters, kind, what)
 
     @exclusive
     @undisturbed
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
         """The Hessian of f at X times `v`: a new tensor, shape `(n,)`, X's dtype."""
         step = self.ready()
-        direction = _read_direction(v, self.subject.x)
+        direction = torch.empty_like(self.subject.x).copy_(v.detach())
         if not bool(direction.isfinite().all()):
             return torch.full_like(direction, math.nan)
         with self.observers.doing("product"), self._owner.amid("a product"):
@@ -292,23 +292,35 @@ class BatchFunction:
             whole = reduce_answers(answers, step.plan.cut.chunks, product)
         if not whole.finite and self.settings.on_nonfinite == "raise":
             raise self.not_finite(Kind.MULTIPLY, step.plan.cut, step.batch)
-        counters = replace(self._past.counters, products=self._past.counters.products + 1)
-        self._past = Past(counters, self._past.hook_results)
+        self.count_products(1)
         return product
+
+    def count_products(self, count: int) -> None:
+        """So many more products of the Hessian were made."""
+        counters = replace(self._past.counters, products=self._past.counters.products + count)
+        self._past = Past(counters, self._past.hook_results)
 
     # ---- tasks
 
     @exclusive
     @undisturbed
-    def carry_out(self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], T]) -> T:
-        """`use` what the workers answer to orders of a task on `batch`, which has one part, and the cut; either the
-        samples of a term of the loaded batch, or (`task.aside`) other ones. The loaded batch stays as it is.
+    def carry_out(
+        self,
+        task: Task,
+        batch: Batch,
+        kind: Kind,
+        use: Callable[[Sequence[Answer], Cut], T],
+        chunk_size: int | None = None,
+    ) -> T:
+        """`use` what the workers answer to orders of a task on `batch`, and its cut: either samples of the loaded
+        batch, or (`task.aside`) other ones, in chunks of `chunk_size`, if not those of evaluations. The loaded batch
+        stays as it is.
 
         In the middle of a step (an optimizer's callback) the program is that of the step; else it is as the user has it
         now, and a batch that was loaded before a change of it is no longer loaded.
         """
         self.check_open()
-        now = task.aside and not self.owner.is_amid
+        now = task.aside and not task.whole and not self.owner.is_amid
         if now:
             self.subject.check()
             self.end_step()
@@ -319,7 +331,7 @@ class BatchFunction:
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self._forget_batch()
-                plan = self._plan_of_task(task, batch)
+                plan = self._plan_of_task(task, batch, chunk_size)
                 orders = plan.orders(workers.number(), self._past.counters.steps, kind)
                 answers = workers.learning(lambda: workers.backend.evaluate(plan.cut, orders, self.observers.busy))
                 workers.learn_from_task(answers)
@@ -327,11 +339,12 @@ class BatchFunction:
             finally:
                 workers.backend.end_task()
 
-    def _plan_of_task(self, task: Task, batch: Batch) -> Plan:
+    def _plan_of_task(self, task: Task, batch: Batch, chunk_size: int | None) -> Plan:
         """The step's own where its whole batch is gone through, so that draws are those of the evaluations."""
-        if not task.aside and len(self._loaded().batch.parts) == 1:
+        if not task.aside and len(self._loaded().batch.parts) == len(batch.parts):
             return self._loaded().plan
-        chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
+        if chunk_size is None:
+            chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
         return make_plan(batch.size, chunk_size, self.workers.speeds_of_tasks)
 
     # ---- what is undone
@@ -501,13 +514,3 @@ class _ReadsAhead(Observer):
     def busy(self) -> None:
         with torch_threads(1):  # the workers have the cores
             self._ahead.fetch()
-
-
-def _read_direction(v: Any, x: torch.Tensor) -> torch.Tensor:
-    """The vector to multiply with, of X's dtype and laid out as in shared memory, for the same bits."""
-    if not isinstance(v, torch.Tensor) or not v.is_floating_point():
-        given = f"a tensor of {v.dtype}" if isinstance(v, torch.Tensor) else type(v).__name__
-        raise TypeError(f"`v` must be a tensor of floating-point numbers, shape ({len(x)},); got {given}")
-    if v.shape != x.shape:
-        raise ValueError(f"`v` must have shape ({len(x)},), as `parameters`; got {tuple(v.shape)}")
-    return torch.empty_like(x).copy_(v.detach())

@@ -16,7 +16,7 @@ from batchopt_workers.messages import Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 
 # What orders of each kind yield beside the loss.
-DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product", Kind.TOTAL: "total"}
+DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,26 @@ def explain(
     number: Callable[[], int],
     counters: Counters,
     kind: Kind = Kind.EVALUATE,
+    name: str = "",
 ) -> NonFiniteError:
     """The error for the evaluation, or the product, that follows `counters`: evaluates anew, without hooks (which the
-    caller has taken off), to find the place. `number` numbers the evaluations."""
-    place = locate(backend, cut, number, counters.steps, kind)
-    what = place.what if place is not None else f"loss or {DERIVATIVES[kind]} is not finite"
+    caller has taken off), to find the place. `number` numbers the evaluations; `name`: of what it yields beside the
+    loss, if that is not what the kind says."""
+    name = name or DERIVATIVES[kind]
+    place = locate(backend, cut, number, counters.steps, kind, name)
+    beside = "" if kind is Kind.TOTAL else "loss or "
+    what = place.what if place is not None else f"{beside}{name} is not finite"
     chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
     return NonFiniteError(what, chunk, samples, counters.steps, counters.evaluations + 1, numbering.within(samples))
 
 
 def locate(
-    backend: Backend, cut: Cut, number: Callable[[], int], step: int, kind: Kind = Kind.EVALUATE
+    backend: Backend,
+    cut: Cut,
+    number: Callable[[], int],
+    step: int,
+    kind: Kind = Kind.EVALUATE,
+    name: str = DERIVATIVES[Kind.EVALUATE],
 ) -> Origin | None:
     """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
 
@@ -60,7 +69,7 @@ def locate(
             Order(evaluation, step, some.start + first, some.start + last, kind) if last > first else None
             for first, last in runs(counts)
         ]
-        return next(filter(None, (_what(answer, kind) for answer in backend.evaluate(cut, orders))), "")
+        return next(filter(None, (_what(answer, name) for answer in backend.evaluate(cut, orders))), "")
 
     chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
     reason = what(cut, chunks)
@@ -89,12 +98,12 @@ def _narrow(items: range, what: Callable[[range], str]) -> range:
     return items
 
 
-def _what(answer: Answer, kind: Kind) -> str:
+def _what(answer: Answer, name: str) -> str:
     """Which of the loss and its derivative is not finite; empty if both are."""
     for _, partial in answer.partials:
         bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
         if bad is not None:
             return f"loss is {bad}"
         if not all_finite(partial.gradient):
-            return f"{DERIVATIVES[kind]} is not finite"
+            return f"{name} is not finite"
     return ""

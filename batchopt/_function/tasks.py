@@ -84,8 +84,8 @@ def plain(readings: Readings) -> Readings:
     return {name: Reading(reading.collate, "mean", None, None, reading.device) for name, reading in readings.items()}
 
 
-def collect(function: BatchFunction, task: Task, batch: Batch) -> Any:
-    """The results in the order of samples."""
+def collect(function: BatchFunction, task: Task, batch: Batch, chunk_size: int | None = None) -> Any:
+    """The results in the order of samples; in chunks of `chunk_size`, if not in those of evaluations."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
         form = common_form(forms_of(answers), cut.bounds)
@@ -93,11 +93,12 @@ def collect(function: BatchFunction, task: Task, batch: Batch) -> Any:
             return form.objects
         return form.filled(function.workers.backend.collected(form.columns, batch.size))
 
-    return function.carry_out(task, batch, Kind.COLLECT, whole)
+    return function.carry_out(task, batch, Kind.COLLECT, whole, chunk_size)
 
 
-def total(function: BatchFunction, task: Task, batch: Batch) -> Any:
-    """The sum of the results, along the tree of chunks. Raises `NonFiniteError`, unless f may be infinite, too."""
+def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total") -> Any:
+    """The sum of the results, along the tree of chunks; `what` it is. Raises `NonFiniteError`, unless f may be
+    infinite, too."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
         form = common_form(forms_of(answers), cut.bounds)
@@ -105,7 +106,7 @@ def total(function: BatchFunction, task: Task, batch: Batch) -> Any:
         sums = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
         finite = reduce_answers(answers, cut.chunks, sums).finite
         if not finite and function.settings.on_nonfinite == "raise":
-            raise function.not_finite(Kind.TOTAL, cut, batch)
+            raise function.not_finite(Kind.TOTAL, cut, batch, what)
         views = layout.views(sums)
         return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])
 

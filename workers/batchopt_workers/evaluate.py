@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.collector import GradientCollector, grads_kept
+from batchopt_workers.layout import Layout
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
 from batchopt_workers.sums import PartialSum, Sums
 from batchopt_workers.task_runner import ChunkDone, TaskRunner
+from batchopt_workers.tree import most_held
 from batchopt_workers.walk import Walk
 from batchopt_workers.watch import Watch
 from batchopt_workers.worker import Hook, Sample, Worker
@@ -76,7 +78,7 @@ class Evaluator:
         self._parameters = parameters
         self._buffers = buffers
         self._objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
-        self.tasks = TaskRunner(self.walk, program.module, parameters, self._objectives)
+        self.tasks = TaskRunner(self.walk, program.module, parameters, self)
 
     @property
     def batch(self) -> Batch | None:
@@ -117,7 +119,7 @@ class Evaluator:
         order, but has to be the same for all chunks of one. Orders of tasks have memory of their own.
         """
         if order.kind in TASKS:
-            yield from self.tasks.evaluate(order, self.weights)
+            yield from self.tasks.evaluate(order)
             return
         assert rows is not None
         loaded = self.loaded
@@ -188,6 +190,47 @@ class Evaluator:
                 torch.autograd.backward([g for g, _ in varying], [v for _, v in varying])
                 collector.collect()
         return _part_of(loss.item(), piece)
+
+    # ---- for tasks
+
+    def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
+        """The loss of a piece, of that term, with its graph."""
+        names = [None] * len(self.weights) if self._loaded is None else self._loaded.batch.numbering.names
+        sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[term])
+        return self._forward(replace(piece, term=term), sample)
+
+    def weight_of(self, term: int) -> float:
+        """The weight of that term in f."""
+        return self.weights[term]
+
+    def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        """The loss of each term of the loaded batch, cut so, and df/dX (shape `(n,)`; empty, if it is not wanted): with
+        the bits of an evaluation. The posthook does not run."""
+        loaded = LoadedBatch(self.loaded.batch, cut)
+        layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
+        count = most_held(0, cut.chunks, cut.chunks) if gradient else 0
+        rows = Rows(layout, self._buffers.size, count, None, self.worker.device)
+        sums, posthook, self.posthook = Sums(-1, cut.chunks), self.posthook, None
+        try:
+            for chunk in range(cut.chunks):
+                row, order = sums.free_row(), Order(-1, step, chunk, chunk + 1)
+                if gradient:
+                    losses, used = self._chunk(loaded, order, chunk, rows[row], [])
+                else:
+                    losses, used = self._losses(loaded, order, chunk), b""
+                sums.add(chunk, PartialSum(row, losses, used), rows if gradient else None)
+        finally:
+            self.posthook = posthook
+        whole = sums.root
+        return whole.losses, rows[whole.row].gradient if gradient else torch.empty(0)
+
+    def _losses(self, loaded: LoadedBatch, order: Order, chunk: int) -> tuple[float, ...]:
+        losses, names = [0.0] * len(self.weights), loaded.batch.numbering.names
+        with self.walk.restoring(loaded):
+            for piece in self.walk.pieces(loaded, order.step, chunk):
+                sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[piece.term])
+                losses[piece.term] += _part_of(self._forward(piece, sample).item(), piece)
+        return tuple(losses)
 
     def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
         """The loss of what the prehook makes of the sample."""

@@ -44,6 +44,11 @@ class Sums:
         """The places in the tree of what is held."""
         return tuple(node for node, _ in self._fold.partials)
 
+    @property
+    def root(self) -> PartialSum:
+        """The sum of all chunks. Raises `LookupError` while some are missing."""
+        return self._fold.root
+
     def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
         """Take in the partial of a chunk; without `rows`, where there is no vector to be summed."""
         self._rows = rows

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from batchopt_workers.batch import Piece, map_tensors, tensors_in
+from batchopt_workers.batch import Piece
 from batchopt_workers.layout import Layout
-from batchopt_workers.objective import Objective
+from batchopt_workers.messages import Cut
 from batchopt_workers.rows import Rows
 
 # `function(module, inputs, targets)`, for the samples of a chunk.
@@ -20,13 +20,15 @@ ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 
 class Surroundings(NamedTuple):
-    """The worker's module and its trainable parameters, and the objective of the term that the samples belong to; the
-    loss of all of them counts `weight` in f."""
+    """The worker's module and its trainable parameters; `loss` of a piece, which the prehook has seen, as it counts
+    `weight` in f; and `evaluate`: the losses of the terms, and df/dX, of the loaded batch as it is cut there, at the
+    parameters as they are."""
 
     module: torch.nn.Module
     parameters: Sequence[torch.Tensor]
-    objective: Objective
+    loss: Callable[[], torch.Tensor]
     weight: float
+    evaluate: Callable[[Cut, bool], tuple[tuple[float, ...], torch.Tensor]]
 
 
 class PieceFunction(Protocol):
@@ -38,14 +40,16 @@ class PieceFunction(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """The meaning of an order to collect or to total: apply `function` to samples of the term with the index `term`:
-    those of the loaded batch, or (`aside`) of a batch that comes with the task. `train`: the mode that the module is in
-    meanwhile; None: its own."""
+    """The meaning of an order to collect or to total: apply `function` to samples of the term with the index `term`
+    (None: of all terms, as they are numbered): those of the loaded batch, or (`aside`) of a batch that comes with the
+    task. `train`: the mode that the module is in meanwhile; None: its own. `whole`: whether the function evaluates the
+    loaded batch, all of it."""
 
     function: PieceFunction
-    term: int = 0
+    term: int | None = 0
     aside: bool = False
     train: bool | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,32 +83,6 @@ class Transformed:
         with torch.no_grad():
             output = around.module(piece.inputs)
             return output if self.transform is None else self.transform(output)
-
-
-class InputGradients:
-    """df/d(inputs): the gradient of f with respect to the inputs of the samples, in their structure."""
-
-    def __call__(self, piece: Piece, around: Surroundings) -> Any:
-        def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            found = tensor.detach()
-            return found.requires_grad_() if found.is_floating_point() or found.is_complex() else found
-
-        inputs = map_tensors(leaf, piece.inputs)
-        leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        if not leaves:
-            raise TypeError("the inputs have no floating-point tensor to differentiate by")
-        with torch.enable_grad():
-            _, loss = around.objective(inputs, piece.targets, piece.attributes)
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        gradients = iter(found)
-
-        def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-            if not tensor.requires_grad:
-                return None
-            own = next(gradients)
-            return torch.zeros_like(tensor) if own is None else own * around.weight
-
-        return map_tensors(gradient, inputs)
 
 
 @contextmanager

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from batchopt_workers import faults
-from batchopt_workers.batch import Batch, Part
+from batchopt_workers.batch import Batch, Part, Piece
 from batchopt_workers.collector import grads_kept
 from batchopt_workers.forms import Form, objects_form, real, rows_form, sums_form, sums_layout
 from batchopt_workers.loaded import LoadedBatch
-from batchopt_workers.messages import Kind, Order, Report
-from batchopt_workers.objective import Objective
+from batchopt_workers.messages import Cut, Kind, Order, Report
 from batchopt_workers.output import MemoryOutput, Output
 from batchopt_workers.rows import Rows
 from batchopt_workers.sums import PartialSum, Sums
@@ -32,23 +32,30 @@ class ChunkDone(NamedTuple):
     form: Form | None = None
 
 
+class F(Protocol):
+    """The function that is minimised, as far as tasks may use it."""
+
+    def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
+        """The loss of a piece, of that term, with its graph."""
+
+    def weight_of(self, term: int) -> float:
+        """The weight of that term in f."""
+
+    def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        """The loss of each term of the loaded batch, cut so, and df/dX (shape `(n,)`; empty, if it is not wanted)."""
+
+
 class TaskRunner:
     """Carries out orders to collect and to total, of the task that was begun last.
 
     Rows are written to `output`, sums to rows of `totals`. `protected`: whether the parameters cannot be written.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        module: torch.nn.Module,
-        parameters: Sequence[torch.Tensor],
-        objectives: Sequence[Objective],
-    ) -> None:
+    def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor], f: F) -> None:
         self.output: Output = MemoryOutput()
         self.totals: Totals = PrivateTotals()
         self.protected = False
-        self._walk, self._module, self._parameters, self._objectives = walk, module, parameters, objectives
+        self._walk, self._module, self._parameters, self._f = walk, module, parameters, f
         self._task: Task | None = None
         self._loaded: LoadedBatch | None = None
         self._sums: Sums | None = None
@@ -71,8 +78,8 @@ class TaskRunner:
             raise RuntimeError("no task was begun in this worker")
         return self._loaded
 
-    def evaluate(self, order: Order, weights: Sequence[float]) -> Iterator[ChunkDone]:
-        """Do the task with the chunks of `order`, one after the other; `weights` are those of the terms in f."""
+    def evaluate(self, order: Order) -> Iterator[ChunkDone]:
+        """Do the task with the chunks of `order`, one after the other."""
         loaded, task = self.loaded, self._task
         assert task is not None
         if self._sums is None or self._sums.evaluation != order.evaluation:
@@ -89,7 +96,7 @@ class TaskRunner:
                 try:
                     for piece in self._walk.pieces(loaded, order.step, chunk):
                         faults.point("worker.forward", chunk)
-                        results.append(task.function(piece, self._around(piece.weight, weights)))
+                        results.append(task.function(piece, self._around(piece, order.step)))
                 finally:
                     watch.check()
                 form = self._total(results, needed, row) if totals else self._collect(results)
@@ -98,10 +105,16 @@ class TaskRunner:
             self._walk.leave()
             yield ChunkDone(sums.report(chunk + 1, began, False), (), form)
 
-    def _around(self, weight: float, weights: Sequence[float]) -> Surroundings:
+    def _around(self, piece: Piece, step: int) -> Surroundings:
         assert self._task is not None
-        term = self._task.term
-        return Surroundings(self._module, self._parameters, self._objectives[term], weight * weights[term])
+        term = piece.term if self._task.term is None else self._task.term
+        return Surroundings(
+            self._module,
+            self._parameters,
+            partial(self._f.loss_of, piece, term),
+            piece.weight * self._f.weight_of(term),
+            partial(self._f.evaluate_all, step),
+        )
 
     @property
     def _part(self) -> Part:
@@ -143,6 +156,6 @@ def _listed(form: Form) -> str:
     return ", ".join(map(str, form.columns))
 
 
-def of_term(batch: Batch, term: int) -> Batch:
-    """The samples of one term as a batch of their own."""
-    return Batch((batch.parts[term],))
+def of_term(batch: Batch, term: int | None) -> Batch:
+    """The samples of one term as a batch of their own; None: of all."""
+    return batch if term is None else Batch((batch.parts[term],))

@@ -91,6 +91,7 @@ class RayBackend(Backend):
         self._step: StepStart | None = None
         self._cut = Cut((0,))
         self._task: TaskStart | None = None
+        self._whole = False  # whether the task evaluates the loaded batch, all of it
         self._task_cut: Cut | None = None
         self._rows: list[RowsMessage] = []  # what was collected
         self._x: Any = None  # X and the direction, or references to them
@@ -202,10 +203,11 @@ class RayBackend(Backend):
         if batch is None:
             assert self._step is not None
             loaded = self._step.batch.batch
-            offset = loaded.numbering.position(task.term, range(1)).start
+            offset = loaded.numbering.position(task.term or 0, range(1)).start
             batch = of_term(loaded, task.term)
         for kind in TASKS:
             self._paces[kind].clear()  # those of another function
+        self._whole = task.whole
         self._task = TaskStart(packed, sendable, self._versions.latest, batch.numbering, offset)
         return self._versions.latest.packed.data is not before
 
@@ -240,18 +242,30 @@ class RayBackend(Backend):
         wanted = [
             range(offset + cut.bounds[run.first], offset + cut.bounds[run.last]) for run in runs if run is not None
         ]
-        missing, held = state.missing(target, batch, wanted, is_own)
         updates = state.updates(target)
-        fill = NodeActor.fill_task if is_own else NodeActor.fill
-        with sending("the batch", *(part.inputs.data for part in batch.batch.parts)):
-            updates += [request(fill, list(batch.slices(samples))) for samples in missing]
+        fill = [self._fill(state, target, batch, wanted, is_own)]
+        if order.kind in TASKS and self._whole:
+            assert self._step is not None
+            loaded = self._step.batch
+            fill.append(self._fill(state, target, loaded, [range(loaded.batch.size)], False))
+        updates += [asked for requests, _ in fill for asked in requests]
         x = None if state.x is self._x else self._x
         direction = None if state.direction is self._direction else self._direction
         method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe
         node.work(pending, updates, request(method, assignment, x, direction))
         state.updated(target)
-        state.hold(held, is_own)
+        for _, held in fill:
+            state.hold(*held)
         state.x, state.direction = self._x, self._direction
+
+    def _fill(
+        self, state: NodeState, target: Target, batch: SendableBatch, wanted: Sequence[range], of_task: bool
+    ) -> tuple[list[NodeRequest], tuple[list[range], bool]]:
+        """What to send so that a node has these samples, and what it holds then."""
+        missing, held = state.missing(target, batch, wanted, of_task)
+        method = NodeActor.fill_task if of_task else NodeActor.fill
+        with sending("the batch", *(part.inputs.data for part in batch.batch.parts)):
+            return [request(method, list(batch.slices(samples))) for samples in missing], (held, of_task)
 
     def _subject(self, kind: Kind) -> tuple[SendableBatch, Cut, int, bool]:
         """The batch that orders of a kind are about, its cut, where in it their samples begin, and whether it is a
