@@ -23,6 +23,7 @@ from benchmarks.findings import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
 PAGES = [ROOT / "README.md", *DOCS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -46,7 +47,9 @@ def prose(page: Path) -> str:
 # Programs
 
 
-@pytest.mark.parametrize("page", [page for page in DOCS if programs(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in DOCS if programs(page) and page != RECIPES], ids=lambda page: page.stem
+)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

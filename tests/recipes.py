@@ -1,0 +1,136 @@
+"""Runs a program of docs/recipes.md, over workers and over plain torch, with three optimizers; prints what came of it.
+
+    python tests/recipes.py Lightning
+
+For tests/test_recipes.py, in a process of its own: the libraries warn, log and change settings of their process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import batchopt
+
+PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
+
+# None is the page's own.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
+    "torch.optim.LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=10, line_search_fn="strong_wolfe"),
+    "batchopt.LBFGS": None,
+    "torch.optim.Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+# No library at all.
+PLAIN = """
+with batchopt.BatchOptimizer(network(), criterion) as opt:
+    stepper = optimizer(opt.module.parameters())
+
+    def closure():
+        stepper.zero_grad()
+        loss = opt.loss()
+        loss.backward()
+        return loss
+
+    opt.load(x, y)
+    for _ in range(3):
+        stepper.step(closure)
+"""
+
+# In place of `opt.loss()`, by somebody who does not know of it.
+NAIVE = ("opt.evaluate()", "opt.evaluate().requires_grad_()")
+
+
+class PlainTorch:
+    """As much of `BatchOptimizer` as the programs use, by plain torch in this process."""
+
+    def __init__(self, module: torch.nn.Module, criterion: Callable[..., torch.Tensor], **_: object) -> None:
+        self.module, self.criterion = module, criterion
+        self.eval_counter = 0
+        self.hook_results: list[torch.Tensor] = []
+
+    def load(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Make this the batch."""
+        self._batch = inputs, targets
+
+    def loss(self) -> torch.Tensor:
+        """f, with torch's own graph."""
+        inputs, targets = self._batch
+        output = self.module(inputs)
+        self.eval_counter += 1
+        self.hook_results = [output.detach()]
+        return self.criterion(output, targets)
+
+    def __enter__(self) -> PlainTorch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def read() -> tuple[str, dict[str, str]]:
+    """What all programs of the page begin with, and the program under each heading."""
+    beginning, *sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+    blocks = {text.partition("\n")[0]: re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M) for text in sections}
+    (head,) = re.findall(r"^```python\n(.*?)^```$", beginning, re.S | re.M)
+    return head, {heading: block[0] for heading, block in blocks.items() if block}
+
+
+def run(program: str, optimizer: str, plain: bool = False) -> dict[str, Any]:
+    """Run it; returns the evaluations, the loss before and after, and the metric if the program computes one."""
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(read()[0], str(PAGE), "exec"), names)
+    names["optimizer"] = OPTIMIZERS[optimizer] or names["optimizer"]
+    if plain:
+        names["batchopt"] = SimpleNamespace(BatchOptimizer=PlainTorch, LBFGS=batchopt.LBFGS)
+    exec(compile(program, str(PAGE), "exec"), names)
+    found = {
+        "evaluations": names["opt"].eval_counter,
+        "before": loss_of(names["network"](), names),
+        "after": loss_of(names["opt"].module, names),
+    }
+    return found | ({"metric": names["r2"].item()} if "r2" in names else {})
+
+
+def loss_of(module: torch.nn.Module, names: dict[str, Any]) -> float:
+    """f at the module's parameters."""
+    with torch.no_grad():
+        loss: float = names["criterion"](module(names["x"]), names["y"]).item()
+    return loss
+
+
+def naively(program: str, optimizer: str) -> dict[str, Any]:
+    """What comes of the ways not to do it; errors in words."""
+    found: dict[str, Any] = {}
+    for instead in NAIVE:
+        try:
+            found[instead] = run(program.replace("opt.loss()", instead), optimizer)
+        except RuntimeError as error:
+            found[instead] = str(error)
+    return found
+
+
+def main() -> None:
+    """Run what is under a heading of the page."""
+    program = read()[1][sys.argv[1]]
+    found = {
+        optimizer: {
+            "workers": run(program, optimizer),
+            "plain": run(program, optimizer, plain=True),
+            "without": run(PLAIN, optimizer, plain=True),
+            "naive": naively(program, optimizer),
+        }
+        for optimizer in OPTIMIZERS
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

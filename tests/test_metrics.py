@@ -1,0 +1,273 @@
+"""Metrics, however they are written: each is what it is when its own library is given all outputs at once."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+
+from batchopt._function.metrics import read_metrics, values
+
+SAMPLES, CLASSES = 1000, 5
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(SAMPLES, CLASSES, generator=generator)
+    return logits, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def ignite() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it compiles with what torch has deprecated
+        import ignite.metrics
+    return ignite.metrics
+
+
+@pytest.fixture(scope="module")
+def torchmetrics() -> ModuleType:
+    import torchmetrics
+
+    return torchmetrics
+
+
+def measured(metrics: Any, outputs: Any, targets: Any) -> Any:
+    return values(read_metrics(metrics), outputs, targets)
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether they are equal bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two) and one.dtype == two.dtype
+    return type(one) is type(two) and bool(one == two)
+
+
+class Counted:
+    """The mean of all outputs, in the style of torchmetrics; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.seen: list[Any] = []
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+        self.seen = []
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.calls.append("update")
+        self.seen.append((preds, target))
+
+    def compute(self) -> torch.Tensor:
+        self.calls.append("compute")
+        return torch.cat([preds for preds, _ in self.seen]).mean()
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+# Functions, and numbers
+
+
+def test_a_function_is_called_with_outputs_and_targets(data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    found = measured({"accuracy": accuracy, "loss": torch.nn.CrossEntropyLoss()}, *data)
+    assert list(found) == ["accuracy", "loss"]
+    assert same(found["accuracy"], accuracy(*data).item())
+    assert same(found["loss"], torch.nn.functional.cross_entropy(*data).item())
+
+
+def test_a_metric_alone_returns_its_value(data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert same(measured(accuracy, *data), accuracy(*data).item())
+
+
+@pytest.mark.parametrize(
+    "number", [3, True, 3.0, np.float32(3), np.array(3), torch.tensor(3), torch.tensor(3.0)], ids=repr
+)
+def test_one_number_is_a_float(number: Any) -> None:
+    assert same(measured(lambda outputs, targets: number, None, None), float(number))
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), np.ones(2), {"a": torch.tensor(1.0)}, "text", None, 1j], ids=repr)
+def test_anything_else_is_what_the_metric_returns(value: Any) -> None:
+    assert measured(lambda outputs, targets: value, None, None) is value
+
+
+# Objects
+
+
+def test_an_object_is_reset_and_updated_once(data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    metric = Counted()
+    metric.update(*data)
+    assert same(measured(metric, *data), data[0].mean().item())
+    assert metric.calls == ["update", "reset", "update", "compute"]
+    ((outputs, targets),) = metric.seen
+    assert outputs is data[0] and targets is data[1]
+
+
+@pytest.mark.parametrize("name", ["Accuracy", "AUROC", "ConfusionMatrix", "CalibrationError", "F1Score"])
+def test_those_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tensor, torch.Tensor], name: str) -> None:
+    def made() -> Any:
+        return getattr(torchmetrics, name)(task="multiclass", num_classes=CLASSES)
+
+    metric, expected = made(), made()
+    expected.update(*data)
+    value = expected.compute()
+    metric.update(data[0][:100], data[1][:100])  # an epoch that was not finished
+    for _ in range(2):
+        assert same(measured(metric, *data), value if value.ndim else value.item())
+    assert same(metric.compute(), value)
+
+
+def test_a_collection_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    made = [
+        torchmetrics.Accuracy("multiclass", num_classes=CLASSES),
+        torchmetrics.F1Score("multiclass", num_classes=CLASSES),
+    ]
+    both = torchmetrics.MetricCollection(made)
+    assert measured(both, *data).keys() == {"MulticlassAccuracy", "MulticlassF1Score"}
+    assert same(measured(2 * made[0], *data), 2 * measured(made[0], *data))
+
+
+def by_engine(metric: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """What ignite says of a metric."""
+    from ignite.engine import Engine
+
+    engine = Engine(lambda *_: data)
+    metric.attach(engine, "it")
+    return engine.run([0]).metrics["it"]
+
+
+@pytest.mark.parametrize("name", ["Accuracy", "Precision", "TopKCategoricalAccuracy", "ConfusionMatrix"])
+def test_those_of_ignite(ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor], name: str) -> None:
+    options = {"ConfusionMatrix": {"num_classes": CLASSES}, "TopKCategoricalAccuracy": {"k": 2}}.get(name, {})
+
+    def made() -> Any:
+        return getattr(ignite, name)(**options)
+
+    metric, expected = made(), by_engine(made(), data)
+    metric.update((data[0][:100], data[1][:100]))
+    for _ in range(2):
+        assert same(measured({"it": metric}, *data)["it"], expected)
+    assert np.array_equal(metric.compute(), expected)
+
+
+def test_ignites_arithmetic_and_transforms(ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def f1() -> Any:
+        precision, recall = ignite.Precision(average=False), ignite.Recall(average=False)
+        return (2 * precision * recall / (precision + recall)).mean()
+
+    metric = f1()
+    for _ in range(2):
+        assert same(measured(metric, *data), by_engine(f1(), data))
+
+    def halves() -> Any:
+        return ignite.Accuracy(output_transform=lambda output: (output[0][::2], output[1][::2]))
+
+    assert same(measured(halves(), *data), by_engine(halves(), data))
+
+
+def test_one_of_ignite_stays_attached_to_the_users_engine(
+    ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    from ignite.engine import Engine
+
+    metric, engine = ignite.Accuracy(), Engine(lambda *_: data)
+    metric.attach(engine, "accuracy")
+    value = measured(metric, *data)
+    assert metric.is_attached(engine) and same(engine.run([0]).metrics["accuracy"], value)
+
+
+# scikit-learn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_function_of_sklearn_gets_arrays_and_what_is_true_first(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(SAMPLES, generator=generator, dtype=torch.float64).to(dtype)
+    targets = outputs.double() * 2 + torch.randn(SAMPLES, generator=generator, dtype=torch.float64)
+    true, predicted = targets.numpy(), (outputs.float() if dtype == torch.bfloat16 else outputs).numpy()
+    expected = float(sklearn.metrics.r2_score(true, predicted))
+    assert same(measured(sklearn.metrics.r2_score, outputs.requires_grad_(), targets), expected)
+    assert expected != sklearn.metrics.r2_score(predicted, true)
+
+
+def test_options_of_a_function_of_sklearn(data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    classes, targets = data[0].argmax(1), data[1]
+    metrics = {
+        "f1": functools.partial(sklearn.metrics.f1_score, average="macro"),
+        "confusion": sklearn.metrics.confusion_matrix,
+        "top": lambda outputs, targets: sklearn.metrics.accuracy_score(targets, outputs),
+    }
+    found = measured(metrics, classes, targets)
+    assert same(found["f1"], float(sklearn.metrics.f1_score(targets.numpy(), classes.numpy(), average="macro")))
+    assert np.array_equal(found["confusion"], sklearn.metrics.confusion_matrix(targets.numpy(), classes.numpy()))
+    assert same(found["top"], accuracy(*data).item())
+
+
+# What is none
+
+
+class Half:
+    """An update without an end."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None: ...
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "text": ("accuracy", r"`metrics` is no metric, but 'accuracy' of type str: a metric is a function"),
+    "nothing": (None, r"`metrics` is no metric, but None of type NoneType"),
+    "within a dict": ({"fine": accuracy, "bad": 3}, r"`metrics\['bad'\]` is no metric, but 3 of type int"),
+    "a list": ([accuracy], r"`metrics` is a list: give a dict, with a name for each"),
+    "a class": ({"c": Counted}, r"`metrics\['c'\]` is a class, not a metric: make an object of it, Counted\(\.\.\.\)"),
+    "no compute": (Half(), r"`metrics` is no metric, but <.*Half.* of type Half"),
+    "no name": ({"": accuracy}, r"names of `metrics` must be strings that are not empty; got ''"),
+    "a number as name": ({1: accuracy}, r"names of `metrics` must be strings that are not empty; got 1"),
+    "a scorer": (
+        sklearn.metrics.make_scorer(sklearn.metrics.f1_score, average="macro"),
+        r"`metrics` is a scorer of scikit-learn, make_scorer\(f1_score.*give the function that it is made of",
+    ),
+    "no comparison": (
+        {"s": sklearn.metrics.silhouette_score},
+        r"`metrics\['s'\]` is sklearn's silhouette_score, which does not begin with y_true",
+    ),
+}
+
+
+@pytest.mark.parametrize(("metrics", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_metric_is_named(metrics: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        read_metrics(metrics)
+
+
+def test_there_must_be_one() -> None:
+    with pytest.raises(ValueError, match="`metrics` is empty"):
+        read_metrics({})
+
+
+def test_what_a_metric_raises_is_raised(data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        measured(lambda outputs, targets: 1 / 0, *data)
+
+
+def test_not_a_number_is_a_number() -> None:
+    assert math.isnan(measured(lambda outputs, targets: torch.tensor(math.nan), None, None))
+
+
+def test_no_library_is_imported_for_a_function() -> None:
+    program = (
+        "import sys, batchopt._function.metrics as m; m.values(m.read_metrics(lambda x, y: 1), 0, 0); "
+        "print([name for name in ('ignite', 'torchmetrics', 'sklearn') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[]\n"
