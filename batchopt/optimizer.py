@@ -19,6 +19,7 @@ from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
 from batchopt._function.numpy_objective import FlatObjective
+from batchopt._function.prepared import PreparedBatch
 from batchopt._function.settings import Settings
 from batchopt._function.timeline import Timeline
 from batchopt._function.trials import Trial, Trials
@@ -29,7 +30,7 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
-from batchopt.backends.base import Prepared, WorkerInfo
+from batchopt.backends.base import WorkerInfo
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
@@ -300,6 +301,9 @@ class BatchOptimizer:
         were not evaluated: then it is the loss of the last evaluation. Whatever it raises, Ctrl-C included: parameters,
         buffers, counters and the optimizer's state are as before.
         """
+        if isinstance(inputs, PreparedBatch):
+            inputs.check_alone(targets, options)
+            return self._step_on(inputs)
         return self._step(lambda: self.load(inputs, targets, options))
 
     def _step(self, load: Callable[[], None]) -> float:
@@ -339,14 +343,28 @@ class BatchOptimizer:
 
         Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as a
         `DataLoader` makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for
-        each term. What `batches` raises is raised when its turn has come. Raises what `step` raises. Between two steps
-        nothing else may load a batch.
+        each term. What `batches` raises is raised when its turn has come. Raises what `step` raises. `Batches` go on
+        from their position to the end of the epoch, and count a batch when its step is over.
         """
-        return self._function.for_each(batches, self._step_on)
+        for batch in self.prepared(batches):
+            yield self._step_on(batch)
 
     @exclusive
-    def _step_on(self, prepared: Prepared) -> float:
-        return self._step(lambda: self._function.begin(prepared))
+    def _step_on(self, batch: PreparedBatch) -> float:
+        prepared = batch.take(self._function)
+        loss = self._step(lambda: self._function.begin(prepared))
+        batch.finish()
+        return loss
+
+    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+        """Each of `batches` (as for `steps`), for loops of your own: `for batch in opt.prepared(batches):
+        opt.step(batch)`. The next one is read, and copied to where the workers will read it, while they compute.
+
+        Each is for `step` or `load` of this optimizer: once, and before the next one is asked for; else they raise
+        `BatchoptError`. `len(batch)` is its number of samples. Of `Batches` one counts when its step is over, when it
+        is loaded, or when the loop goes on without it.
+        """
+        return self._function.prepared(batches)
 
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer,

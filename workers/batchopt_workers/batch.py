@@ -89,7 +89,7 @@ def tensors_in(data: Any) -> Iterator[torch.Tensor]:
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 
 
-def _has_a_row_each(item: Any, samples: int) -> bool:
+def has_a_row_each(item: Any, samples: int) -> bool:
     """Whether it is a list, tuple or array of other things than tensors, one a sample."""
     if isinstance(item, np.ndarray):
         return item.ndim > 0 and len(item) == samples
@@ -131,7 +131,7 @@ class Columns:
 
     def _map(self, function: Callable[[Any], Any]) -> Any:
         samples = len(self)
-        return map_tensors(function, self.data, lambda item: _is_tensor(item) or _has_a_row_each(item, samples))
+        return map_tensors(function, self.data, lambda item: _is_tensor(item) or has_a_row_each(item, samples))
 
 
 @dataclass(frozen=True)
