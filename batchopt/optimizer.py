@@ -36,7 +36,7 @@ from batchopt.errors import CheckpointError
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.rollback import Rollback
-from batchopt_workers.batch import Collate
+from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
@@ -76,7 +76,10 @@ class BatchOptimizer:
             `torch.use_deterministic_algorithms(True)`.
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of
             `(input, target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one
-            forward a sample.
+            forward a sample. Of a Dataset, whose items are `(input, target)` or an input alone, it gets the list of
+            items; default: torch's `default_collate`.
+        cache: of a batch that is a Dataset, keep what a worker has read and collated of it until the next one is
+            loaded, the default; False: read it in each evaluation, where it does not fit into memory.
         precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules as
         their
             files are: what your program has changed in them (settings of a library, a patched method) is done here,
@@ -128,6 +131,7 @@ class BatchOptimizer:
         denominators: Denominators | None = None,
         chunk_size: int | None = None,
         collate_fn: Collate | None = None,
+        cache: bool = True,
         precode: Precode | None = None,
         prehook: Hook | None = None,
         posthook: Hook | None = None,
@@ -158,12 +162,14 @@ class BatchOptimizer:
         workers.
 
         `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose
-        first dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the
-        hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and
-        options. A new step begins: the module, the criterion, loss functions and hooks, with all that they refer to,
-        are taken as they are now, and so are `weights`. Do not change the data before the next `load`: when it is read,
-        at once or when it is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no
-        batch, for a program that cannot be sent any more, and if X is no longer the module's.
+        first dimension is the sample; or lists with one entry a sample. `inputs` alone may be a map-style
+        `torch.utils.data.Dataset`: each worker reads the samples of its chunks itself. `options` has one object a
+        sample, for the hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of
+        inputs, targets and options. A new step begins: the module, the criterion, loss functions and hooks, with all
+        that they refer to, are taken as they are now, and so are `weights`. Do not change the data before the next
+        `load`: when it is read, at once or when it is needed, depends on the backend. Raises `ValueError` or
+        `TypeError` for data that is no batch, for a program that cannot be sent any more, and if X is no longer the
+        module's.
         """
         self._function.load(inputs, targets, options)
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from batchopt._data import arguments
 from batchopt._data.batches import as_tensors
 from batchopt._data.datasets import samples_of
-from batchopt_workers.batch import Collate, has_a_row_each, items_of, map_tensors
+from batchopt_workers.items import Collate
+from batchopt_workers.structures import has_a_row_each, items_of, map_tensors
 
 
 class Turn(NamedTuple):
@@ -281,11 +282,6 @@ def _picking(data: Any, collate: Collate | None) -> tuple[int, Callable[[Any], A
     """The number of samples in `data`, and what makes a batch of some of them; None for a loader."""
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
-    if isinstance(data, IterableDataset):
-        raise TypeError(
-            f"`data` is an IterableDataset ({type(data).__name__}), whose samples have no index: give a "
-            "DataLoader of it"
-        )
     if isinstance(data, Dataset):
         samples = samples_of(data)
         return samples, _reading(data, collate) if collate is not None else lambda indices: _subset(data, indices)

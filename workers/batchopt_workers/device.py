@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from batchopt_workers.batch import Piece, map_tensors
+from batchopt_workers.batch import Piece
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Kind, Order, Report
 from batchopt_workers.rows import Rows
+from batchopt_workers.structures import map_tensors
 
 # The memory of this machine, which parent and workers share.
 HOST = torch.device("cpu")
@@ -113,7 +114,9 @@ class Mirror:
         self._pieces = {}
 
     def place(self, piece: Piece) -> Piece:
-        """The piece on the device; kept there for the next evaluation."""
+        """The piece on the device; kept there for the next evaluation, if there is room."""
+        if not piece.kept:
+            return _map_piece(self._moved, piece)
         key = piece.term, piece.indices.start, piece.indices.stop
         if key not in self._pieces:
             self._pieces[key] = _map_piece(self._moved, piece)

@@ -18,6 +18,7 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.collation import Collation
+from batchopt_workers.items import Unreadable
 from batchopt_workers.messages import Cut, Kind, Order, Report, Summary
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.rows import Row, Rows
@@ -252,9 +253,13 @@ class Evaluator:
             self._buffers.changes(row.changes, (stop - start) / self.batch.size, chunk == 0)
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
-        except BaseException:
+        except BaseException as error:
             collation.forget()
             self.watch.put_back()
+            if isinstance(error, Unreadable):  # an item of the term that comes next
+                term, _ = next(numbering.split(self.current))
+                self.current = numbering.position(term, range(error.index, error.index + 1))
+                raise error.error from None
             raise
         finally:
             self._buffers.restore()

@@ -110,7 +110,7 @@ class ProcessBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, PlacedBatch)
-        self._group.begin_step(prepared.batch.numbering, weights)
+        self._group.begin_step(prepared.batch, weights)
         self._slot = prepared.slot
         self._group.load(_name(prepared.slot), prepared.memory, prepared.load)
 

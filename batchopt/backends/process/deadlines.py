@@ -20,6 +20,7 @@ class Deadlines:
     def __init__(self, timeout: float | None, paces: Mapping[Kind, Mapping[int, float]]) -> None:
         """`paces`: seconds a sample, by rank, for each kind of order; kept current by others."""
         self._timeout, self._paces = timeout, paces
+        self.reading = False  # whether workers read samples, which may take far longer than to evaluate them
 
     def allowance(self, rank: int, cut: Cut | None, asked: PendingMessage) -> float:
         """The seconds without progress after which the worker counts as hung, where it has cut the batch so."""
@@ -35,4 +36,5 @@ class Deadlines:
         largest = max(bounds[i + 1] - bounds[i] for i in range(asked.order.first, asked.order.last))
         paces = self._paces[asked.order.kind]
         pace = paces.get(rank, max(paces.values(), default=None))
-        return asked.patience * (UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest))
+        floor = UNKNOWN if self.reading else FLOOR
+        return asked.patience * (UNKNOWN if pace is None else max(floor, FACTOR * pace * largest))

@@ -38,6 +38,7 @@ from batchopt.backends.process.worker import (
 )
 from batchopt.backends.sendable import sending
 from batchopt_workers import faults
+from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.memory import SharedBlock
@@ -218,14 +219,16 @@ class WorkerGroup:
         """Evaluate another program from the next step on."""
         self._program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
 
-    def begin_step(self, numbering: Numbering, weights: tuple[float, ...]) -> None:
-        """Begin a step with the program as it is now. Raises `TypeError` for a program that cannot be sent any more."""
+    def begin_step(self, batch: Batch, weights: tuple[float, ...]) -> None:
+        """Begin a step on `batch` with the program as it is now. Raises `TypeError` for a program that cannot be sent
+        any more."""
         self._enter()
         self._follow()
         if weights != self._weights:
             self._pool.set_state("weights", call(Activity.BATCH, Session.set_weights, weights))
             self._weights = weights
-        self._numbering = numbering
+        self._numbering = batch.numbering
+        self._deadlines.reading = batch.is_read
 
     def load(self, name: str, memory: SharedBlock, load: SessionCall) -> None:
         """Let workers take the batch of the step from shared memory, which they know by that name."""

@@ -196,7 +196,8 @@ class RayBackend(Backend):
         missing, held = state.missing_samples(batch, wanted)
         updates = state.updates(target)
         with sending("the batch", *(part.inputs.data for part in batch.batch.parts)):
-            updates += [request(NodeActor.fill, list(batch.slices(samples))) for samples in missing]
+            slices = (list(batch.slices(samples)) for samples in missing)
+            updates += [request(NodeActor.fill, found) for found in slices if found]
         x = None if state.x is self._x else self._x
         direction = None if state.direction is self._direction else self._direction
         method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe

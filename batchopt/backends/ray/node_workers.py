@@ -82,7 +82,7 @@ class NodeWorkers:
             self.group.tell(f"{PIECE}{number}", *calls)
 
     def _begin_step(self, loaded: _LoadedBatch, weights: tuple[float, ...]) -> None:
-        self.group.begin_step(loaded.batch.numbering, weights)
+        self.group.begin_step(loaded.batch, weights)
         self.group.load(BATCH, loaded.buffer.block, loaded.load)
 
     def fill(self, part: BatchSlice) -> None:
