@@ -1,5 +1,6 @@
 """Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
 
+from batchopt._data.epochs import Batches as Batches
 from batchopt._data.terms import Term as Term
 from batchopt._mapreduce.split import split_batch as split_batch
 from batchopt.doctor import Diagnosis as Diagnosis

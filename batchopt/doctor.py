@@ -11,11 +11,13 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import Dataset
 
+from batchopt._data.datasets import samples_of
 from batchopt._function.function import BatchFunction
 from batchopt._program.copies import copied
-from batchopt_workers.batch import map_tensors
 from batchopt_workers.inspection import normalises_by_chunk, written
+from batchopt_workers.structures import map_tensors
 
 CHUNKS = 4  # of the batch where a cut is tried
 # Of the finite difference, relative to the size of X; in single precision a hundred times as long. In steps as short as
@@ -330,4 +332,17 @@ def _doubled(data: Any) -> Any:
             return tensor
         return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
-    return map_tensors(double, data)
+    return _DoubledItems(data) if isinstance(data, Dataset) else map_tensors(double, data)
+
+
+class _DoubledItems(Dataset[Any]):
+    """A dataset with the floating-point tensors of its items in float64."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return samples_of(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return _doubled(self._dataset[index])

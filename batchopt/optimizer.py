@@ -20,6 +20,7 @@ from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
 from batchopt._function.numpy_objective import FlatObjective
+from batchopt._function.prepared import PreparedBatch
 from batchopt._function.settings import Settings
 from batchopt._function.tasks import Functions, apply, collect, total
 from batchopt._function.timeline import Timeline
@@ -31,13 +32,13 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
-from batchopt.backends.base import Prepared, WorkerInfo
+from batchopt.backends.base import WorkerInfo
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.rollback import Rollback
-from batchopt_workers.batch import Collate
+from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
@@ -77,7 +78,10 @@ class BatchOptimizer:
             `torch.use_deterministic_algorithms(True)`.
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of
             `(input, target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one
-            forward a sample.
+            forward a sample. Of a Dataset, whose items are `(input, target)` or an input alone, it gets the list of
+            items; default: torch's `default_collate`.
+        cache: of a batch that is a Dataset, keep what a worker has read and collated of it until the next one is
+            loaded, the default; False: read it in each evaluation, where it does not fit into memory.
         precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules as
         their
             files are: what your program has changed in them (settings of a library, a patched method) is done here,
@@ -129,6 +133,7 @@ class BatchOptimizer:
         denominators: Denominators | None = None,
         chunk_size: int | None = None,
         collate_fn: Collate | None = None,
+        cache: bool = True,
         precode: Precode | None = None,
         prehook: Hook | None = None,
         posthook: Hook | None = None,
@@ -159,12 +164,14 @@ class BatchOptimizer:
         workers.
 
         `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose
-        first dimension is the sample; or lists with one entry a sample. `options` has one object a sample, for the
-        hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and
-        options. A new step begins: the module, the criterion, loss functions and hooks, with all that they refer to,
-        are taken as they are now, and so are `weights`. Do not change the data before the next `load`: when it is read,
-        at once or when it is needed, depends on the backend. Raises `ValueError` or `TypeError` for data that is no
-        batch, for a program that cannot be sent any more, and if X is no longer the module's.
+        first dimension is the sample; or lists with one entry a sample. `inputs` alone may be a map-style
+        `torch.utils.data.Dataset`: each worker reads the samples of its chunks itself. `options` has one object a
+        sample, for the hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of
+        inputs, targets and options. A new step begins: the module, the criterion, loss functions and hooks, with all
+        that they refer to, are taken as they are now, and so are `weights`. Do not change the data before the next
+        `load`: when it is read, at once or when it is needed, depends on the backend. Raises `ValueError` or
+        `TypeError` for data that is no batch, for a program that cannot be sent any more, and if X is no longer the
+        module's.
         """
         self._function.load(inputs, targets, options)
 
@@ -377,6 +384,9 @@ class BatchOptimizer:
         were not evaluated: then it is the loss of the last evaluation. Whatever it raises, Ctrl-C included: parameters,
         buffers, counters and the optimizer's state are as before.
         """
+        if isinstance(inputs, PreparedBatch):
+            inputs.check_alone(targets, options)
+            return self._step_on(inputs)
         return self._step(lambda: self.load(inputs, targets, options))
 
     def _step(self, load: Callable[[], None]) -> float:
@@ -416,14 +426,28 @@ class BatchOptimizer:
 
         Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as a
         `DataLoader` makes them; anything else is the inputs. With `terms` each batch is a dict, with one of these for
-        each term. What `batches` raises is raised when its turn has come. Raises what `step` raises. Between two steps
-        nothing else may load a batch.
+        each term. What `batches` raises is raised when its turn has come. Raises what `step` raises. `Batches` go on
+        from their position to the end of the epoch, and count a batch when its step is over.
         """
-        return self._function.for_each(batches, self._step_on)
+        for batch in self.prepared(batches):
+            yield self._step_on(batch)
 
     @exclusive
-    def _step_on(self, prepared: Prepared) -> float:
-        return self._step(lambda: self._function.begin(prepared))
+    def _step_on(self, batch: PreparedBatch) -> float:
+        prepared = batch.take(self._function)
+        loss = self._step(lambda: self._function.begin(prepared))
+        batch.finish()
+        return loss
+
+    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+        """Each of `batches` (as for `steps`), for loops of your own: `for batch in opt.prepared(batches):
+        opt.step(batch)`. The next one is read, and copied to where the workers will read it, while they compute.
+
+        Each is for `step` or `load` of this optimizer: once, and before the next one is asked for; else they raise
+        `BatchoptError`. `len(batch)` is its number of samples. Of `Batches` one counts when its step is over, when it
+        is loaded, or when the loop goes on without it.
+        """
+        return self._function.prepared(batches)
 
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer,

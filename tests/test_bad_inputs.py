@@ -328,10 +328,10 @@ BATCHES = {
         TypeError,
         r"got DataLoader: `for loss in opt\.steps\(loader\)` steps on each .* opt\.full_gradient\(loader\) sums",
     ),
-    "19 a data set of tensors": Case(lambda: step(LOADED), TypeError, r"got TensorDataset: pass its tensors"),
-    "19 a data set": Case(
-        lambda: step(torch.utils.data.Subset(LOADED, [0, 1])), TypeError, r"got Subset.*: pass its samples as lists"
+    "19 a data set without a length": Case(
+        lambda: step(torch.utils.data.Dataset(), None), TypeError, r"must be map-style, .*; Dataset has no `__len__`"
     ),
+    "19 a data set as targets": Case(lambda: step(X, LOADED), TypeError, r"got TensorDataset: a dataset takes the pla"),
     "19 graphs that were put together": Case(
         lambda: step(SimpleNamespace(to_data_list=None)), TypeError, r"pass the list of graphs, .*from_data_list"
     ),

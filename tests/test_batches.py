@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt._data.batches import Reading, read_part
 from batchopt._data.denominators import Denominators
-from batchopt_workers.batch import Collate, Columns, Part, Samples, tensors_in
+from batchopt_workers.batch import Columns, Part, Samples
+from batchopt_workers.items import Collate
+from batchopt_workers.structures import tensors_in
 
 
 class Pair(NamedTuple):
@@ -327,17 +329,24 @@ def test_targets_are_where_the_workers_are() -> None:
         read_part(X, on_an_accelerator(), None, reading)
 
 
+def inputs_of(data: Any) -> Columns | Samples:
+    """The inputs of data in memory."""
+    found = read(data).inputs
+    assert isinstance(found, (Columns, Samples))
+    return found
+
+
 def test_mappings_and_dataclasses_are_cut_and_keep_their_types() -> None:
     encoding = Encoding(points=torch.arange(4.0), values=torch.arange(4))
-    part = read(encoding).inputs.slice(1, 3)
+    part = inputs_of(encoding).slice(1, 3)
     assert type(part) is Encoding and part.points.tolist() == [1, 2] and part["values"].tolist() == [1, 2]
     assert encoding.points.tolist() == [0, 1, 2, 3]
     record = Record(torch.arange(4.0), torch.arange(4))
-    part = read(record).inputs.slice(1, 3)
+    part = inputs_of(record).slice(1, 3)
     assert type(part) is Record and (part.values.tolist(), part.name) == ([1, 2], "no tensor")
     assert record.values.tolist() == [0, 1, 2, 3]
-    assert read([record, record]).inputs.sample(1).values.tolist() == [0, 1, 2, 3]
-    frozen = read(MappingProxyType({"points": torch.arange(4)})).inputs.slice(1, 3)
+    assert inputs_of([record, record]).sample(1).values.tolist() == [0, 1, 2, 3]
+    frozen = inputs_of(MappingProxyType({"points": torch.arange(4)})).slice(1, 3)
     assert frozen["points"].tolist() == [1, 2]
 
 
@@ -361,9 +370,9 @@ def test_arrays_of_numbers_are_tensors(array: np.ndarray[Any, Any]) -> None:
 
 
 def test_arrays_beside_tensors_and_in_lists_stay_arrays() -> None:
-    beside = read({"x": X, "names": np.array(["a", "b", "c"])}).inputs.slice(1, 3)
+    beside = inputs_of({"x": X, "names": np.array(["a", "b", "c"])}).slice(1, 3)
     assert isinstance(beside["names"], np.ndarray) and beside["names"].tolist() == ["b", "c"]
-    assert isinstance(read([np.zeros(2), np.zeros(3)]).inputs.sample(1), np.ndarray)
+    assert isinstance(inputs_of([np.zeros(2), np.zeros(3)]).sample(1), np.ndarray)
 
 
 def test_the_path_to_what_is_wrong_in_a_dataclass_is_its_own() -> None:

@@ -5,12 +5,18 @@ Imported in worker processes too, so it must not import batchopt.
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 
 class Mlp(nn.Module):
@@ -149,3 +155,49 @@ WORKLOADS: dict[str, Callable[[torch.dtype], Workload]] = {
     "burgers": burgers,
     "logistic": logistic,
 }
+
+
+class Pairs(Dataset[Any]):
+    """A dataset of the samples in tensors. What is read is noted in the file `notes`; whoever reads sample `deadly`
+    first, other than the process that made this, is killed."""
+
+    def __init__(
+        self, inputs: torch.Tensor, targets: torch.Tensor, notes: Path | None = None, deadly: int | None = None
+    ) -> None:
+        self.inputs, self.targets, self.notes, self.deadly = inputs, targets, notes, deadly
+        self.maker = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.notes is not None:
+            before = self.read()
+            with self.notes.open("a") as file:
+                file.write(f"{index}\n")
+            if index == self.deadly and index not in before and os.getpid() != self.maker:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.inputs[index], self.targets[index]
+
+    def read(self) -> list[int]:
+        """The samples that were read, in order."""
+        if self.notes is None or not self.notes.exists():
+            return []
+        return [int(line) for line in self.notes.read_text().split()]
+
+
+class Noisy(Pairs):
+    """Each reading adds other noise, of torch, NumPy and `random`."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = super().__getitem__(index)
+        return x + torch.randn(()).item() + np.random.rand() + random.random(), y
+
+
+class Broken(Pairs):
+    """One sample cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 7:
+            raise FileNotFoundError("no such picture")
+        return super().__getitem__(index)

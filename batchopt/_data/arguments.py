@@ -37,6 +37,13 @@ def read_seed(value: Any) -> int:
     return _integer("seed", value, 0)
 
 
+def read_count_of_state(name: str, value: Any) -> int:
+    """A counter in a state that was saved: any non-negative int. Raises `ValueError`."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"`{name}` of a state must be an int >= 0, got {value!r}")
+    return value
+
+
 def read_on_nonfinite(value: Any) -> str:
     """Check `on_nonfinite`: "raise" or "return"."""
     if value not in ("raise", "return"):

@@ -8,27 +8,34 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, default_collate
 
+from batchopt._data.datasets import samples_of, tensors_of
 from batchopt._data.denominators import (
     Denominators,
+    check_known_denominators,
     divides_once,
     given_denominators,
     own_denominators,
+    rows_of_as_many,
     rows_of_samples,
     running_denominators,
 )
 from batchopt._data.terms import check_names
-from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples, is_record, items_of, map_tensors, tensors_in
+from batchopt_workers.batch import Batch, Columns, Part, Samples
+from batchopt_workers.items import Collate, Items
+from batchopt_workers.structures import is_record, items_of, map_tensors, tensors_in
 from batchopt_workers.weighting import Weighting
 
-Form = Columns | Samples
+InMemory = Columns | Samples
 
 
 @dataclass(frozen=True)
 class Reading:
     """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
 
-    `device`: where all tensors must lie, since the workers compute there; None: anywhere.
+    `device`: where all tensors must lie, since the workers compute there; None: anywhere. `cache`: whether workers keep
+    what they have read of a dataset.
     """
 
     collate: Collate | None
@@ -36,8 +43,9 @@ class Reading:
     criterion: Any
     denominators: Denominators | None
     device: torch.device | None = None
+    cache: bool = True
 
-    def weighting(self, inputs: Any, targets: Any, samples: int, columns: Form | None) -> Weighting:
+    def weighting(self, inputs: Any, targets: Any, samples: int, columns: InMemory | None) -> Weighting:
         """How much the loss of some of the samples counts."""
         each, divided_once = None, False
         if self.reduction == "mean" and self.denominators is not None:
@@ -93,10 +101,14 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
 
     A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list
     is either one entry a sample or, when its entries are tensors of one length, such columns: the number of targets and
-    options decides. Raises `TypeError` or `ValueError` for data without samples, of different lengths, that the workers
-    cannot take, or that can be read both ways.
+    options decides. A map-style Dataset has its targets with it. Raises `TypeError` or `ValueError` for data without
+    samples, of different lengths, that the workers cannot take, or that can be read both ways.
     """
     options = _read_options(options)
+    if isinstance(inputs, Dataset):
+        inputs, targets = tensors_of(inputs, targets, reading.collate)
+        if isinstance(inputs, Dataset):
+            return _read_items(inputs, options, reading)
     try:
         inputs, targets = as_tensors(inputs), as_tensors(targets)
         all_inputs = _readings("inputs", inputs, reading)
@@ -123,6 +135,20 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, rows)
 
 
+def _read_items(dataset: Dataset[Any], options: list[Any] | None, reading: Reading) -> Part:
+    size = samples_of(dataset)
+    if size == 0:
+        raise ValueError("the batch has 0 samples")
+    if options is not None and len(options) != size:
+        raise ValueError(f"`inputs` has {size} samples but `options` has {len(options)}")
+    ignored = None
+    if reading.reduction == "mean":
+        ignored = check_known_denominators(reading.criterion, reading.denominators)
+    items = Items(dataset, size, reading.cache, ignored)
+    rows = rows_of_as_many(reading.criterion, size)
+    return Part(items, None, options, Weighting(reading.reduction, size), reading.collate or default_collate, rows)
+
+
 def _read_options(options: Any) -> list[Any] | None:
     if options is None:
         return None
@@ -134,11 +160,11 @@ def _read_options(options: Any) -> list[Any] | None:
     return list(options)
 
 
-def _readings(name: str, data: Any, reading: Reading) -> list[Form]:
+def _readings(name: str, data: Any, reading: Reading) -> list[InMemory]:
     """The ways in which `data` can be read: as columns, as samples, or, a list of tensors of one length, as both."""
     tensors = _check_tensors(name, data, reading.device)
     if isinstance(data, list):
-        found: list[Form] = [Samples(data)]
+        found: list[InMemory] = [Samples(data)]
         if reading.collate is None and data and all(isinstance(item, torch.Tensor) for item in data):
             lengths = {item.shape[0] if item.dim() else None for item in data}
             if len(lengths) == 1 and None not in lengths:
@@ -176,12 +202,13 @@ def _instead(data: Any) -> str:
     if isinstance(data, torch.utils.data.DataLoader):
         return (
             ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all "
-            "of them"
+            "of them; all its data as one batch are loader.dataset, which the workers read (with the loader's "
+            "collate_fn, if it has one, as that of BatchOptimizer)"
         )
-    if isinstance(data, torch.utils.data.TensorDataset):
-        return ": pass its tensors, (*dataset.tensors,)"
-    if isinstance(data, torch.utils.data.Dataset):
-        return ": pass its samples as lists, inputs = [x for x, _ in dataset] and targets = [y for _, y in dataset]"
+    if isinstance(data, Dataset):
+        return ": a dataset takes the place of inputs and targets, with items (input, target)"
+    if hasattr(data, "state_dict") and hasattr(data, "turns"):  # Batches
+        return ": `for loss in opt.steps(batches)` steps on each of them"
     if hasattr(data, "to_data_list"):  # torch_geometric's Batch
         return (
             ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be "
@@ -212,7 +239,7 @@ def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tu
     return [found for key, item in items_of(data) for found in _check_tensors(form.format(path, key), item, device)]
 
 
-def _mismatch(inputs: Sequence[Form], targets: Sequence[Form | None], options: list[Any] | None) -> str:
+def _mismatch(inputs: Sequence[InMemory], targets: Sequence[InMemory | None], options: list[Any] | None) -> str:
     parts = [f"`inputs` has {_counts(inputs)} samples"]
     if None not in targets:
         parts.append(f"`targets` has {_counts(targets)}")
@@ -221,11 +248,11 @@ def _mismatch(inputs: Sequence[Form], targets: Sequence[Form | None], options: l
     return " but ".join(parts)
 
 
-def _counts(readings: Sequence[Form | None]) -> str:
+def _counts(readings: Sequence[InMemory | None]) -> str:
     return " or ".join(str(len(reading)) for reading in readings if reading is not None)
 
 
-def _decide(fitting: list[tuple[Form, Form | None]]) -> tuple[Form, Form | None]:
+def _decide(fitting: list[tuple[InMemory, InMemory | None]]) -> tuple[InMemory, InMemory | None]:
     """The only reading that fits; or the one where inputs and targets both are lists of samples, and cannot be
     anything else or have entries of one form each."""
     if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):

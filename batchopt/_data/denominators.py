@@ -107,6 +107,21 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
         return each.reshape(len(each), -1).sum(1)
 
 
+def check_known_denominators(criterion: Any, denominators: Denominators | None) -> int | None:
+    """Raise `ValueError` where what a mean divides by depends on targets that nobody has read; else the class that no
+    target may be for all samples to count the same (None: any)."""
+    own = isinstance(criterion, _OF_CLASSES) and is_torchs_own(criterion)
+    what = "`denominators`" if denominators is not None else "class weights (`criterion.weight`)"
+    if denominators is not None or (own and criterion.weight is not None):
+        raise ValueError(
+            f"{what} need the targets of the whole batch, which of a Dataset are read in the workers alone: load its "
+            "data as tensors or a list of samples, or use reduction='sum'"
+        )
+    if not own:
+        return None
+    return -100 if criterion.ignore_index is None else int(criterion.ignore_index)
+
+
 def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[str, torch.Tensor]:
     """The criterion's `weight` and `pos_weight`, those that have one row for each sample of the batch; one of features
     has none."""
@@ -120,6 +135,19 @@ def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[s
         name: rows.detach()
         for name, rows in found.items()
         if rows is not None and rows.dim() > one.dim() and rows.shape[0] == len(targets)
+    }
+
+
+def rows_of_as_many(criterion: Any, samples: int) -> dict[str, torch.Tensor]:
+    """The criterion's `weight` and `pos_weight`, those with as many rows as there are samples. The targets tell whether
+    they are the samples'."""
+    if not isinstance(criterion, _OF_ENTRIES) or not is_torchs_own(criterion) or samples < 2:
+        return {}
+    found = {name: getattr(criterion, name, None) for name in ("weight", "pos_weight")}
+    return {
+        name: rows.detach()
+        for name, rows in found.items()
+        if rows is not None and rows.dim() > 0 and rows.shape[0] == samples
     }
 
 

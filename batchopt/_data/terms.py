@@ -10,7 +10,7 @@ from typing import Any
 
 from batchopt._data import arguments
 from batchopt._data.denominators import Denominators, resolve_reduction
-from batchopt_workers.batch import Collate
+from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from batchopt._function.function import BatchFunction
+from batchopt._function.prepared import whole
 from batchopt.backends.base import Prepared
 from batchopt_workers.weighting import Weighting
 
@@ -54,12 +55,12 @@ def full_gradient(
             function.drop_changes()
 
     with function.apart("full_gradient()", counted=True):
-        for _ in function.for_each(data, add):
-            pass
-        whole = total.whole()
-    subject.gradient.copy_(whole[1])
+        for batch in function.prepared(whole(data)):
+            add(batch.take(function))
+        found = total.whole()
+    subject.gradient.copy_(found[1])
     subject.show_gradients()
-    return whole
+    return found
 
 
 def _counts(weighting: Weighting) -> bool:

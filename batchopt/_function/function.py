@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from batchopt._data.batches import Readings, read_batch
+from batchopt._data.epochs import Turn
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.counters import Counters
@@ -20,6 +22,7 @@ from batchopt._function.cut_check import compare, refuse_frequencies
 from batchopt._function.nonfinite import explain
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.observers import Observers
+from batchopt._function.prepared import PreparedBatch, finish, turns_of
 from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
@@ -67,6 +70,7 @@ class BatchFunction:
         self.observers = Observers([self._reporter])
         self._checks_cut = settings.check_cut
         self._step: Step | None = None
+        self._placed: Prepared | None = None  # where the workers can read it
         self._past = Past(counters or Counters(), [])
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
@@ -135,18 +139,24 @@ class BatchFunction:
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
         """Make this the batch of the evaluations to come."""
         self.check_open()
-        self.begin(self.prepare(inputs, targets, options))
+        if isinstance(inputs, PreparedBatch):
+            inputs.check_alone(targets, options)
+            self.begin(inputs.take(self))
+            inputs.finish()
+        else:
+            self.begin(self.prepare(inputs, targets, options))
 
     @undisturbed
     def prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
-        """Read the batch, and bring it to where the workers can read it; it has to be the next one that is begun.
-        `ahead`: while the present one is still needed; else that one is gone."""
+        """Read the batch, and bring it to where the workers can read it. `ahead`: while the present one is still
+        needed; else that one is gone."""
         with self.observers.doing("read ahead" if ahead else "load"):
             batch = read_batch(inputs, targets, options, self._readings)
             if not ahead:
                 self.end_step()
                 self._step = None
-            return self.workers.backend.prepare(batch, ahead)
+            self._placed = self.workers.backend.prepare(batch, ahead)
+            return self._placed
 
     @undisturbed
     def begin(self, prepared: Prepared) -> None:
@@ -157,6 +167,8 @@ class BatchFunction:
         workers.grow(self._reporter.not_grown)
         with self.observers.doing("load"), self.undone_if_it_fails():
             self._step = None
+            if prepared is not self._placed:  # another batch was brought there meanwhile
+                prepared = self._placed = workers.backend.prepare(prepared.batch)
             subject.buffers.begin_step()
             workers.backend.load(prepared, self.weights)
             workers.leave_out_the_lost()
@@ -199,14 +211,22 @@ class BatchFunction:
             self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in speeds])
         return speeds
 
-    def for_each(self, batches: Iterable[Any], use: Callable[[Prepared], T]) -> Iterator[T]:
-        """`use` each of `batches`; the next one is read while the workers compute."""
+    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+        """Each of `batches`, placed; the next one is read and placed while the workers compute."""
         read = as_arguments if self._terms is None else as_batch_of_terms
-        ahead = Ahead(batches, lambda batch: self.prepare(*read(batch), ahead=True))
-        for prepared in ahead:
+
+        def prepare(turn: Turn) -> tuple[Turn, Prepared]:
+            return turn, self.prepare(*read(turn.batch), ahead=True)
+
+        ahead = Ahead(turns_of(batches), prepare)
+        for turn, prepared in ahead:
+            batch = PreparedBatch(self, prepared, partial(finish, batches, turn))
             with self.observers.including(_ReadsAhead(ahead)):
-                found = use(prepared)
-            yield found
+                try:
+                    yield batch
+                finally:
+                    batch.expire()
+            batch.finish()
 
     # ---- evaluations
 
@@ -508,7 +528,7 @@ class BatchFunction:
 class _ReadsAhead(Observer):
     """Fetches the next batch while the workers compute."""
 
-    def __init__(self, ahead: Ahead[Prepared]) -> None:
+    def __init__(self, ahead: Ahead[Any]) -> None:
         self._ahead = ahead
 
     def busy(self) -> None:

@@ -15,8 +15,8 @@ from batchopt._data.terms import Term, read_terms
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend
-from batchopt_workers.batch import Collate
 from batchopt_workers.evaluate import Program
+from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
@@ -39,6 +39,7 @@ class Settings:
     denominators: Denominators | None
     chunk_size: int | None
     collate_fn: Collate | None
+    cache: bool
     precode: Precode | None
     prehook: Hook | None
     posthook: Hook | None
@@ -100,9 +101,10 @@ class Settings:
     def readings(self, device: torch.device | None) -> Readings:
         """How data becomes a batch, all of it on `device` if that is given."""
         if self.terms is None:
-            return {None: Reading(self.collate_fn, self.reduction, self.criterion, self.denominators, device)}
+            reading = Reading(self.collate_fn, self.reduction, self.criterion, self.denominators, device, self.cache)
+            return {None: reading}
         return {
-            name: Reading(term.collate_fn, term.reduction, None, term.denominators, device)
+            name: Reading(term.collate_fn, term.reduction, None, term.denominators, device, self.cache)
             for name, term in self.terms.items()
         }
 
@@ -130,6 +132,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "seed": arguments.read_seed,
     "on_nonfinite": arguments.read_on_nonfinite,
     "verbose": arguments.read_verbose,
+    "cache": lambda value: arguments.read_bool("cache", value),
     "check_cut": lambda value: arguments.read_bool("check_cut", value),
 }
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from batchopt._program.snapshot import names_of_globals
-from batchopt_workers.batch import tensors_in
 from batchopt_workers.evaluate import Program
+from batchopt_workers.structures import tensors_in
 
 
 def copied(program: Program) -> Program:

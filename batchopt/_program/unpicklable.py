@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from batchopt_workers.batch import Batch, Columns, Samples
+from batchopt_workers.items import Items
 from batchopt_workers.packing import DEVICES, pack
 
 # How far the search goes in, and how many seconds it takes at most; then what it has found so far must do.
@@ -188,7 +189,7 @@ def _of_state(obj: Any, state: Any) -> Iterator[Held]:
         if isinstance(obj, torch.nn.Module) and step[1:] in _CONTAINERS_OF_MODULES:
             yield from _attributes(value)
         else:
-            yield "" if isinstance(obj, (Columns, Samples)) else step, value
+            yield "" if isinstance(obj, (Columns, Samples, Items)) else step, value
 
 
 def _kind_of(obj: object) -> str:

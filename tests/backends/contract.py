@@ -17,7 +17,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from tests.workloads import Mlp, Workload, cnn, convolutional, mlp, reference, rnn
+from tests.workloads import Broken, Mlp, Noisy, Pairs, Workload, cnn, convolutional, mlp, reference, rnn
 
 Make = Callable[..., BatchOptimizer]
 
@@ -285,6 +285,78 @@ class Contract:
             opt.load(case.inputs, targets)
             expected = criterion(outputs, torch.stack(case.targets)).item()
             assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
+
+    # ---- datasets
+
+    @pytest.mark.parametrize("cache", [True, False])
+    def test_a_dataset_is_the_batch_of_its_tensors_bit_for_bit(self, make: Make, cache: bool) -> None:
+        case = cnn(torch.float32)
+        opt = make(case.module, case.criterion, optimizer=None, chunk_size=3, cache=cache)
+        v, found = torch.ones_like(opt.parameters), []
+        for batch in ((case.inputs, case.targets), (Pairs(case.inputs, case.targets),)):
+            opt.load(*batch)
+            losses = [opt.evaluate().item() for _ in range(2)]
+            found.append((losses, opt.grad_parameters.clone(), opt.hvp(v)))
+        (losses, gradient, product), (others, other_gradient, other_product) = found
+        assert losses == others
+        assert torch.equal(gradient, other_gradient) and torch.equal(product, other_product)
+
+    def test_a_dataset_without_fixed_chunks_and_in_a_term(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer=None)
+        data, (loss, gradient) = Pairs(case.inputs, case.targets), case.reference()
+        opt.load(data)
+        assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+
+        def square(module: nn.Module, x: Any, y: Any) -> torch.Tensor:
+            return nn.functional.mse_loss(module(x), y)
+
+        terms = {"read": batchopt.Term(square), "sent": batchopt.Term(square, weight=2.0)}
+        opt = make(case.module, terms=terms, optimizer=None, chunk_size=5)
+        opt.load({"read": data, "sent": (case.inputs, case.targets)})
+        assert opt.evaluate().item() == pytest.approx(3 * loss, rel=1e-12)
+        opt.load({"read": Broken(case.inputs, case.targets), "sent": (case.inputs, case.targets)})
+        with pytest.raises(WorkerError, match=r"FileNotFoundError in worker \d, sample 7 of term 'read': no such pict"):
+            opt.evaluate()
+
+    def test_a_worker_that_is_killed_while_it_reads_changes_no_bit(self, make: Make, tmp_path: Path) -> None:
+        case = cnn(torch.float32)
+        opt = make(case.module, case.criterion, optimizer=None, chunk_size=3)
+        opt.load(case.inputs, case.targets)
+        expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
+        opt.load(Pairs(case.inputs, case.targets, tmp_path / "notes", deadly=20))
+        assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
+        assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
+
+    def test_a_sample_that_cannot_be_read_is_named_and_the_optimizer_lives_on(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer="sgd", chunk_size=5)
+        before = opt.parameters.clone()
+        with pytest.raises(WorkerError, match=r"FileNotFoundError in worker \d, sample 7: no such picture") as caught:
+            opt.step(Broken(case.inputs, case.targets))
+        assert caught.value.samples == range(7, 8)
+        assert "in __getitem__" in "".join(traceback.format_exception(caught.value))
+        assert torch.equal(opt.parameters, before) and opt.batch_counter == 0
+        self.check(opt, case)
+
+    @pytest.mark.parametrize("cache", [True, False])
+    def test_noise_that_reading_draws_is_the_same_within_a_step_and_new_in_the_next(
+        self, make: Make, cache: bool
+    ) -> None:
+        def losses(build: Make, **options: Any) -> list[float]:
+            case = mlp()
+            module = nn.Sequential(case.module, nn.Dropout(0.2))
+            opt = build(module, case.criterion, optimizer=None, chunk_size=7, cache=cache, **options)
+            found = []
+            for _ in range(2):
+                opt.load(Noisy(case.inputs, case.targets))
+                found += [opt.evaluate().item() for _ in range(3)]
+            return found
+
+        mine = losses(make)
+        assert mine[0] == mine[1] == mine[2] != mine[3] == mine[4] == mine[5]
+        assert mine == losses(make, backend="serial", parallelize=1)
 
     # ---- hooks
 

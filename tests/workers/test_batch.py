@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.batch import Batch, Columns, Part, Samples, map_tensors, realigned
+from batchopt_workers.batch import Batch, Columns, Part, Samples, realigned
 from batchopt_workers.memory import ALIGNMENT
+from batchopt_workers.structures import map_tensors
 from batchopt_workers.weighting import Weighting
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt_workers import collector
-from batchopt_workers.batch import Batch, Collate, Columns, Part, Samples
+from batchopt_workers.batch import Batch, Columns, Part, Samples
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
+from batchopt_workers.items import Collate
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut, Kind, Order, Report
 from batchopt_workers.rows import Rows

@@ -2,100 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from batchopt_workers.collation import Collation
+from batchopt_workers.items import Collate, Items
 from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.numbering import Numbering
+from batchopt_workers.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
 from batchopt_workers.weighting import Weighting
-
-Collate = Callable[[list[Any]], Any]
-
-
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, torch.Tensor)
-
-
-def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = _is_tensor) -> Any:
-    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which
-    keep their types; what is no leaf stays."""
-    if is_leaf(data):
-        return function(data)
-    if isinstance(data, tuple) and hasattr(data, "_make"):
-        return data._make(map_tensors(function, item, is_leaf) for item in data)
-    if isinstance(data, (tuple, list)):
-        return type(data)(map_tensors(function, item, is_leaf) for item in data)
-    if isinstance(data, Mapping):
-        mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
-        return _filled(copy.copy(data), mapped) if _keeps_its_type(data) else mapped
-    if is_record(data):
-        return _replaced(data, {name: map_tensors(function, item, is_leaf) for name, item in items_of(data)})
-    return data
-
-
-def is_record(data: Any) -> bool:
-    """Whether it is an instance of a dataclass."""
-    return dataclasses.is_dataclass(data) and not isinstance(data, type)
-
-
-def items_of(data: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a tuple, list, mapping or dataclass, each with its index, key or name; none for any other object."""
-    if isinstance(data, (tuple, list)):
-        yield from enumerate(data)
-    elif isinstance(data, Mapping):
-        yield from data.items()
-    elif is_record(data):
-        for entry in dataclasses.fields(data):
-            if hasattr(data, entry.name):
-                yield entry.name, getattr(data, entry.name)
-
-
-def _keeps_its_type(data: Mapping[Any, Any]) -> bool:
-    return type(data) is not dict and isinstance(data, MutableMapping)
-
-
-def _filled(data: Any, items: dict[Any, Any]) -> Any:
-    for key, item in items.items():
-        data[key] = item
-    return data
-
-
-def _replaced(data: Any, items: dict[str, Any]) -> Any:
-    """A copy of a dataclass with other values; frozen ones, and those whose `__init__` does more, too."""
-    found = copy.copy(data)
-    for name, item in items.items():
-        object.__setattr__(found, name, item)
-    return found
-
-
-def tensors_in(data: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of such a structure, in order."""
-    if isinstance(data, torch.Tensor):
-        yield data
-    else:
-        for _, item in items_of(data):
-            yield from tensors_in(item)
-
-
-# What has no tensors in it, as a look at its type tells.
-_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
-
-
-def _has_a_row_each(item: Any, samples: int) -> bool:
-    """Whether it is a list, tuple or array of other things than tensors, one a sample."""
-    if isinstance(item, np.ndarray):
-        return item.ndim > 0 and len(item) == samples
-    if (not isinstance(item, list) and type(item) is not tuple) or len(item) != samples:
-        return False
-    return _PLAIN.issuperset(map(type, item)) or next(tensors_in(item), None) is None
 
 
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -119,7 +38,7 @@ class Columns:
 
     def slice(self, start: int, stop: int) -> Any:
         """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
-        return self._map(lambda column: _rows(column, start, stop) if _is_tensor(column) else column[start:stop])
+        return self._map(lambda column: _rows(column, start, stop) if is_tensor(column) else column[start:stop])
 
     def held(self, start: int, stop: int) -> list[Any]:
         """What samples `start` up to `stop` are read from, itself."""
@@ -127,11 +46,11 @@ class Columns:
 
     def sample(self, index: int) -> Any:
         """One sample, without its first dimension."""
-        return self._map(lambda column: _leaf(column[index], column) if _is_tensor(column) else column[index])
+        return self._map(lambda column: _leaf(column[index], column) if is_tensor(column) else column[index])
 
     def _map(self, function: Callable[[Any], Any]) -> Any:
         samples = len(self)
-        return map_tensors(function, self.data, lambda item: _is_tensor(item) or _has_a_row_each(item, samples))
+        return map_tensors(function, self.data, lambda item: is_tensor(item) or has_a_row_each(item, samples))
 
 
 @dataclass(frozen=True)
@@ -156,9 +75,13 @@ class Samples:
         return map_tensors(lambda tensor: _leaf(tensor, tensor), self.data[index])
 
 
-def realigned(data: Columns | Samples) -> Columns | Samples:
+Form = Columns | Samples | Items
+F = TypeVar("F", bound=Form)
+
+
+def realigned(data: F) -> F:
     """The same with each tensor laid out as in shared memory, copied where it is not: dense, and starting at a
-    multiple of 64 bytes.
+    multiple of 64 bytes. What items have is laid out when it is read.
 
     Matrix products of the same numbers have other bits when the numbers start elsewhere, modulo 16 bytes or more.
     """
@@ -169,7 +92,7 @@ def realigned(data: Columns | Samples) -> Columns | Samples:
             return tensor
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    return type(data)(map_tensors(lay_out, data.data))
+    return data if isinstance(data, Items) else replace(data, data=map_tensors(lay_out, data.data))
 
 
 @dataclass
@@ -177,7 +100,7 @@ class Piece:
     """The data of one forward: consecutive samples, or one sample of a list.
 
     `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
-    the criterion take the place of its own.
+    the criterion take the place of its own. `kept`: whether there is room to keep it until the next evaluation.
     """
 
     inputs: Any
@@ -187,14 +110,15 @@ class Piece:
     weight: float
     attributes: dict[str, Any] = field(default_factory=dict)
     term: int = 0
+    kept: bool = True
 
 
 @dataclass(frozen=True)
 class Part:
     """The data of one term: inputs, with or without targets and options (one object a sample, for the hooks), and what
-    their loss is. `name`: of the term; None where it is all there is."""
+    their loss is. Items have their targets with them. `name`: of the term; None where it is all there is."""
 
-    inputs: Columns | Samples
+    inputs: Form
     targets: Columns | Samples | None
     options: Sequence[Any] | None
     weighting: Weighting
@@ -222,14 +146,16 @@ class Part:
     def pieces(self, start: int, stop: int, collation: Collation | None = None, term: int = 0) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order.
 
-        Columns go through one forward. A list of samples takes one forward a sample, or a single one if there is a
-        `collate` function: it is given the list of `(input, target)` pairs, or of inputs where the batch has no
-        targets, and returns what the module and the criterion get. That may come from `collation`, where it is kept for
-        the part with the index `term`.
+        Columns go through one forward, and so do items, which are read and collated. A list of samples takes one
+        forward a sample, or a single one if there is a `collate` function: it is given the list of `(input, target)`
+        pairs, or of inputs where the batch has no targets, and returns what the module and the criterion get. That may
+        come from `collation`, where it is kept for the part with the index `term`.
         """
         if isinstance(self.inputs, Columns):
             targets = self.targets.slice(start, stop) if self.targets is not None else None
             yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
+        elif isinstance(self.inputs, Items):
+            yield self._read(self.inputs, start, stop, collation or Collation(), term)
         elif self.collate is not None:
             found = collation or Collation()
             inputs, targets = found.of((term, start, stop), lambda: self._collated(start, stop))
@@ -241,8 +167,20 @@ class Part:
                 piece.attributes.update({name: rows[index] for name, rows in self.criterion_rows.items()})
                 yield piece
 
-    def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
+    def _read(self, items: Items, start: int, stop: int, collation: Collation, term: int) -> Piece:
         assert self.collate is not None
+        read = partial(items.read, start, stop, self.collate)
+        inputs, targets = collation.of((term, start, stop), read, items.cache)
+        piece = self._piece(inputs, targets, start, stop)
+        piece.kept = items.cache
+        if is_tensor(targets):  # now it is known which attributes have a row for each sample
+            for name, rows in self.criterion_rows.items():
+                if rows.dim() < targets.dim():
+                    del piece.attributes[name]
+        return piece
+
+    def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
+        assert self.collate is not None and isinstance(self.inputs, Samples)
         if self.targets is None:
             return self.collate(self.inputs.slice(start, stop)), None
         pairs = [(self.inputs.sample(index), self.targets.sample(index)) for index in range(start, stop)]
@@ -273,6 +211,11 @@ class Batch:
         """Where the samples of each term are."""
         return Numbering(tuple(part.name for part in self.parts), tuple(part.size for part in self.parts))
 
+    @property
+    def is_read(self) -> bool:
+        """Whether samples are read where they are evaluated."""
+        return any(isinstance(part.inputs, Items) for part in self.parts)
+
     def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
         for term, samples in self.numbering.split(range(start, stop)):
@@ -284,7 +227,7 @@ class Batch:
         """Those of the inputs and the targets."""
         for part in self.parts:
             for form in (part.inputs, part.targets):
-                if form is not None:
+                if form is not None and not isinstance(form, Items):
                     yield from tensors_in(form.data)
 
     def realigned(self) -> Batch:

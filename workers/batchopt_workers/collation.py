@@ -31,7 +31,7 @@ class _Kept:
 
     data: bytes
     tensors: list[tuple[torch.Tensor, bool]]
-    nbytes: int
+    nbytes: int  # of the room for all
     versions: list[int] = field(default_factory=list)
     copies: list[torch.Tensor] = field(default_factory=list)  # until one forward has shown that it does not write
 
@@ -99,7 +99,7 @@ class Collation:
     From the second time on that a piece is asked for it is kept, so that a batch that is evaluated once costs nothing.
     It is not where its tensors are written, or its collate function draws random numbers (what is drawn after that
     would change), or it cannot be pickled; and no more than `LEAST` bytes are, or as many as the `tensors` of the batch
-    have.
+    have. What is read from a dataset is kept from the first time on, all of it, or never.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -118,21 +118,22 @@ class Collation:
         """A chunk is evaluated from here on."""
         self._used = []
 
-    def of(self, key: Key, collate: Callable[[], Any]) -> Any:
-        """These samples, collated now or before."""
-        if key in self._never:
+    def of(self, key: Key, collate: Callable[[], Any], cache: bool | None = None) -> Any:
+        """These samples, collated now or before. `cache`: whether to keep them whatever they take; None: from the
+        second time on, if there is room."""
+        if key in self._never or cache is False:
             return collate()
-        if key not in self._pieces:
+        if key not in self._pieces and cache is None:
             self._pieces[key] = None
             return collate()
         self._used.append(key)
-        kept = self._pieces[key]
+        kept = self._pieces.get(key)
         if kept is not None:
             kept.begin()
             return kept.fresh()
         before = _random_states()
         made = collate()
-        kept = self._keep(made) if before == _random_states() else None
+        kept = self._keep(made, unlimited=cache is True) if before == _random_states() else None
         if kept is None:
             self._drop(key)
         else:
@@ -140,7 +141,7 @@ class Collation:
             self._room -= kept.nbytes
         return made
 
-    def _keep(self, made: Any) -> _Kept | None:
+    def _keep(self, made: Any, unlimited: bool) -> _Kept | None:
         file = io.BytesIO()
         pickler = _Recorder(file)
         try:
@@ -150,6 +151,7 @@ class Collation:
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in pickler.tensors}
         nbytes = sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in self._own)
         nbytes += file.tell()
+        nbytes = 0 if unlimited else nbytes
         if nbytes > self._room:
             return None
         kept = _Kept(file.getvalue(), [(tensor.detach(), tensor.requires_grad) for tensor in pickler.tensors], nbytes)

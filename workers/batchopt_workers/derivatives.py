@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from batchopt_workers.batch import Piece, map_tensors, tensors_in
+from batchopt_workers.batch import Piece
 from batchopt_workers.collector import grads_kept
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut
+from batchopt_workers.structures import map_tensors, tensors_in
 from batchopt_workers.task import Surroundings
 
 

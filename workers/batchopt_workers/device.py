@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from batchopt_workers.batch import Piece, map_tensors
+from batchopt_workers.batch import Piece
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import TASKS, Kind, Order
 from batchopt_workers.rows import Rows
+from batchopt_workers.structures import map_tensors
 from batchopt_workers.task_runner import ChunkDone
 
 # The memory of this machine, which parent and workers share.
@@ -115,8 +116,8 @@ class Mirror:
         self._pieces = {}
 
     def place(self, piece: Piece) -> Piece:
-        """The piece on the device; kept there for the next evaluation, unless it is a task's."""
-        if self._is_task:
+        """The piece on the device; kept there for the next evaluation, if there is room and it is not a task's."""
+        if self._is_task or not piece.kept:
             return _map_piece(self._moved, piece)
         key = piece.term, piece.indices.start, piece.indices.stop
         if key not in self._pieces:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchopt_workers.batch import items_of, map_tensors
 from batchopt_workers.layout import Layout, Slot
 from batchopt_workers.memory import aligned
+from batchopt_workers.structures import items_of, map_tensors
 
 # Integers up to here are sums of double precision without an error.
 LARGEST_INTEGER = 2**53

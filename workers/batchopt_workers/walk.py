@@ -9,6 +9,7 @@ import torch
 
 from batchopt_workers.batch import Piece
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.items import Unreadable
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.seeding import has_drawn, seed_draws
 from batchopt_workers.watch import Watch
@@ -45,10 +46,15 @@ class Walk:
         collation.begin()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
-        for piece in map(self.place, batch.pieces(start, stop, collation)):
-            self.current = numbering.position(piece.term, piece.indices)
-            yield piece
-            self.current = range(self.current.stop, stop)
+        try:
+            for piece in map(self.place, batch.pieces(start, stop, collation)):
+                self.current = numbering.position(piece.term, piece.indices)
+                yield piece
+                self.current = range(self.current.stop, stop)
+        except Unreadable as error:  # an item of the term that comes next
+            term, _ = next(numbering.split(self.current))
+            self.current = numbering.position(term, range(error.index, error.index + 1))
+            raise error.error from None
         self.current = range(start, stop)
         batch_watch.check()
         collation.check()

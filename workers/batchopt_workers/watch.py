@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt_workers.batch import Batch, map_tensors
+from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import Place, tensors_of
 from batchopt_workers.packing import copy_into
+from batchopt_workers.structures import map_tensors
 
 
 class StateWritten(Exception):

@@ -118,7 +118,7 @@ class ProcessBackend(Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, PlacedBatch)
-        self._group.begin_step(prepared.batch.numbering, weights)
+        self._group.begin_step(prepared.batch, weights)
         self._slot, self._loaded = prepared.slot, prepared.batch
         self._group.load(_name(prepared.slot), prepared.memory, prepared.load)
 
@@ -140,8 +140,9 @@ class ProcessBackend(Backend):
         packed.place(memory)
         calls = [] if batch is None else self._place_aside(batch)
         changed = self._group.follow(follow)
-        self._group.begin_task(packed.data, packed.placements, memory, calls)
-        self._of_task = (batch or of_term(self._loaded, task.term)).numbering
+        subject = batch or of_term(self._loaded, task.term)
+        self._group.begin_task(packed.data, packed.placements, memory, calls, subject.is_read)
+        self._of_task = subject.numbering
         return changed
 
     def _place_aside(self, batch: Batch) -> list[SessionCall]:

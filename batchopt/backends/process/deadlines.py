@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from batchopt.backends.patience import STARTUP, UNKNOWN
 from batchopt.backends.process.worker import Activity, PendingMessage
-from batchopt_workers.messages import Cut, Kind
+from batchopt_workers.messages import TASKS, Cut, Kind
 
 # Once it is known how long something should take, a worker that takes so many times as long counts as hung, but not
 # before so many seconds.
@@ -20,6 +20,9 @@ class Deadlines:
     def __init__(self, timeout: float | None, paces: Mapping[Kind, Mapping[int, float]]) -> None:
         """`paces`: seconds a sample, by rank, for each kind of order; kept current by others."""
         self._timeout, self._paces = timeout, paces
+        # whether workers read samples of the batch, or of that of a task: which may take far longer than to evaluate
+        # them
+        self.reading = self.reading_for_task = False
 
     def allowance(self, rank: int, cut: Cut | None, asked: PendingMessage) -> float:
         """The seconds without progress after which the worker counts as hung, where it has cut the batch so."""
@@ -35,4 +38,6 @@ class Deadlines:
         largest = max(bounds[i + 1] - bounds[i] for i in range(asked.order.first, asked.order.last))
         paces = self._paces[asked.order.kind]
         pace = paces.get(rank, max(paces.values(), default=None))
-        return asked.patience * (UNKNOWN if pace is None else max(FLOOR, FACTOR * pace * largest))
+        reading = self.reading_for_task if asked.order.kind in TASKS else self.reading
+        floor = UNKNOWN if reading else FLOOR
+        return asked.patience * (UNKNOWN if pace is None else max(floor, FACTOR * pace * largest))

@@ -40,6 +40,7 @@ from batchopt.backends.process.worker import (
 )
 from batchopt.backends.sendable import sending
 from batchopt_workers import faults
+from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.forms import Column
@@ -225,14 +226,16 @@ class WorkerGroup:
         """Evaluate another program from the next step on."""
         self._program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
 
-    def begin_step(self, numbering: Numbering, weights: tuple[float, ...]) -> None:
-        """Begin a step with the program as it is now. Raises `TypeError` for a program that cannot be sent any more."""
+    def begin_step(self, batch: Batch, weights: tuple[float, ...]) -> None:
+        """Begin a step on `batch` with the program as it is now. Raises `TypeError` for a program that cannot be sent
+        any more."""
         self._enter()
         self._follow()
         if weights != self._weights:
             self._pool.set_state("weights", call(Activity.BATCH, Session.set_weights, weights))
             self._weights = weights
-        self._numbering = numbering
+        self._numbering = batch.numbering
+        self._deadlines.reading = batch.is_read
 
     def load(self, name: str, memory: SharedBlock, load: SessionCall) -> None:
         """Let workers take the batch of the step from shared memory, which they know by that name."""
@@ -244,10 +247,16 @@ class WorkerGroup:
     # ---- tasks
 
     def begin_task(
-        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock, batch: Sequence[SessionCall] = ()
+        self,
+        data: bytes,
+        placements: Sequence[Placement],
+        memory: SharedBlock,
+        batch: Sequence[SessionCall],
+        reading: bool,
     ) -> None:
         """Let orders of tasks be about the task that was packed so, its tensors in `memory`; `batch` are the calls that
-        let a worker take the one that comes with it."""
+        let a worker take the one that comes with it. `reading`: whether workers read samples for it."""
+        self._deadlines.reading_for_task = reading
         self._output = GrowingFile()
         self._pool.set_state(
             "task",

@@ -193,11 +193,13 @@ class NodeActor:
             self._buffer.fill(part)
             self._node.workers.fill(part)
 
-    def begin_task(self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering) -> None:
+    def begin_task(
+        self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering, reading: bool
+    ) -> None:
         """Let assignments of tasks be about this one: on the loaded batch, or on one whose samples come with
         `fill_task`."""
         self._task_buffer = None if manifest is None else BatchBuffer(manifest)
-        self._node.workers.begin_task(task, self._task_buffer, numbering)
+        self._node.workers.begin_task(task, self._task_buffer, numbering, reading)
 
     def fill_task(self, slices: Sequence[BatchSlice]) -> None:
         """Add samples to the task's batch."""

@@ -208,7 +208,7 @@ class RayBackend(Backend):
         for kind in TASKS:
             self._paces[kind].clear()  # those of another function
         self._whole = task.whole
-        self._task = TaskStart(packed, sendable, self._versions.latest, batch.numbering, offset)
+        self._task = TaskStart(packed, sendable, self._versions.latest, batch.numbering, batch.is_read, offset)
         return self._versions.latest.packed.data is not before
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
@@ -265,7 +265,8 @@ class RayBackend(Backend):
         missing, held = state.missing(target, batch, wanted, of_task)
         method = NodeActor.fill_task if of_task else NodeActor.fill
         with sending("the batch", *(part.inputs.data for part in batch.batch.parts)):
-            return [request(method, list(batch.slices(samples))) for samples in missing], (held, of_task)
+            slices = (list(batch.slices(samples)) for samples in missing)
+            return [request(method, found) for found in slices if found], (held, of_task)
 
     def _subject(self, kind: Kind) -> tuple[SendableBatch, Cut, int, bool]:
         """The batch that orders of a kind are about, its cut, where in it their samples begin, and whether it is a

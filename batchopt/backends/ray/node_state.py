@@ -28,12 +28,13 @@ class StepStart:
 @dataclass(frozen=True)
 class TaskStart:
     """The task that is carried out, packed; `batch`: that of the task, if it has one. `numbering` is of its samples,
-    which in the loaded batch begin at `offset`."""
+    which in the loaded batch begin at `offset`; `reading`: whether nodes read them themselves."""
 
     packed: PackedBytes
     batch: SendableBatch | None
     version: ProgramVersion
     numbering: Numbering
+    reading: bool
     offset: int = 0
 
 
@@ -109,7 +110,7 @@ class NodeState:
         if task is None:
             return [request(NodeActor.end_task)]
         manifest = None if task.batch is None else task.batch.manifest
-        begin = request(NodeActor.begin_task, task.packed, manifest, task.numbering)
+        begin = request(NodeActor.begin_task, task.packed, manifest, task.numbering, task.reading)
         return [*self._version_updates(version, task.version), begin]
 
     def updated(self, target: Target) -> None:

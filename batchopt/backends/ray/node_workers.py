@@ -88,7 +88,7 @@ class NodeWorkers:
             self.group.tell(f"{PIECE}{number}", *calls)
 
     def _begin_step(self, loaded: _LoadedBatch, weights: tuple[float, ...]) -> None:
-        self.group.begin_step(loaded.batch.numbering, weights)
+        self.group.begin_step(loaded.batch, weights)
         self.group.load(BATCH, loaded.buffer.block, loaded.load)
 
     def fill(self, part: BatchSlice) -> None:
@@ -104,7 +104,7 @@ class NodeWorkers:
         self._loaded.pieces.append(calls)
         self.group.tell(name, *calls)
 
-    def begin_task(self, task: PackedBytes, buffer: BatchBuffer | None, numbering: Numbering) -> None:
+    def begin_task(self, task: PackedBytes, buffer: BatchBuffer | None, numbering: Numbering, reading: bool) -> None:
         """Let orders of tasks be about this one; `buffer` is for the samples of its own batch, if it has one."""
         calls: list[SessionCall] = []
         if buffer is not None:
@@ -115,7 +115,7 @@ class NodeWorkers:
             ]
         self.group.follow(True)
         self._forget_task_pieces()
-        self.group.begin_task(task.data, task.placements, task.unload(), calls)
+        self.group.begin_task(task.data, task.placements, task.unload(), calls, reading)
         self._of_task = numbering
 
     def fill_task(self, part: BatchSlice) -> None:

@@ -19,9 +19,11 @@ import numpy.typing as npt
 import torch
 
 from batchopt._machine.cores import usable_cores
-from batchopt_workers.batch import Batch, Columns, Part, Samples, tensors_in
+from batchopt_workers.batch import Batch, Columns, F, Part, Samples
+from batchopt_workers.items import Items
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.packing import Packed, Placement, pack, unpack
+from batchopt_workers.structures import tensors_in
 
 Bytes = npt.NDArray[np.uint8]
 # Bytes of which a digest is made at once.
@@ -115,6 +117,8 @@ def _identity(batch: Batch) -> list[Any]:
         for data in (part.inputs, part.targets):
             if isinstance(data, Samples):
                 found += map(id, data.data)
+            elif isinstance(data, Items):
+                found.append(id(data.data))
             elif data is not None:
                 tensors += tensors_in(data.data)
         found += map(id, part.options or ())
@@ -133,13 +137,12 @@ def _column_tensors(part: Part) -> list[torch.Tensor]:
 def _hollow(part: Part) -> Part:
     """The same with holes in its lists."""
 
-    def emptied(data: Columns | Samples | None) -> Columns | Samples | None:
-        return Samples([None] * part.size) if isinstance(data, Samples) else data
+    def emptied(data: F) -> F:
+        return replace(data, data=[None] * part.size) if isinstance(data, Samples) else data
 
     options = None if part.options is None else [None] * part.size
-    inputs = emptied(part.inputs)
-    assert inputs is not None
-    return replace(part, inputs=inputs, targets=emptied(part.targets), options=options)
+    targets = None if part.targets is None else emptied(part.targets)
+    return replace(part, inputs=emptied(part.inputs), targets=targets, options=options)
 
 
 def _listed(part: Part, samples: range) -> tuple[Any, Any, Any]:
@@ -197,7 +200,8 @@ class SendableBatch:
             rows = [(i, to_bytes(tensor[part.start : part.stop])) for i, tensor in self.columns[term].items()]
             lists = _listed(self.batch.parts[term], part)
             packed_bytes = PackedBytes.of(pack(lists)) if any(found is not None for found in lists) else None
-            yield BatchSlice(term, part.start, part.stop, rows, packed_bytes)
+            if rows or packed_bytes is not None:  # items are read there
+                yield BatchSlice(term, part.start, part.stop, rows, packed_bytes)
 
 
 class BatchBuffer:

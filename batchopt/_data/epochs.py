@@ -1,0 +1,337 @@
+"""Batches: the data of an objective, batch after batch and epoch after epoch, with a position that can be saved."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from batchopt._data import arguments
+from batchopt._data.batches import as_tensors
+from batchopt._data.datasets import samples_of
+from batchopt_workers.items import Collate
+from batchopt_workers.structures import has_a_row_each, items_of, map_tensors
+
+
+class Turn(NamedTuple):
+    """A batch in its turn: the `number` that it has in its epoch, and whether it is the last one there."""
+
+    epoch: int
+    number: int
+    last: bool
+    batch: Any
+
+
+class Source(Protocol):
+    """The batches of each epoch."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+
+    def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
+        """Those of an epoch from number `start` on, and whether each is the last one."""
+
+    def done(self, index: int) -> float:
+        """The part of an epoch that the batches before number `index` are."""
+
+    def identity(self) -> dict[str, int]:
+        """What has to be the same for a position to mean the same, by name."""
+
+
+class Batches:
+    """Batches of `data`, in an order that depends on `seed` and the epoch alone.
+
+    Each iteration goes to the end of the present epoch; where an earlier one was left, the next goes on there. No
+    generator of torch, NumPy or `random` is used or changed.
+
+    Args:
+        data: a tensor or a NumPy array, or tuples or mappings of them, whose first dimension is the sample; a map-style
+            `torch.utils.data.Dataset`; a list of samples; or a loader: anything else that can be iterated over again
+            and again, and yields batches, such as a `DataLoader`.
+        batch_size: samples in a batch. Default: all data is one batch.
+        shuffle: draw another order for each epoch. Default: the order of the data.
+        seed: of these orders.
+        drop_last: leave out a last batch of fewer samples.
+        collate_fn: makes a batch of a list of samples, for lists (default: torch's `default_collate`) and datasets.
+            Without it a batch of a Dataset is a `torch.utils.data.Subset`, whose samples the workers read.
+
+    A loader makes its own batches, and the other arguments must be left out. A position in its epoch is found again by
+    reading and skipping, with a warning, and is the same one only if the loader's order is. Raises `TypeError` or
+    `ValueError` for anything else.
+
+    **Position.** It counts the batches that are finished. In a plain loop a batch is finished when it is handed to the
+    loop's body: so save after the step, not before. `BatchOptimizer.steps` and `prepared` read ahead; there a batch is
+    finished when it was stepped on (or loaded, or when the loop goes on without it). What was only read ahead, and a
+    step that failed, do not count.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+    ) -> None:
+        size = arguments.read_optional_count("batch_size", batch_size)
+        arguments.read_seed(seed)
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            arguments.read_bool(name, value)
+        arguments.check_callable("collate_fn", collate_fn, ("samples",))
+        samples, pick = _picking(data, collate_fn)
+        if pick is None:
+            given = {"batch_size": size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+            self._source: Source = _Loader(data, {**given, "collate_fn": collate_fn})
+        else:
+            self._source = _Cut(samples, pick, size, seed if shuffle else None, drop_last)
+        self._epoch = self._index = self._iteration = 0
+
+    def __len__(self) -> int:
+        """Batches in an epoch; raises `TypeError` for a loader without a length."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        for turn in self.turns():
+            self.finish(turn)
+            yield turn.batch
+
+    def turns(self) -> Iterator[Turn]:
+        """The batches from the present position to the end of the epoch, which are read without being finished."""
+        epoch, start = self._epoch, self._index
+        for index, (batch, last) in enumerate(self._source.read(epoch, start), start):
+            yield Turn(epoch, index, last, batch)
+
+    def finish(self, turn: Turn) -> None:
+        """Count this batch. Raises `RuntimeError` if it is not the next one: then something else moved the position."""
+        if (turn.epoch, turn.number) != (self._epoch, self._index):
+            raise RuntimeError(
+                f"batch {turn.number} of epoch {turn.epoch} is not the next one: these Batches are at batch "
+                f"{self._index} of epoch {self._epoch}, for another iteration or load_state_dict() has moved them; "
+                "begin a new iteration"
+            )
+        self._iteration += 1
+        self._epoch, self._index = (turn.epoch + 1, 0) if turn.last else (turn.epoch, turn.number + 1)
+
+    def whole(self) -> Iterator[Any]:
+        """All batches of the present epoch, wherever the position is; it stays."""
+        for batch, _ in self._source.read(self._epoch, 0):
+            yield batch
+
+    # ---- position
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are finished."""
+        return self._epoch
+
+    @property
+    def iteration(self) -> int:
+        """Batches that are finished, in all epochs."""
+        return self._iteration
+
+    @property
+    def is_new_epoch(self) -> bool:
+        """Whether the last batch that was finished was the last one of its epoch."""
+        return self._iteration > 0 and self._index == 0
+
+    @property
+    def epoch_detail(self) -> float:
+        """Epochs that are finished, with the finished part of the present one (by samples; of a loader by batches).
+        Raises `TypeError` in an epoch of a loader without a length."""
+        return self._detail(self._epoch, self._index)
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        """`epoch_detail` before the last batch that was finished; None before the first one."""
+        if self._iteration == 0:
+            return None
+        if self._index > 0:
+            return self._detail(self._epoch, self._index - 1)
+        return self._detail(self._epoch - 1, len(self._source) - 1)
+
+    def _detail(self, epoch: int, index: int) -> float:
+        return epoch + (self._source.done(index) if index else 0.0)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what of the data and the order it depends on: a dict of ints, for `load_state_dict`."""
+        position = {"epoch": self._epoch, "index": self._index, "iteration": self._iteration}
+        return {**position, **self._source.identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from where `state_dict` was called. An iteration that has begun cannot go on.
+
+        Raises `ValueError` for a state of data of another length, or of another batch size, seed, shuffle or drop_last,
+        and for what is no state. Then nothing was changed.
+        """
+        identity = self._source.identity()
+        expected = {"epoch", "index", "iteration", *identity}
+        if not isinstance(state, Mapping) or set(state) != expected:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"a state of these Batches has the entries {sorted(expected)}; got {found}")
+        for name, mine in identity.items():
+            if state[name] != mine:
+                raise ValueError(f"`{name}` was {state[name]!r} where this state was saved, and is {mine!r} here")
+        position = [arguments.read_count_of_state(name, state[name]) for name in ("epoch", "index", "iteration")]
+        self._epoch, self._index, self._iteration = position
+
+
+class _Cut:
+    """Batches of `samples` samples; `pick(indices)` makes one. `seed` None: in order."""
+
+    def __init__(
+        self, samples: int, pick: Callable[[Any], Any], size: int | None, seed: int | None, drop_last: bool
+    ) -> None:
+        if samples == 0:
+            raise ValueError("`data` has 0 samples")
+        self._size = samples if size is None else size
+        if drop_last and samples < self._size:
+            raise ValueError(
+                f"`data` has {samples} samples, fewer than `batch_size`, and drop_last=True leaves them out"
+            )
+        self._samples, self._pick, self._seed, self._drop_last = samples, pick, seed, drop_last
+        self._used = samples // self._size * self._size if drop_last else samples
+
+    def __len__(self) -> int:
+        return -(-self._used // self._size)
+
+    def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
+        order = None if self._seed is None else permutation(self._samples, self._seed, epoch)
+        for index in range(start, len(self)):
+            first = index * self._size
+            last = min(first + self._size, self._used)
+            yield self._pick(range(first, last) if order is None else order[first:last]), last == self._used
+
+    def done(self, index: int) -> float:
+        return index * self._size / self._used
+
+    def identity(self) -> dict[str, int]:
+        order = {"shuffle": int(self._seed is not None), "seed": self._seed or 0, "drop_last": int(self._drop_last)}
+        return {"length": self._samples, "batch_size": self._size, **order}
+
+
+class _Loader:
+    """The batches of the user's loader, each epoch an iteration of its own; one is read ahead, to know the last."""
+
+    def __init__(self, loader: Any, others: Mapping[str, Any]) -> None:
+        for name, value in others.items():
+            if value:
+                raise ValueError(
+                    f"`{name}` cannot be given for a loader ({type(loader).__name__}), which makes its own batches: "
+                    "leave it out, or give the loader's data (loader.dataset) in its place"
+                )
+        if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+            reason = "can be iterated over once only" if isinstance(loader, Iterator) else "cannot be iterated over"
+            raise TypeError(
+                f"`data` must be tensors, arrays, a Dataset, a list of samples or a loader; got "
+                f"{type(loader).__name__}, which {reason}"
+            )
+        self._loader: Iterable[Any] = loader
+
+    def __len__(self) -> int:
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"the loader ({type(self._loader).__name__}) has no length")
+        return len(self._loader)
+
+    def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
+        if start:
+            warnings.warn(
+                f"going on in epoch {epoch} of a loader ({type(self._loader).__name__}): its first {start} batches are "
+                "read and skipped, and are those of before only if its order is the same; "
+                "Batches(dataset, batch_size, shuffle=True, seed=...) goes on exactly",
+                UserWarning,
+                stacklevel=2,
+            )
+        batches = iter(self._loader)
+        nothing = object()
+        for _ in range(start):
+            next(batches, nothing)
+        batch = next(batches, nothing)
+        if batch is nothing:
+            raise ValueError(f"the loader ({type(self._loader).__name__}) has no batch {start} in epoch {epoch}")
+        while batch is not nothing:
+            following = next(batches, nothing)
+            yield batch, following is nothing
+            batch = following
+
+    def done(self, index: int) -> float:
+        return index / len(self)
+
+    def identity(self) -> dict[str, int]:
+        try:
+            return {"length": len(self)}
+        except TypeError:  # an IterableDataset's DataLoader says so only when it is asked
+            return {}
+
+
+def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order of an epoch (shape `(samples,)`, int64): a function of the arguments alone."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, epoch), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randperm(samples, generator=generator, device="cpu", dtype=torch.int64)
+
+
+def _picking(data: Any, collate: Collate | None) -> tuple[int, Callable[[Any], Any] | None]:
+    """The number of samples in `data`, and what makes a batch of some of them; None for a loader."""
+    if isinstance(data, TensorDataset) and collate is None:
+        data = data.tensors
+    if isinstance(data, Dataset):
+        samples = samples_of(data)
+        return samples, _reading(data, collate) if collate is not None else lambda indices: _subset(data, indices)
+    if isinstance(data, list):
+        return len(data), _reading(data, collate or default_collate)
+    columns = [column for _, column in _columns("data", data)]
+    if not columns:
+        return 0, None
+    if collate is not None:
+        raise ValueError("`collate_fn` is for lists of samples and datasets; tensors and arrays are cut as they are")
+    return len(columns[0]), lambda indices: _rows(data, len(columns[0]), indices)
+
+
+def _reading(data: Any, collate: Collate) -> Callable[[Any], Any]:
+    return lambda indices: collate([data[int(i)] for i in indices])
+
+
+def _subset(data: Dataset[Any], indices: Sequence[int] | torch.Tensor) -> Dataset[Any]:
+    if isinstance(indices, torch.Tensor):
+        return Subset(data, indices.tolist())
+    return data if len(indices) == samples_of(data) else Subset(data, indices)
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, (torch.Tensor, np.ndarray))
+
+
+def _columns(path: str, data: Any) -> list[tuple[str, Any]]:
+    """The tensors and arrays in `data`, with the path to each. Raises `ValueError` unless they are equally long."""
+    found: list[tuple[str, Any]] = [(path, data)] if _is_array(data) else []
+    for key, item in () if found else items_of(data):
+        found += _columns(f"{path}[{key!r}]", item)
+    for name, column in found:
+        if not column.ndim:
+            raise ValueError(f"`{name}` has no dimension of samples")
+        if len(column) != len(found[0][1]):
+            raise ValueError(f"`{found[0][0]}` has {len(found[0][1])} samples but `{name}` has {len(column)}")
+    return found
+
+
+def _rows(data: Any, samples: int, indices: range | torch.Tensor) -> Any:
+    """These samples of columns, in the same structure: views where they are contiguous."""
+
+    def pick(column: Any) -> Any:
+        if isinstance(indices, range):
+            return column[indices.start : indices.stop]
+        if isinstance(column, torch.Tensor):
+            return column[indices.to(column.device)]
+        if isinstance(column, np.ndarray):
+            return column[indices.numpy()]
+        return type(column)(column[i] for i in indices.tolist())
+
+    return as_tensors(map_tensors(pick, data, lambda item: _is_array(item) or has_a_row_each(item, samples)))

@@ -1,0 +1,70 @@
+"""Batches that were read ahead, each to be used in its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from batchopt._data.epochs import Batches, Turn
+from batchopt.backends.base import Prepared
+from batchopt.errors import BatchoptError
+
+
+class PreparedBatch:
+    """A batch that workers can read already: for `step` or `load` of the optimizer that prepared it, once, and before
+    the next one is asked for."""
+
+    def __init__(self, owner: object, prepared: Prepared, finish: Callable[[], None]) -> None:
+        """`finish`: to be called when the batch counts as done."""
+        self._owner, self._prepared, self._finish = owner, prepared, finish
+        self._refused = ""  # why it cannot be used any more
+        self._finished = False
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._prepared.batch.size
+
+    def check_alone(self, targets: Any, options: Any) -> None:
+        """Raise `ValueError` unless both are None."""
+        if targets is not None or options is not None:
+            raise ValueError("a prepared batch has its targets and options: leave `targets` and `options` out")
+
+    def take(self, owner: object) -> Prepared:
+        """The batch, which is used by this. Raises `BatchoptError` if it was before, if its turn is over, and if
+        another optimizer than `owner` has prepared it."""
+        reason = self._refused if owner is self._owner else "it was prepared by another BatchOptimizer"
+        if reason:
+            raise BatchoptError(
+                f"this prepared batch cannot be used: {reason}; use each batch of opt.prepared(...) once, in the order "
+                "in which they come, with the same `opt`"
+            )
+        self._refused = "it was used already"
+        return self._prepared
+
+    def finish(self) -> None:
+        """The batch is done; nothing the second time."""
+        if not self._finished:
+            self._finished = True
+            self._finish()
+
+    def expire(self) -> None:
+        """Its turn is over."""
+        self._refused = "its turn is over"
+
+
+def turns_of(batches: Iterable[Any]) -> Iterator[Turn]:
+    """Each of `batches` in its turn; of `Batches` without being finished."""
+    if isinstance(batches, Batches):
+        return batches.turns()
+    return (Turn(0, index, False, batch) for index, batch in enumerate(batches))
+
+
+def finish(batches: Iterable[Any], turn: Turn) -> None:
+    """Move the position of `Batches` past this one; nothing else has a position."""
+    if isinstance(batches, Batches):
+        batches.finish(turn)
+
+
+def whole(batches: Iterable[Any]) -> Iterable[Any]:
+    """All of `batches`, wherever the position is."""
+    return batches.whole() if isinstance(batches, Batches) else batches

@@ -1,0 +1,380 @@
+"""Batches that are map-style datasets: workers read the samples of their chunks themselves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
+from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
+
+
+class Listed(Dataset[Any]):
+    """Any items."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+class NeverHere(Pairs):
+    """Can be read in other processes only."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert os.getpid() != self.maker
+        return super().__getitem__(index)
+
+
+def check(opt: BatchOptimizer, data: Any, loss: float, gradient: torch.Tensor) -> None:
+    opt.load(data)
+    assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+
+
+# Forms
+
+
+def test_items_are_pairs_or_inputs_alone_in_any_structure() -> None:
+    case = mlp()
+    loss, gradient = case.reference()
+    x, y = case.inputs, case.targets
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, chunk_size=7) as opt:
+        half = len(x) // 2
+        forms: tuple[Dataset[Any], ...] = (
+            TensorDataset(x, y),
+            Subset(TensorDataset(x, y), range(len(x))),
+            ConcatDataset([Pairs(x[:half], y[:half]), TensorDataset(x[half:], y[half:])]),
+            Listed(*([a, b] for a, b in zip(x.numpy(), y.numpy(), strict=True))),
+        )
+        for data in forms:
+            check(opt, data, loss, gradient)
+
+    def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        assert targets is None
+        return nn.functional.mse_loss(module(inputs["x"]), inputs["y"])
+
+    with BatchOptimizer(case.module, loss_fn=loss_fn, optimizer=None, chunk_size=7) as opt:
+        check(opt, Listed(*({"x": a, "y": b} for a, b in zip(x, y, strict=True))), loss, gradient)
+
+    def square(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    for alone in (Listed(*x), TensorDataset(x), Subset(TensorDataset(x), range(len(x)))):
+        with BatchOptimizer(case.module, square, optimizer=None, chunk_size=7) as opt:
+            check(opt, alone, *reference(case.module, square, x, None))
+
+
+def test_a_collate_fn_gets_the_items_of_a_chunk_and_makes_inputs_and_targets() -> None:
+    case = mlp()
+    loss, gradient = case.reference()
+    items = [{"a": x, "b": y} for x, y in zip(case.inputs, case.targets, strict=True)]
+
+    def collate(samples: list[Any]) -> Any:
+        assert len(samples) <= 16  # of which the first measurement is
+        return torch.stack([sample["a"] for sample in samples]), torch.stack([sample["b"] for sample in samples])
+
+    for parallelize in (1, 2):
+        with BatchOptimizer(
+            case.module, case.criterion, optimizer=None, chunk_size=3, collate_fn=collate, parallelize=parallelize
+        ) as opt:
+            check(opt, Listed(*items), loss, gradient)
+
+
+def test_hooks_see_the_positions_and_options_of_samples() -> None:
+    x, y = torch.randn(10, 6), torch.randn(10, 4)
+    with BatchOptimizer(
+        Mlp(),
+        nn.MSELoss(),
+        optimizer=None,
+        chunk_size=4,
+        parallelize=2,
+        posthook=lambda worker, sample: (list(sample.indices), sample.options, sample.inputs[:, 0].tolist()),
+    ) as opt:
+        opt.load(Pairs(x, y), options=[f"o{i}" for i in range(10)])
+        opt.evaluate()
+        indices, options, inputs = (list(chain(*part)) for part in zip(*opt.hook_results, strict=True))
+    assert indices == list(range(10)) and options == [f"o{i}" for i in indices] and inputs == x[:, 0].tolist()
+
+
+def test_batches_of_a_dataset_are_read_in_the_workers_and_have_the_bits_of_tensors() -> None:
+    def run(data: Any) -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        with BatchOptimizer(Mlp(), nn.MSELoss(), optimizer="sgd", parallelize=2, chunk_size=3) as opt:
+            batches = Batches(data, 16, shuffle=True)
+            losses = [loss for _ in range(2) for loss in opt.steps(batches)]
+            return losses, opt.fingerprint()
+
+    torch.manual_seed(1)
+    x, y = torch.randn(52, 6), torch.randn(52, 4)
+    assert run(NeverHere(x, y)) == run((x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_bits_are_those_of_tensors_wherever_chunks_begin(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(13, 5).to(dtype)
+    x, y = torch.randn(31, 13).to(dtype), torch.randn(31, 5).to(dtype)
+    for chunk_size in (1, 2, 5, 31):
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=chunk_size) as opt:
+            opt.load(x, y)
+            expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
+            opt.load(Pairs(x, y))
+            assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_path: Path) -> None:
+    case = mlp(samples=40)
+    for cache, times in ((True, 1), (False, 4)):
+        data = Pairs(case.inputs, case.targets, tmp_path / f"notes {cache}")
+        with BatchOptimizer(
+            case.module,
+            case.criterion,
+            optimizer=None,
+            chunk_size=5,
+            cache=cache,
+            parallelize=parallelize,
+            speeds=[1.0] * parallelize,
+        ) as opt:
+            opt.load(data)
+            assert data.read() == []
+            first = opt.evaluate().item()
+            assert set(data.read()) == set(range(40))
+            assert [opt.evaluate().item() for _ in range(3)] == [first] * 3
+            read = data.read()
+        most = 1.0 if parallelize == 1 else 1.5  # who waits takes over what is late, and has to read it
+        assert 40 * times <= len(read) <= 40 * times * most
+
+
+def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
+    case = mlp(samples=8)
+
+    def halve(worker: Any, sample: Any) -> None:
+        sample.inputs.div_(2)
+
+    for data, hook in (
+        (Noisy(case.inputs, case.targets, tmp_path / "noisy"), None),
+        (Pairs(case.inputs, case.targets, tmp_path / "written"), halve),
+    ):
+        with BatchOptimizer(case.module, case.criterion, optimizer=None, chunk_size=4, prehook=hook) as opt:
+            opt.load(data)
+            first = opt.evaluate().item()
+            assert [opt.evaluate().item() for _ in range(2)] == [first] * 2
+            assert len(data.read()) == 24
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_draws_after_reading_are_those_of_a_reading_that_draws_nothing(parallelize: int) -> None:
+    """Dropout is the same whether a chunk was read or kept."""
+    case = mlp()
+    module = nn.Sequential(nn.Dropout(0.5), case.module)
+    losses = []
+    for cache in (True, False):
+        with BatchOptimizer(
+            module, case.criterion, optimizer=None, chunk_size=4, cache=cache, parallelize=parallelize
+        ) as opt:
+            opt.load(Pairs(case.inputs, case.targets))
+            losses += [opt.evaluate().item() for _ in range(3)]
+    assert len(set(losses)) == 1
+
+
+def test_reading_leaves_the_callers_random_state_alone() -> None:
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, optimizer=None) as opt:
+        before = torch.get_rng_state()
+        opt.load(Noisy(case.inputs, case.targets))
+        opt.evaluate()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+# Means
+
+
+def test_class_weights_and_denominators_are_refused_and_sums_are_exact() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 4).double()
+    x, y, weight = torch.randn(12, 3).double(), torch.randint(0, 4, (12,)), torch.rand(4).double()
+    for weighted in (nn.CrossEntropyLoss(weight=weight), nn.NLLLoss(weight=weight)):
+        with (
+            BatchOptimizer(module, weighted, optimizer=None) as opt,
+            pytest.raises(
+                ValueError, match=r"^class weights .* need the targets of the whole batch, which of a Dataset"
+            ),
+        ):
+            opt.load(Pairs(x, y))
+    with BatchOptimizer(module, nn.MSELoss(), denominators=lambda x, y: torch.ones(12)) as opt:
+        with pytest.raises(ValueError, match=r"^`denominators` need the targets"):
+            opt.load(Pairs(x, torch.randn(12, 4)))
+    summed = nn.CrossEntropyLoss(weight=weight, reduction="sum", ignore_index=1)
+    with BatchOptimizer(module, summed, optimizer=None, chunk_size=5) as opt:
+        check(opt, Pairs(x, y), *reference(module, summed, x, y))
+    with BatchOptimizer(module, nn.CrossEntropyLoss(weight=weight), optimizer=None, chunk_size=5) as opt:
+        check(opt, TensorDataset(x, y), *reference(module, nn.CrossEntropyLoss(weight=weight), x, y))
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_target_that_is_ignored_is_named(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module, criterion = nn.Linear(3, 4).double(), nn.CrossEntropyLoss(ignore_index=2)
+    x, y = torch.randn(12, 3).double(), torch.tensor([0, 1, 3] * 4)
+    with BatchOptimizer(module, criterion, optimizer=None, chunk_size=5, parallelize=parallelize) as opt:
+        check(opt, Pairs(x, y), *reference(module, criterion, x, y))
+        y[8] = 2
+        opt.load(Pairs(x, y))
+        with pytest.raises(
+            WorkerError, match=r"ValueError in worker \d, sample 8: its target has .* ignore_index, 2: "
+        ):
+            opt.evaluate()
+
+
+def test_weights_with_a_row_for_each_sample_come_with_their_samples() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 4).double()
+    x, y = torch.randn(4, 3).double(), torch.rand(4, 4).double()
+    for weight in (torch.rand(4, 4), torch.rand(4, 1), torch.rand(4)):
+        criterion = nn.BCEWithLogitsLoss(weight=weight.double())
+        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=3) as opt:
+            check(opt, Pairs(x, y), *reference(module, criterion, x, y))
+
+
+def test_the_sample_of_a_loss_that_is_not_finite_is_named() -> None:
+    case = mlp(samples=20)
+    case.inputs[13, 2] = torch.nan
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
+        opt.load(Pairs(case.inputs, case.targets))
+        with pytest.raises(NonFiniteError, match=r"loss is nan in chunk 3 \(sample 13\)"):
+            opt.evaluate()
+
+
+def test_the_doctor_examines_a_dataset() -> None:
+    case = mlp()
+    with BatchOptimizer(case.module.float(), case.criterion, parallelize=2) as opt:
+        diagnosis = opt.check(Pairs(case.inputs.float(), case.targets.float()))
+        assert diagnosis.healthy, diagnosis
+        assert "torch.float64" in str(diagnosis)
+
+
+# What cannot be
+
+
+class WithoutLength(Dataset[Any]):
+    """Says nothing about how many there are."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(6)
+
+
+class Stream(IterableDataset[Any]):
+    """Has a length, and no index."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(3, 6))
+
+
+class Locked(Pairs):
+    """Cannot be pickled."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        super().__init__(inputs, targets)
+        self.lock = threading.Lock()
+
+
+X, Y = torch.ones(4, 6), torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            (WithoutLength(),),
+            TypeError,
+            "^a dataset must be map-style, .*; WithoutLength has no `__len__`: use a DataLo",
+        ),
+        ((Stream(),), TypeError, "; Stream is an IterableDataset, whose samples have no index: use a DataLoader"),
+        ((Listed(),), ValueError, "^the batch has 0 samples"),
+        ((Pairs(X, Y), Y), ValueError, "`targets` of a Dataset come with its items"),
+        ((X, Pairs(X, Y)), TypeError, "got Pairs: a dataset takes the place of inputs and targets"),
+        ((Pairs(X, Y), None, [1, 2]), ValueError, "`inputs` has 4 samples but `options` has 2"),
+        ((DataLoader(Pairs(X, Y)),), TypeError, r"got DataLoader: .*opt\.steps\(loader\).* loader\.dataset, which the"),
+        ((Batches(X, 2),), TypeError, r"got Batches: `for loss in opt\.steps\(batches\)` steps on each"),
+        ((Locked(X, Y),), TypeError, r"^the batch cannot be sent to worker processes: it captures .*\.lock"),
+    ],
+)
+def test_what_is_no_batch_is_named(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
+        with pytest.raises(error, match=message):
+            opt.load(*given)
+        opt.step(X, Y)
+
+
+def test_terms_name_the_dataset_that_is_none() -> None:
+    with BatchOptimizer(Mlp(), terms={"a": Term(lambda module, x, y: module(x).mean())}, optimizer=None) as opt:
+        with pytest.raises(TypeError, match=r"^term 'a': a dataset must be map-style"):
+            opt.load({"a": WithoutLength()})
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (
+            [(X[0], Y[0], 1)] * 4,
+            "ValueError in worker 0, sample.*items of a dataset must be .input, target. or an input",
+        ),
+        ([(X[0], Y[0]), (X[0, :5], Y[0])] * 2, "RuntimeError in worker 0, sample.*equal size"),
+        ([(X[0], object())] * 4, "TypeError in worker 0, sample.*default_collate: batch must contain"),
+    ],
+)
+def test_items_that_cannot_be_collated_are_one_error(parallelize: int, items: list[Any], message: str) -> None:
+    speeds = [1.0, 0.0][:parallelize]
+    with BatchOptimizer(Mlp(), nn.MSELoss(), optimizer=None, parallelize=parallelize, speeds=speeds) as opt:
+        opt.load(Listed(*items))
+        with pytest.raises(WorkerError, match=message):
+            opt.evaluate()
+
+
+def test_a_worker_that_reads_for_long_is_waited_for() -> None:
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2) as opt:
+        backend: Any = opt._function.workers.backend
+        for batch, reading in (((Pairs(case.inputs, case.targets),), True), ((case.inputs, case.targets), False)):
+            opt.load(*batch)
+            assert backend._group._deadlines.reading is reading
+
+
+def test_a_file_that_is_mapped_into_memory(tmp_path: Path) -> None:
+    class Mapped(Dataset[Any]):
+        def __init__(self, path: Path) -> None:
+            self.path, self.rows = path, len(np.load(path, mmap_mode="r"))
+
+        def __len__(self) -> int:
+            return self.rows
+
+        def __getitem__(self, index: int) -> Any:
+            row = np.load(self.path, mmap_mode="r")[index]
+            return np.array(row[:6]), np.array(row[6:])
+
+    case = mlp()
+    np.save(tmp_path / "rows.npy", torch.cat([case.inputs, case.targets], 1).numpy())
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
+        check(opt, Mapped(tmp_path / "rows.npy"), *case.reference())

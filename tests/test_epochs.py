@@ -1,0 +1,402 @@
+"""Batches: their order, their position, and going on from it."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from batchopt import Batches, BatchoptError, BatchOptimizer, WorkerError
+
+X = torch.arange(20.0).view(10, 2)
+Y = torch.arange(10)
+
+
+class Pairs(Dataset[Any]):
+    """Ten samples."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return X[index], Y[index]
+
+
+class Endless(IterableDataset[Any]):
+    """Samples without an index."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(X)
+
+
+def saved(batches: Batches) -> dict[str, int]:
+    """The state, through a file."""
+    file = io.BytesIO()
+    torch.save(batches.state_dict(), file)
+    file.seek(0)
+    state: dict[str, int] = torch.load(file, weights_only=True)
+    return state
+
+
+def indices(batch: Any) -> list[int]:
+    """The samples in a batch of `Y`, or of pairs with it."""
+    if isinstance(batch, Dataset):
+        return [int(batch[i][1]) for i in range(len(batch))]  # type: ignore[arg-type]
+    return [int(i) for i in (batch[1] if isinstance(batch, (tuple, list)) else batch)]
+
+
+# The order
+
+
+def test_an_iteration_is_an_epoch_in_an_order_of_seed_and_epoch_alone() -> None:
+    numpy_state: Any = np.random.get_state()
+    states = torch.get_rng_state(), numpy_state[1], random.getstate()
+    batches = Batches(Y, 3, shuffle=True, seed=5)
+    epochs = [[indices(batch) for batch in batches] for _ in range(3)]
+    assert [list(map(len, epoch)) for epoch in epochs] == [[3, 3, 3, 1]] * 3 and len(batches) == 4
+    assert all(sorted(chain.from_iterable(epoch)) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    torch.manual_seed(77)
+    again = Batches(Y, 3, shuffle=True, seed=5)
+    assert [[indices(batch) for batch in again] for _ in range(3)] == epochs
+    assert [indices(batch) for batch in Batches(Y, 3, shuffle=True, seed=6)] != epochs[0]
+    torch.set_rng_state(states[0])
+    list(Batches(Y, 3, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    numpy_state = np.random.get_state()
+    assert np.array_equal(numpy_state[1], states[1]) and random.getstate() == states[2]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [
+        Y,
+        Y.numpy(),
+        (X, Y),
+        (X.numpy(), Y.numpy()),
+        TensorDataset(X, Y),
+        Pairs(),
+        [(x, y) for x, y in zip(X, Y, strict=True)],
+    ],
+    ids=["tensor", "array", "tensors", "arrays", "TensorDataset", "Dataset", "list"],
+)
+def test_every_form_of_data_has_the_same_batches(data: Any, shuffle: bool) -> None:
+    expected = [indices(batch) for batch in Batches(Y, 4, shuffle=shuffle, seed=1)]
+    assert [indices(batch) for batch in Batches(data, 4, shuffle=shuffle, seed=1)] == expected
+    (whole,) = Batches(data)
+    assert indices(whole) == list(range(10))
+    assert [len(indices(batch)) for batch in Batches(data, 4, drop_last=True)] == [4, 4]
+
+
+def test_batches_of_a_dataset_are_read_by_whoever_uses_them_unless_there_is_a_collate_fn() -> None:
+    data = Pairs()
+    batch = next(iter(Batches(data, 4)))
+    assert isinstance(batch, Subset) and batch.dataset is data
+    assert next(iter(Batches(data))) is data
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    x, y = next(iter(Batches(data, 4, shuffle=True, collate_fn=collate)))
+    assert torch.equal(x[:, 0], 2.0 * y)
+
+
+def test_structures_keep_their_form_and_lists_beside_tensors_come_along() -> None:
+    data = {"x": X, "names": [f"n{i}" for i in range(10)], "unit": "m"}
+    batch = next(iter(Batches(data, 3, shuffle=True)))
+    assert batch["unit"] == "m" and [f"n{int(x / 2)}" for x in batch["x"][:, 0]] == batch["names"]
+
+
+def test_a_file_that_can_only_be_read_is_copied_batch_by_batch(tmp_path: Any) -> None:
+    np.save(tmp_path / "x.npy", X.numpy())
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    found = list(Batches(x, 4))
+    assert torch.equal(torch.cat(found), X) and all(isinstance(batch, torch.Tensor) for batch in found)
+
+
+# The position
+
+
+def test_the_counters_are_those_of_chainers_iterators() -> None:
+    batches = Batches(Y, 4)
+    assert (batches.epoch, batches.iteration, batches.is_new_epoch) == (0, 0, False)
+    assert (batches.epoch_detail, batches.previous_epoch_detail) == (0.0, None)
+    seen = []
+    for _ in range(2):
+        for _ in batches:
+            seen.append((batches.epoch, batches.is_new_epoch, batches.epoch_detail, batches.previous_epoch_detail))
+    assert seen == [
+        (0, False, 0.4, 0.0),
+        (0, False, 0.8, 0.4),
+        (1, True, 1.0, 0.8),
+        (1, False, 1.4, 1.0),
+        (1, False, 1.8, 1.4),
+        (2, True, 2.0, 1.8),
+    ]
+    assert batches.iteration == 6
+    dropping = Batches(Y, 4, drop_last=True)
+    assert [dropping.epoch_detail for _ in dropping] == [0.5, 1.0]
+
+
+MAKES: dict[str, Callable[[], Batches]] = {
+    "tensor": lambda: Batches(Y, 3, shuffle=True, seed=2),
+    "dataset": lambda: Batches(Pairs(), 4, shuffle=True),
+    "loader": lambda: Batches(DataLoader(Pairs(), batch_size=3)),
+    "loader without a length": lambda: Batches(DataLoader(Endless(), batch_size=3, collate_fn=lambda xs: [0, xs[0]])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:going on in epoch:UserWarning")
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@given(stop=st.integers(0, 11))
+@settings(max_examples=12, deadline=None)
+def test_what_goes_on_from_a_state_has_the_batches_that_come(make: Callable[[], Batches], stop: int) -> None:
+    def run(batches: Batches) -> Iterator[list[int]]:
+        while True:
+            for batch in batches:
+                yield indices(batch)
+
+    expected = list(islice(run(make()), 14))
+    stopped = make()
+    assert list(islice(run(stopped), stop)) == expected[:stop]
+    resumed = make()
+    resumed.load_state_dict(saved(stopped))
+    assert (resumed.epoch, resumed.iteration, resumed.is_new_epoch) == (
+        stopped.epoch,
+        stopped.iteration,
+        stopped.is_new_epoch,
+    )
+    assert list(islice(run(resumed), 14 - stop)) == expected[stop:]
+
+
+def test_an_iteration_that_was_left_goes_on_in_the_next_one() -> None:
+    batches = Batches(Y, 3)
+    for _ in batches:
+        break
+    assert [indices(batch) for batch in batches] == [[3, 4, 5], [6, 7, 8], [9]]
+    assert indices(next(iter(batches))) == [0, 1, 2]
+
+
+def test_a_loader_that_goes_on_says_that_it_skips() -> None:
+    batches = Batches(DataLoader(Pairs(), batch_size=3))
+    next(iter(batches))
+    with pytest.warns(UserWarning, match=r"going on in epoch 0 of a loader \(DataLoader\): its first 1 batches are"):
+        assert indices(next(iter(batches))) == [3, 4, 5]
+
+
+def test_two_iterations_at_a_time_are_found_out() -> None:
+    batches = Batches(Y, 3)
+    one, two = iter(batches), iter(batches)
+    next(one)
+    next(two)
+    with pytest.raises(RuntimeError, match=r"batch 1 of epoch 0 is not the next one: .* at batch 2 of epoch 0"):
+        next(one)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"length": 11}, "`length` was 11 where this state was saved, and is 10 here"),
+        ({"seed": 4}, "`seed` was 4 "),
+        ({"batch_size": 4}, "`batch_size` was 4 "),
+        ({"shuffle": 0}, "`shuffle` was 0 "),
+        ({"epoch": -1}, "`epoch` of a state must be an int >= 0, got -1"),
+        ({"epoch": 1.0}, "`epoch` of a state must be an int >= 0, got 1.0"),
+        ({"more": 1}, "has the entries .* got .*'more'"),
+    ],
+)
+def test_a_state_of_other_data_is_refused_by_name(state: dict[str, Any], message: str) -> None:
+    batches = Batches(Y, 3, shuffle=True)
+    next(iter(batches))
+    before = batches.state_dict()
+    with pytest.raises(ValueError, match=message):
+        batches.load_state_dict({**before, **state})
+    assert batches.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Batches(Y, 0), ValueError, "`batch_size` must be >= 1, got 0"),
+        (lambda: Batches(Y, 2.5), TypeError, "`batch_size` must be an int"),  # type: ignore[arg-type]
+        (lambda: Batches(Y, seed=-1), ValueError, "`seed` must be >= 0"),
+        (lambda: Batches(Y, shuffle=1), TypeError, "`shuffle` must be True or False"),  # type: ignore[arg-type]
+        (lambda: Batches((X, Y[:9])), ValueError, r"`data\[0\]` has 10 samples but `data\[1\]` has 9"),
+        (lambda: Batches(Y[:0]), ValueError, "`data` has 0 samples"),
+        (lambda: Batches([]), ValueError, "`data` has 0 samples"),
+        (lambda: Batches(torch.tensor(1.0)), ValueError, "`data` has no dimension of samples"),
+        (lambda: Batches(Y, 20, drop_last=True), ValueError, "drop_last=True leaves them out"),
+        (lambda: Batches(Y, collate_fn=list), ValueError, "`collate_fn` is for lists of samples and datasets"),
+        (lambda: Batches(Endless()), TypeError, "Endless is an IterableDataset, whose samples have no"),
+        (lambda: Batches(iter([1])), TypeError, "got list_iterator, which can be iterated over once only"),
+        (lambda: Batches(5), TypeError, "got int, which cannot be iterated over"),
+        (lambda: Batches(DataLoader(Pairs()), 3), ValueError, r"`batch_size` cannot be given for a loader \(DataLoad"),
+        (lambda: Batches(DataLoader(Pairs()), shuffle=True), ValueError, "`shuffle` cannot be given for a loader"),
+        (lambda: Batches(DataLoader(Pairs()), seed=3), ValueError, "`seed` cannot be given for a loader"),
+    ],
+)
+def test_wrong_arguments_are_named(make: Callable[[], Batches], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+# In steps
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(50, 3, generator=generator).double(), torch.randn(50, 1, generator=generator).double()
+
+
+def optimizer(parallelize: int, **options: Any) -> BatchOptimizer:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.1)).double()
+    given = {"optimizer": "sgd", "parallelize": parallelize, "chunk_size": 4, **options}
+    return BatchOptimizer(module, nn.MSELoss(), **given)
+
+
+def plain(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
+    for batch in batches:
+        yield opt.step(*batch)
+
+
+def prepared(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
+    for batch in opt.prepared(batches):
+        yield opt.step(batch)
+
+
+def own(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
+    """A loop that loads, and steps with an optimizer of its own."""
+    sgd = torch.optim.SGD(opt.module.parameters(), lr=0.01)
+    for batch in opt.prepared(batches):
+        opt.load(batch)
+        yield float(sgd.step(opt.evaluate))
+
+
+def steps(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
+    return opt.steps(batches)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("loop", [plain, steps, prepared, own])
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(loop: Any, parallelize: int, stop: int) -> None:
+    def batches() -> Batches:
+        return Batches(data(), 15, shuffle=True, seed=3)
+
+    def run(opt: BatchOptimizer, batches: Batches, count: int) -> list[float]:
+        losses: list[float] = []
+        while len(losses) < count:
+            for loss in loop(opt, batches):
+                losses.append(loss)
+                if len(losses) == count:  # a loop that saves in its body, and ends
+                    states.append((opt.state_dict(), saved(batches)))
+                    break
+        return losses
+
+    states: list[Any] = []
+    with optimizer(parallelize) as opt:
+        whole = run(opt, batches(), 10)
+        expected = opt.parameters.clone()
+    with optimizer(parallelize) as opt:
+        first = run(opt, batches(), stop)
+    with optimizer(parallelize) as opt:
+        state, position = states[-1]
+        opt.load_state_dict(state)
+        resumed = batches()
+        resumed.load_state_dict(position)
+        assert resumed.iteration == stop
+        rest = run(opt, resumed, 10 - stop)
+        assert torch.equal(opt.parameters, expected)
+    assert first + rest == whole
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("loop", [steps, prepared])
+def test_a_step_that_fails_does_not_count_nor_what_was_read_ahead(loop: Any, parallelize: int) -> None:
+    x, y = data()
+    with optimizer(parallelize, prehook=lambda worker, sample: 1 / (sample.inputs < 100).all().item()) as opt:
+        batches = Batches((x, y), 10)
+        losses = loop(opt, batches)
+        next(losses)
+        next(losses)
+        assert batches.iteration == 2
+        x[20:30] += 200
+        losses = loop(opt, batches)
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            next(losses)
+        assert (batches.iteration, opt.batch_counter) == (2, 2)
+        x[20:30] -= 200
+        assert len(list(loop(opt, batches))) == 3 and batches.is_new_epoch
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_batch_that_the_loop_passes_over_is_finished(parallelize: int) -> None:
+    with optimizer(parallelize) as opt:
+        batches = Batches(data(), 10)
+        for i, batch in enumerate(opt.prepared(batches)):
+            if i % 2:
+                assert len(batch) == 10 and opt.step(batch) > 0
+        assert (batches.epoch, batches.iteration, opt.batch_counter) == (1, 5, 2)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_prepared_batches_are_used_once_in_their_turn_with_their_optimizer(parallelize: int) -> None:
+    x, y = data()
+    with optimizer(parallelize) as opt, optimizer(1) as other:
+        ahead = opt.prepared([(x, y), (x[:9], y[:9]), (x[:8], y[:8])])
+        first = next(ahead)
+        with pytest.raises(BatchoptError, match="prepared by another BatchOptimizer"):
+            other.step(first)
+        with pytest.raises(ValueError, match="leave `targets` and `options` out"):
+            opt.step(first, y)
+        opt.step(first)
+        with pytest.raises(BatchoptError, match="it was used already"):
+            opt.step(first)
+        second = next(ahead)
+        third = next(ahead)
+        for late in (first, second):
+            with pytest.raises(BatchoptError, match="its turn is over"):
+                opt.load(late)
+        opt.load(third)
+        assert opt.evaluate() > 0 and opt.batch_counter == 1
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_another_batch_between_two_steps_changes_nothing(parallelize: int) -> None:
+    def run(looks: bool) -> list[float]:
+        with optimizer(parallelize) as opt:
+            opt.module.eval()
+            losses = []
+            for loss in opt.steps(Batches(data(), 10)):
+                losses.append(loss)
+                if looks:
+                    for size in (9, 50):
+                        opt.load(data()[0][:size] * 5, data()[1][:size])
+                        opt.evaluate()
+            return losses
+
+    assert run(looks=True) == run(looks=False)
+
+
+def test_the_full_gradient_is_of_the_whole_epoch_and_moves_nothing() -> None:
+    x, y = data()
+    with optimizer(1) as opt:
+        opt.module.eval()
+        batches = Batches((x, y), 15, shuffle=True)
+        next(iter(batches))
+        before = batches.state_dict()
+        loss, _ = opt.full_gradient(batches)
+        assert loss == pytest.approx(nn.functional.mse_loss(opt.module(x), y).item(), rel=1e-12)
+        assert batches.state_dict() == before

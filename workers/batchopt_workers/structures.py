@@ -1,0 +1,90 @@
+"""Structures of tensors: tuples, lists, mappings and dataclasses, one in the other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def is_tensor(item: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(item, torch.Tensor)
+
+
+def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> Any:
+    """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which
+    keep their types; what is no leaf stays."""
+    if is_leaf(data):
+        return function(data)
+    if isinstance(data, tuple) and hasattr(data, "_make"):
+        return data._make(map_tensors(function, item, is_leaf) for item in data)
+    if isinstance(data, (tuple, list)):
+        return type(data)(map_tensors(function, item, is_leaf) for item in data)
+    if isinstance(data, Mapping):
+        mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
+        return _filled(copy.copy(data), mapped) if _keeps_its_type(data) else mapped
+    if is_record(data):
+        return _replaced(data, {name: map_tensors(function, item, is_leaf) for name, item in items_of(data)})
+    return data
+
+
+def is_record(data: Any) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def items_of(data: Any) -> Iterator[tuple[Any, Any]]:
+    """The items of a tuple, list, mapping or dataclass, each with its index, key or name; none for any other object."""
+    if isinstance(data, (tuple, list)):
+        yield from enumerate(data)
+    elif isinstance(data, Mapping):
+        yield from data.items()
+    elif is_record(data):
+        for entry in dataclasses.fields(data):
+            if hasattr(data, entry.name):
+                yield entry.name, getattr(data, entry.name)
+
+
+def _keeps_its_type(data: Mapping[Any, Any]) -> bool:
+    return type(data) is not dict and isinstance(data, MutableMapping)
+
+
+def _filled(data: Any, items: dict[Any, Any]) -> Any:
+    for key, item in items.items():
+        data[key] = item
+    return data
+
+
+def _replaced(data: Any, items: dict[str, Any]) -> Any:
+    """A copy of a dataclass with other values; frozen ones, and those whose `__init__` does more, too."""
+    found = copy.copy(data)
+    for name, item in items.items():
+        object.__setattr__(found, name, item)
+    return found
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of such a structure, in order."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    else:
+        for _, item in items_of(data):
+            yield from tensors_in(item)
+
+
+# What has no tensors in it, as a look at its type tells.
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+
+
+def has_a_row_each(item: Any, samples: int) -> bool:
+    """Whether it is a list, tuple or array of other things than tensors, one a sample."""
+    if isinstance(item, np.ndarray):
+        return item.ndim > 0 and len(item) == samples
+    if (not isinstance(item, list) and type(item) is not tuple) or len(item) != samples:
+        return False
+    return _PLAIN.issuperset(map(type, item)) or next(tensors_in(item), None) is None
