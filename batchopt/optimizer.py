@@ -20,6 +20,7 @@ from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
 from batchopt._function.numpy_objective import FlatObjective
+from batchopt._function.prediction import iter_predict, predict, score
 from batchopt._function.prepared import PreparedBatch
 from batchopt._function.settings import Settings
 from batchopt._function.tasks import Functions, apply, collect, total
@@ -296,6 +297,36 @@ class BatchOptimizer:
         returned.
         """
         return apply(self._function, total, function, (inputs, targets), grad=grad, train=train)
+
+    def predict(self, inputs: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
+        """The module's outputs for all of `inputs`, in their order: evaluation mode, no graph, no targets needed.
+
+        inputs: a batch as for `load`, a map-style `Dataset`, or a loader, whose batches are `(inputs,)`,
+        `(inputs, targets)` or inputs alone; with `terms`, too, one batch of inputs. transform: what workers make of the
+        output of a chunk before it is returned, `transform(outputs)`: a softmax, an argmax, one of several outputs.
+        Returns what the module does (a tensor, or tuples, lists and dicts of tensors, the first dimension being the
+        samples), or a list with one entry a sample. The memory that it takes is that of the outputs and of a chunk in
+        each worker: `chunk_size` bounds it. Everything else is as in `collect`.
+        """
+        return predict(self._function, inputs, transform)
+
+    def iter_predict(
+        self, batches: Iterable[Any], *, transform: Callable[[Any], Any] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield `(outputs, batch)` for each batch of a loader, as `predict`; the next one is read meanwhile."""
+        return iter_predict(self._function, batches, transform)
+
+    def score(self, data: Any, metrics: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
+        """Metrics of the module's outputs for all of `data`: a dict of values by name, or the value of a single metric.
+
+        data: `(inputs, targets)`, a loader of such batches, or a map-style `Dataset` of such items. metrics: one, or a
+        dict of them: functions `metric(outputs, targets)`; objects of torchmetrics (`update`, `compute`, `reset`) or of
+        ignite; functions of `sklearn.metrics`. Outputs are gathered as `predict` does, with `transform`, and each
+        metric is given all of them at once, in order: so it is the serial number. Values are floats where they are one
+        number. Raises `TypeError` for what is no metric, `ValueError` where there are no targets, and what `predict`
+        raises.
+        """
+        return score(self._function, data, metrics, transform)
 
     @property
     def parameters(self) -> torch.Tensor:

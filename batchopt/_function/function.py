@@ -221,7 +221,7 @@ class BatchFunction:
         ahead = Ahead(turns_of(batches), prepare)
         for turn, prepared in ahead:
             batch = PreparedBatch(self, prepared, partial(finish, batches, turn))
-            with self.observers.including(_ReadsAhead(ahead)):
+            with self.observers.including(ReadsAhead(ahead)):
                 try:
                     yield batch
                 finally:
@@ -525,7 +525,7 @@ class BatchFunction:
         self.close()
 
 
-class _ReadsAhead(Observer):
+class ReadsAhead(Observer):
     """Fetches the next batch while the workers compute."""
 
     def __init__(self, ahead: Ahead[Any]) -> None:

@@ -74,15 +74,21 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class Transformed:
-    """The module's output, or what `transform` makes of it."""
+class Predicted:
+    """The module's output, or what `transform` makes of it; with the `targets` if they are wanted."""
 
     transform: Callable[[Any], Any] | None = None
+    targets: bool = False
 
     def __call__(self, piece: Piece, around: Surroundings) -> Any:
         with torch.no_grad():
             output = around.module(piece.inputs)
-            return output if self.transform is None else self.transform(output)
+            output = output if self.transform is None else self.transform(output)
+        if not self.targets:
+            return output
+        if piece.targets is None:
+            raise ValueError("the items have no targets: a dataset has to have (input, target)")
+        return output, piece.targets
 
 
 @contextmanager

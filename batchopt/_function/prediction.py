@@ -1,0 +1,138 @@
+"""The module's outputs for data of any size, and metrics of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from batchopt._data import arguments
+from batchopt._data.batches import Reading, read_part
+from batchopt._data.prefetch import Ahead, as_arguments
+from batchopt._function.function import BatchFunction, ReadsAhead
+from batchopt._function.metrics import read_metrics, values
+from batchopt._function.prepared import whole
+from batchopt._function.tasks import collect
+from batchopt._mapreduce.results import common_form
+from batchopt_workers.batch import Batch
+from batchopt_workers.forms import rows_form
+from batchopt_workers.structures import is_record
+from batchopt_workers.task import Predicted, Task
+
+Transform = Callable[[Any], Any]
+
+
+class _Asked(NamedTuple):
+    """A batch that the module is asked about: as it was given, and as workers are given it."""
+
+    given: Any
+    batch: Batch
+
+
+def predict(function: BatchFunction, data: Any, transform: Transform | None) -> Any:
+    """The outputs for all of `data`, in its order: for one batch of inputs, or for those of a loader."""
+    _check_transform(transform)
+    function.check_open()
+    if _is_batch(data):
+        return _outputs(function, _read(function, data, None), Predicted(transform))
+    return _joined([(found, asked.batch.size) for found, asked in _ask(function, data, transform)], "outputs")
+
+
+def iter_predict(
+    function: BatchFunction, batches: Iterable[Any], transform: Transform | None
+) -> Iterator[tuple[Any, Any]]:
+    """The outputs for each of `batches`, with the batch; the next one is read while the workers compute."""
+    _check_transform(transform)
+    function.check_open()
+    if _is_batch(batches):
+        raise TypeError(
+            f"`batches` must be a loader, or anything else that yields batches; got {type(batches).__name__}: "
+            "predict(inputs) takes one batch"
+        )
+    return ((found, asked.given) for found, asked in _ask(function, batches, transform))
+
+
+def _ask(function: BatchFunction, batches: Iterable[Any], transform: Transform | None) -> Iterator[tuple[Any, _Asked]]:
+    def read(given: Any) -> _Asked:
+        return _Asked(given, _read(function, *as_arguments(given)[:2]))
+
+    ahead = Ahead(whole(batches), read)
+    for asked in ahead:
+        with function.observers.including(ReadsAhead(ahead)):
+            found = _outputs(function, asked.batch, Predicted(transform))
+        yield found, asked
+
+
+def score(function: BatchFunction, data: Any, metrics: Any, transform: Transform | None) -> Any:
+    """Each metric of all outputs and targets, by name; of a metric without a name, its value."""
+    measures = read_metrics(metrics)
+    _check_transform(transform)
+    function.check_open()
+    outputs, targets = _outputs_and_targets(function, data, transform)
+    return values(measures, outputs, targets)
+
+
+def _outputs_and_targets(function: BatchFunction, data: Any, transform: Transform | None) -> tuple[Any, Any]:
+    if isinstance(data, Dataset) and not isinstance(data, Iterator):
+        found = _outputs(function, _read(function, data, None), Predicted(transform, targets=True))
+        return _pair(found)
+    if _is_batch(data):
+        inputs, targets, _ = as_arguments(data)
+        if targets is None:
+            raise ValueError("`data` must be (inputs, targets), a loader of such, or a dataset: there are no targets")
+        return _outputs(function, _read(function, inputs, targets), Predicted(transform)), targets
+    outputs, targets = [], []
+    for found, asked in _ask(function, data, transform):
+        outputs.append((found, asked.batch.size))
+        targets.append((as_arguments(asked.given)[1], asked.batch.size))
+    if any(found is None for found, _ in targets):
+        raise ValueError("the batches of `data` must be (inputs, targets): there are no targets")
+    return _joined(outputs, "outputs"), _joined(targets, "targets")
+
+
+def _pair(found: Any) -> tuple[Any, Any]:
+    if isinstance(found, list):
+        return [output for output, _ in found], [target for _, target in found]
+    outputs, targets = found
+    return outputs, targets
+
+
+def _is_batch(data: Any) -> bool:
+    """Whether it is one batch, and not something that yields batches."""
+    return isinstance(data, (torch.Tensor, np.ndarray, list, tuple, Mapping, Dataset)) or is_record(data)
+
+
+def _read(function: BatchFunction, inputs: Any, targets: Any) -> Batch:
+    readings = function.readings
+    first = next(iter(readings.values()))
+    collate = first.collate if None in readings else None
+    return Batch((read_part(inputs, targets, None, Reading(collate, "mean", None, None, first.device)),))
+
+
+def _outputs(function: BatchFunction, batch: Batch, predicted: Predicted) -> Any:
+    return collect(function, Task(predicted, aside=True, train=False), batch)
+
+
+def _check_transform(transform: Transform | None) -> None:
+    if transform is not None:
+        arguments.check_callable("transform", transform, ("outputs",))
+
+
+def _joined(found: Sequence[tuple[Any, int]], what: str) -> Any:
+    """What batches of so many samples have, as one: tensors one after the other, in their structure; or a list with one
+    object a sample."""
+    if not found:
+        raise ValueError("there is no sample: the loader yields no batch")
+    try:
+        forms, tensors = zip(*(rows_form(item, samples) for item, samples in found), strict=True)
+        bounds = [0, *accumulate(samples for _, samples in found)]
+        form = common_form(dict(enumerate(forms)), bounds)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the {what} of the batches cannot be put together: {error}") from error
+    if form.objects is not None:
+        return form.objects
+    return form.filled([torch.cat(columns) for columns in zip(*tensors, strict=True)])
