@@ -12,6 +12,7 @@ import torch
 
 from batchopt._checkpoint import file
 from batchopt._checkpoint.resumption import check_state, class_of
+from batchopt._data import arguments
 from batchopt._data.denominators import Denominators
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.counters import Counters
@@ -297,6 +298,32 @@ class BatchOptimizer:
         returned.
         """
         return apply(self._function, total, function, (inputs, targets), grad=grad, train=train)
+
+    def outputs(self) -> Any:
+        """What the module returned in the last evaluation, in the order of samples, without another forward.
+
+        For that, set `keep_outputs` before the evaluation. The structure is as in `collect`. It is of the parameters
+        that were evaluated, which a line search may have left since. Raises `BatchoptError` if outputs were not kept.
+        """
+        return self._function.outputs()
+
+    @property
+    def keep_outputs(self) -> bool:
+        """Whether evaluations keep what the module returns, for `outputs`; False at first. It costs a copy of it.
+
+        Only where a criterion is given the output: with `loss_fn`, `terms` or a module that is its own loss, setting it
+        raises `ValueError`.
+        """
+        return self._function.keeps_outputs
+
+    @keep_outputs.setter
+    def keep_outputs(self, keep: bool) -> None:
+        if arguments.read_bool("keep_outputs", keep) and self.criterion is None:
+            raise ValueError(
+                "outputs are seen only where a criterion is given them, and here the loss is made by a function: use "
+                "opt.collect(lambda module, inputs, targets: module(inputs))"
+            )
+        self._function.keep_outputs(keep)
 
     def predict(self, inputs: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """The module's outputs for all of `inputs`, in their order: evaluation mode, no graph, no targets needed.

@@ -33,6 +33,7 @@ from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
 from batchopt._mapreduce.reduce import reduce_answers, weighed
+from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
@@ -74,6 +75,8 @@ class BatchFunction:
         self._past = Past(counters or Counters(), [])
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._keeps_outputs = False
+        self._outputs: Any = None  # of the module, in the last evaluation
         self._closed = False
 
     def _read_for_workers(self) -> Readings:
@@ -262,7 +265,10 @@ class BatchFunction:
     def map(self) -> list[Answer]:
         """Partial losses and gradients from every worker that had a share."""
         step = self._step = self.ready().followed(self.workers.speeds)
+        self._outputs = None
         answers = self._evaluate(step, Kind.EVALUATE)
+        if self._keeps_outputs:
+            self._outputs = self.put_together(answers, step.plan.cut, step.batch.size)
         self.workers.learn_from(answers, step.plan.samples())
         results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
         in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
@@ -319,6 +325,36 @@ class BatchFunction:
         """So many more products of the Hessian were made."""
         counters = replace(self._past.counters, products=self._past.counters.products + count)
         self._past = Past(counters, self._past.hook_results)
+
+    @exclusive
+    @undisturbed
+    def keep_outputs(self, keep: bool) -> None:
+        """Whether the next evaluations keep what the module returns."""
+        self.workers.backend.keep_outputs(keep)
+        self._keeps_outputs = keep
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether evaluations keep what the module returns."""
+        return self._keeps_outputs
+
+    def outputs(self) -> Any:
+        """What the module returned in the last evaluation. Raises `BatchoptError` if nobody kept it."""
+        self.check_open()
+        if self._outputs is None:
+            raise BatchoptError(
+                "there are no outputs: set opt.keep_outputs = True before the batch is evaluated, or call "
+                "opt.collect(lambda module, inputs, targets: module(inputs)), which takes a forward"
+            )
+        return self._outputs
+
+    def put_together(self, answers: Sequence[Answer], cut: Cut, samples: int) -> Any:
+        """The rows that the workers have written, in the order of samples, in the structure in which they were
+        returned. Raises `ValueError` for chunks with different ones."""
+        form = common_form(forms_of(answers), cut.bounds)
+        if form.objects is not None:
+            return form.objects
+        return form.filled(self.workers.backend.collected(form.columns, samples))
 
     # ---- tasks
 
@@ -421,7 +457,7 @@ class BatchFunction:
         self._changes = None
 
     def _forget_batch(self) -> None:
-        self._step = self._changes = None
+        self._step = self._changes = self._outputs = None
 
     def stepped(self, left: Trial | None) -> None:
         """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it
@@ -494,6 +530,7 @@ class BatchFunction:
             self._step = None
 
         self.workers.resize(parallelize, speeds, between_steps)
+        self.workers.backend.keep_outputs(self._keeps_outputs)
         self._readings = self._read_for_workers()
 
     def close(self) -> None:

@@ -88,10 +88,7 @@ def collect(function: BatchFunction, task: Task, batch: Batch, chunk_size: int |
     """The results in the order of samples; in chunks of `chunk_size`, if not in those of evaluations."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
-        form = common_form(forms_of(answers), cut.bounds)
-        if form.objects is not None:
-            return form.objects
-        return form.filled(function.workers.backend.collected(form.columns, batch.size))
+        return function.put_together(answers, cut, batch.size)
 
     return function.carry_out(task, batch, Kind.COLLECT, whole, chunk_size)
 

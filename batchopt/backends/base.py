@@ -162,9 +162,13 @@ class Backend(ABC):
         cannot be sent."""
 
     @abstractmethod
+    def keep_outputs(self, keep: bool) -> None:
+        """Let evaluations write what the module returns, or not."""
+
+    @abstractmethod
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        """What the orders to collect have written, of so many samples in all: one tensor for each column, which nobody
-        else writes any more."""
+        """The rows that the orders of the last evaluation have written, of so many samples in all: one tensor for each
+        column, which nobody else writes any more."""
 
     @abstractmethod
     def end_task(self) -> None:

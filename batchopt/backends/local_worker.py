@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.errors import WorkerError
 from batchopt_workers.batch import Batch
@@ -16,7 +14,7 @@ from batchopt_workers.failures import message_of
 from batchopt_workers.forms import Form, sums_layout
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
-from batchopt_workers.output import MemoryOutput
+from batchopt_workers.output import Output
 from batchopt_workers.rows import Rows
 from batchopt_workers.task import Task
 from batchopt_workers.task_runner import of_term
@@ -35,7 +33,7 @@ class LocalWorker:
         self._rows = self._make_rows(1)
         self.evaluator.walk.watch = watch
         self._examined = False  # whether an evaluation has shown which constants a forward writes
-        self._output = MemoryOutput()
+        self.outputs: Output | None = None  # where evaluations write what the module returns
 
     def _make_rows(self, count: int) -> Rows:
         return Rows(self._layout, self._changes, count, None, self.evaluator.worker.device)
@@ -51,17 +49,13 @@ class LocalWorker:
         """Compare constants with what they were, too, in the next evaluation."""
         self._examined = False
 
-    def begin_task(self, task: Task, batch: Batch | None) -> None:
-        """Let orders of tasks be about this one: on the loaded batch, or on another one."""
-        if not task.aside:
-            batch = of_term(self.evaluator.loaded.batch, task.term)
-        assert batch is not None
-        self._output = self.evaluator.tasks.output = MemoryOutput()
-        self.evaluator.tasks.begin(task, batch)
-
-    def collected(self) -> list[torch.Tensor]:
-        """The rows that the task has yielded."""
-        return self._output.tensors
+    def begin_task(self, task: Task, batch: Batch | None, output: Output) -> None:
+        """Let orders of tasks be about this one, on the loaded batch or on another one, and write to `output`."""
+        tasks = self.evaluator.tasks
+        subject = batch if task.aside else of_term(self.evaluator.loaded.batch, task.term)
+        assert subject is not None
+        tasks.begin(task, subject)
+        tasks.output = output
 
     def evaluate(self, cut: Cut, order: Order, turn: AbstractContextManager[Any] | None = None) -> Answer:
         """Evaluate the chunks of an order, each within `turn`. Raises `WorkerError` if the user's code raises, and
@@ -72,6 +66,7 @@ class LocalWorker:
             evaluator.tasks.loaded.cut = cut
         else:
             evaluator.cut = cut
+            evaluator.outputs = self.outputs
             self._have_rows(most_held(order.first, order.last, cut.chunks))
         if not self._examined:
             evaluator.walk.watch.compare()

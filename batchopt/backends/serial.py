@@ -18,7 +18,8 @@ from batchopt.backends.local_worker import LocalWorker, run_precode
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.forms import Column
-from batchopt_workers.messages import Cut, Order
+from batchopt_workers.messages import TASKS, Cut, Order
+from batchopt_workers.output import MemoryOutput
 from batchopt_workers.seeding import draws_kept
 from batchopt_workers.task import Task
 from batchopt_workers.watch import Watch
@@ -47,6 +48,7 @@ class SerialBackend(Backend):
         self._snapshot = snapshot_of(setup.program, hooks=False)
         evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
         self._evaluator = evaluator
+        self._output, self._keeps_outputs = MemoryOutput(), False
         self._local = LocalWorker(evaluator, setup.flat.layout, setup.buffers.size, self._make_watch())
 
     @property
@@ -87,6 +89,9 @@ class SerialBackend(Backend):
         (order,) = orders
         if order is None:
             return []
+        if order.kind not in TASKS:
+            self._output = MemoryOutput()
+            self._local.outputs = self._output if self._keeps_outputs else None
         with draws_kept(), torch_threads(self._setup.threads):
             return [self._local.evaluate(cut, order)]
 
@@ -97,11 +102,15 @@ class SerialBackend(Backend):
         changed = follow and self._follow()
         if batch is not None and self._setup.fixed_bits:
             batch = batch.realigned()
-        self._local.begin_task(task, batch)
+        self._output = MemoryOutput()
+        self._local.begin_task(task, batch, self._output)
         return changed
 
+    def keep_outputs(self, keep: bool) -> None:
+        self._keeps_outputs = keep
+
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        return self._local.collected()
+        return self._output.tensors
 
     def end_task(self) -> None:
         self._evaluator.tasks.end()

@@ -17,6 +17,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from tests.backends.task_contract import TaskContract
 from tests.workloads import Broken, Mlp, Noisy, Pairs, Workload, cnn, convolutional, mlp, reference, rnn
 
 Make = Callable[..., BatchOptimizer]
@@ -38,7 +39,7 @@ class Tied(nn.Module):
         return y
 
 
-class Contract:
+class Contract(TaskContract):
     """What holds for any backend. A subclass gives `backend` and `parallelize`."""
 
     backend: str

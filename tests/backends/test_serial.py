@@ -10,3 +10,4 @@ class TestSerial(Contract):
 
     backend = "serial"
     parallelize = 1
+    processes = False

@@ -15,6 +15,7 @@ class TestThreads(Contract):
 
     backend = "threads"
     parallelize = 2
+    processes = False
 
     @pytest.fixture(autouse=True)
     def _registered(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

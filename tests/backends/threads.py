@@ -87,6 +87,7 @@ class ThreadBackend(Backend):
         self._task: Task | None = None
         self._aside: Batch | None = None
         self._output = MemoryOutput()
+        self._keeps_outputs = False
         self._turn = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self.resize(setup.workers)
@@ -120,8 +121,7 @@ class ThreadBackend(Backend):
             copy.begin_step(self._source)
             copy.evaluator.batch, copy.evaluator.weights = self._batch, self._weights
             if self._task is not None:
-                copy.local.begin_task(self._task, self._aside)
-                copy.evaluator.tasks.output = self._output
+                copy.local.begin_task(self._task, self._aside, self._output)
         return changed
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
@@ -129,6 +129,9 @@ class ThreadBackend(Backend):
             batch = batch.realigned()
         self._task, self._aside, self._output = task, batch, MemoryOutput()
         return self._begin_step() and follow
+
+    def keep_outputs(self, keep: bool) -> None:
+        self._keeps_outputs = keep
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         return self._output.tensors
@@ -142,7 +145,11 @@ class ThreadBackend(Backend):
         threads, settings, failures = self._threads, TorchSettings.current(), Failures()
         assert threads is not None
 
+        if self._task is None:
+            self._output = MemoryOutput()
+
         def work(copy: Copy, order: Order) -> Answer:
+            copy.local.outputs = self._output if self._keeps_outputs else None
             copy.evaluator.hooked, copy.evaluator.direction = self._hooked, self._direction
             copy.evaluator.prehook, copy.evaluator.posthook = self._hooks
             with settings.contexts(), torch_threads(self._setup.threads or 1):

@@ -15,10 +15,12 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.collector import GradientCollector, grads_kept
+from batchopt_workers.forms import Form
 from batchopt_workers.layout import Layout
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.objective import LossFunction, Objective
+from batchopt_workers.output import Output, write_results
 from batchopt_workers.rows import Row, Rows
 from batchopt_workers.sums import PartialSum, Sums
 from batchopt_workers.task_runner import ChunkDone, TaskRunner
@@ -67,6 +69,7 @@ class Evaluator:
         self.prehook, self.posthook, self.hooked = program.prehook, program.posthook, True
         self.weights: Sequence[float] = (1.0,) * len(program.loss_fns)
         self.direction: Sequence[torch.Tensor] = ()
+        self.outputs: Output | None = None  # where evaluations write what the module returns
         watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
         self.walk = Walk(worker, program.seed, buffers, watch)
         self._loaded: LoadedBatch | None = None
@@ -130,14 +133,22 @@ class Evaluator:
         for chunk in range(order.first, order.last):
             row = self._sums.free_row()
             results: list[Any] = []
-            losses, used = self._chunk(loaded, order, chunk, rows[row], results)
+            outputs: list[Any] = []
+            losses, used = self._chunk(loaded, order, chunk, rows[row], results, outputs)
+            form = self._write(outputs, chunk) if outputs else None
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, PartialSum(row, losses, used), rows)
             self.walk.leave()
-            yield ChunkDone(self._sums.report(chunk + 1, began, self._drew), results)
+            yield ChunkDone(self._sums.report(chunk + 1, began, self._drew), results, form)
+
+    def _write(self, outputs: Sequence[Any], chunk: int) -> Form:
+        """Write what the module returned for a chunk, and return its form."""
+        loaded = self.loaded
+        assert self.outputs is not None
+        return write_results(self.outputs, outputs, loaded.batch.parts[0], range(*loaded.cut.bounds[chunk : chunk + 2]))
 
     def _chunk(
-        self, loaded: LoadedBatch, order: Order, chunk: int, row: Row, results: list[Any]
+        self, loaded: LoadedBatch, order: Order, chunk: int, row: Row, results: list[Any], outputs: list[Any]
     ) -> tuple[tuple[float, ...], bytes]:
         names = loaded.batch.numbering.names
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
@@ -151,6 +162,8 @@ class Evaluator:
                 else:
                     losses[piece.term] += self._forward_backward(piece, sample, weight, collector, results)
                     collector.collect()
+                    if self.outputs is not None:
+                        outputs.append(sample.output)
             if self._looked != (order.step, self.hooked):
                 self._looked = order.step, self.hooked
                 self._drew = self.walk.has_drawn(order.step)
@@ -215,7 +228,7 @@ class Evaluator:
             for chunk in range(cut.chunks):
                 row, order = sums.free_row(), Order(-1, step, chunk, chunk + 1)
                 if gradient:
-                    losses, used = self._chunk(loaded, order, chunk, rows[row], [])
+                    losses, used = self._chunk(loaded, order, chunk, rows[row], [], [])
                 else:
                     losses, used = self._losses(loaded, order, chunk), b""
                 sums.add(chunk, PartialSum(row, losses, used), rows if gradient else None)

@@ -27,6 +27,12 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements in row-major order, shape `(bytes,)`; a view where they lie so."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element alone may have any stride
+
+
 def anonymous_file() -> int:
     """A descriptor of a new, empty file without a name."""
     if hasattr(os, "memfd_create"):

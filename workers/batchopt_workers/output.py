@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from batchopt_workers.batch import Part
 from batchopt_workers.capacity import free_memory
-from batchopt_workers.forms import Column, places
-from batchopt_workers.memory import GrowingFile
+from batchopt_workers.forms import Column, Form, objects_form, places, rows_form
+from batchopt_workers.memory import GrowingFile, octets
 
 # Bytes from which on it is looked at whether there is the memory.
 _LARGE = 2**20
@@ -44,7 +45,7 @@ class FileOutput:
         """See `Output`."""
         offsets, _ = places(columns, samples)
         for tensor, offset in zip(tensors, offsets, strict=True):
-            elements = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            elements = octets(tensor).numpy().data
             _check_room(len(elements))
             row = len(elements) // (stop - start)
             done = 0
@@ -79,3 +80,17 @@ class MemoryOutput:
             ]
         for whole, tensor in zip(self.tensors, tensors, strict=True):
             whole[start:stop].copy_(tensor)
+
+
+def write_results(output: Output, results: Sequence[Any], part: Part, samples: range) -> Form:
+    """Write what was returned for the pieces of a chunk, `samples` of a part, and return its form.
+
+    Raises `TypeError` or `ValueError` for what has no row for each sample.
+    """
+    if part.one_by_one:
+        return objects_form(results)
+    (result,) = results
+    form, tensors = rows_form(result, len(samples))
+    if tensors:
+        output.write(form.columns, tensors, samples.start, samples.stop, part.size)
+    return form

@@ -208,6 +208,14 @@ class Session:
         """Write the rows that tasks yield to the file `fd`."""
         self.evaluator.tasks.output = FileOutput(fd)
 
+    def write_outputs_to(self, fd: int) -> None:
+        """Write what the module returns in evaluations to the file `fd`."""
+        self.evaluator.outputs = FileOutput(fd)
+
+    def write_no_outputs(self) -> None:
+        """Write that nowhere."""
+        self.evaluator.outputs = None
+
     def sum_in(self, fd: int) -> None:
         """Sum totals in the file `fd`, which grows as it has to."""
         self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
@@ -288,4 +296,4 @@ def _hooks(module: torch.nn.Module) -> int:
 
 
 # The calls that a descriptor follows through the pipe: it is their last argument.
-WITH_DESCRIPTOR = (Session.attach, Session.attach_copy, Session.write_to, Session.sum_in)
+WITH_DESCRIPTOR = (Session.attach, Session.attach_copy, Session.write_to, Session.write_outputs_to, Session.sum_in)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from batchopt_workers import faults
-from batchopt_workers.batch import Batch, Part, Piece
+from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.collector import grads_kept
-from batchopt_workers.forms import Form, objects_form, real, rows_form, sums_form, sums_layout
+from batchopt_workers.forms import Form, real, sums_form, sums_layout
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.messages import Cut, Kind, Order, Report
-from batchopt_workers.output import MemoryOutput, Output
+from batchopt_workers.output import MemoryOutput, Output, write_results
 from batchopt_workers.rows import Rows
 from batchopt_workers.sums import PartialSum, Sums
 from batchopt_workers.task import ParameterWatch, PrivateTotals, Surroundings, Task, Totals, in_mode
@@ -99,7 +99,10 @@ class TaskRunner:
                         results.append(task.function(piece, self._around(piece, order.step)))
                 finally:
                     watch.check()
-                form = self._total(results, needed, row) if totals else self._collect(results)
+                if totals:
+                    form = self._total(results, needed, row)
+                else:
+                    form = write_results(self.output, results, loaded.batch.parts[0], self._walk.current)
             faults.point("worker.merge", chunk)
             sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
             self._walk.leave()
@@ -115,22 +118,6 @@ class TaskRunner:
             piece.weight * self._f.weight_of(term),
             partial(self._f.evaluate_all, step),
         )
-
-    @property
-    def _part(self) -> Part:
-        (part,) = self.loaded.batch.parts
-        return part
-
-    def _collect(self, results: Sequence[Any]) -> Form:
-        """Write the rows of a chunk, and return their form."""
-        part, samples = self._part, self._walk.current
-        if part.one_by_one:
-            return objects_form(results)
-        (result,) = results
-        form, tensors = rows_form(result, len(samples))
-        if tensors:
-            self.output.write(form.columns, tensors, samples.start, samples.stop, part.size)
-        return form
 
     def _total(self, results: Sequence[Any], needed: int, row: int) -> Form:
         """Sum the results of a chunk in a row, and return their form."""

@@ -156,6 +156,9 @@ class ProcessBackend(Backend):
             call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements),
         ]
 
+    def keep_outputs(self, keep: bool) -> None:
+        self._group.keep_outputs(keep)
+
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         return self._group.collected(columns, samples)
 

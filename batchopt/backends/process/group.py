@@ -93,7 +93,8 @@ class WorkerGroup:
         self._attached: dict[str, SharedBlock] = {}
         self._hooked = True
         self._direction: torch.Tensor | None = None
-        self._output: GrowingFile | None = None  # of the task
+        self._output: GrowingFile | None = None  # of the task, or of the last evaluation
+        self._keeps_outputs = False
         self._program = setup.program
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._proven = False  # whether a forward of this program has come to its end
@@ -122,7 +123,7 @@ class WorkerGroup:
             "module",
             call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
-        for name in ("hooks", "weights", "direction", "batch", "task"):
+        for name in ("hooks", "weights", "direction", "batch", "task", "outputs"):
             self._pool.resend(name)
         for worker in self._pool.workers.values():
             worker.cut = worker.task_cut = None
@@ -182,7 +183,8 @@ class WorkerGroup:
         return WorkerProcess(rank, number, self._setup.world or self._size, max(self._threads()))
 
     def _allowance(self, worker: WorkerProcess, asked: PendingMessage) -> float:
-        return self._deadlines.allowance(worker.rank, worker.cut, asked)
+        is_task = asked.order is not None and asked.order.kind in TASKS
+        return self._deadlines.allowance(worker.rank, worker.task_cut if is_task else worker.cut, asked)
 
     def resize(self, workers: int, ranks: tuple[int, ...] | None = None, world: int | None = None) -> None:
         """Have so many workers, and wait until they can work; `ranks`, of `world` in all, where there are others."""
@@ -276,6 +278,19 @@ class WorkerGroup:
         self._enter()
         return follow and self._follow()
 
+    def keep_outputs(self, keep: bool) -> None:
+        """Let evaluations write what the module returns, or not."""
+        self._keeps_outputs = keep
+        if not keep:
+            self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
+
+    def _renew_output(self) -> None:
+        """Let an evaluation write to another file than the one before: somebody may still write to that."""
+        if self._keeps_outputs:
+            self._output = GrowingFile()
+            write = call_with_file(Activity.MEMORY, Session.write_outputs_to, self._output)
+            self._pool.set_state("outputs", write)
+
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         """See `Backend.collected`."""
         assert self._output is not None
@@ -298,6 +313,8 @@ class WorkerGroup:
         """See `Backend.evaluate`; `numbering` is that of a task's batch."""
         self._enter()
         self._follow_torch()
+        if numbering is None:
+            self._renew_output()
         gather = ProcessGather(cut, numbering or self._numbering, orders, self._paces, self._overdue)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
@@ -420,6 +437,7 @@ class WorkerGroup:
         """See `Backend.probe`."""
         self._enter()
         self._follow_torch()
+        self._renew_output()
         probe = ProcessProbe(order.evaluation, self._numbering)
         try:
             for worker in self._pool.available:

@@ -15,7 +15,7 @@ import concurrent.futures
 import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
@@ -56,6 +56,7 @@ from batchopt.backends.ray.transfer import (
 from batchopt.errors import BatchoptError
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
+from batchopt_workers.forms import Form
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
@@ -193,6 +194,10 @@ class NodeActor:
             self._buffer.fill(part)
             self._node.workers.fill(part)
 
+    def keep_outputs(self, keep: bool) -> None:
+        """Whether evaluations return what the module does."""
+        self._node.workers.group.keep_outputs(keep)
+
     def begin_task(
         self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering, reading: bool
     ) -> None:
@@ -244,14 +249,16 @@ class NodeActor:
         ]
         times = [_times(answer, began) for answer in answers]
         found = AssignmentResult(assignment.attempt, sums, times, time.perf_counter() - began)
-        return self._with_results(found, answers, cut) if is_task else found
-
-    def _with_results(self, found: AssignmentResult, answers: Sequence[Answer], cut: Cut) -> AssignmentResult:
-        """The same with what a task returned for the chunks that were done."""
         forms = forms_of(answers)
+        return self._with_results(found, forms, cut, assignment.kind) if forms else found
+
+    def _with_results(
+        self, found: AssignmentResult, forms: Mapping[int, Form], cut: Cut, kind: int
+    ) -> AssignmentResult:
+        """The same with what a function, or the module, returned for the chunks that were done."""
         columns = next((form.columns for form in forms.values() if form.columns), ())
         rows = []
-        if columns and not any(sum_.gradient.size for sum_ in found.sums):
+        if columns and kind != Kind.TOTAL:
             whole = self._node.workers.group.collected(columns, cut.bounds[-1])
             for place in (Node(sum_.level, sum_.position) for sum_ in found.sums):
                 first = place.first_chunk

@@ -93,6 +93,7 @@ class RayBackend(Backend):
         self._task: TaskStart | None = None
         self._whole = False  # whether the task evaluates the loaded batch, all of it
         self._task_cut: Cut | None = None
+        self._keeps_outputs = False
         self._rows: list[RowsMessage] = []  # what was collected
         self._x: Any = None  # X and the direction, or references to them
         self._direction: Any = None
@@ -211,6 +212,9 @@ class RayBackend(Backend):
         self._task = TaskStart(packed, sendable, self._versions.latest, batch.numbering, batch.is_read, offset)
         return self._versions.latest.packed.data is not before
 
+    def keep_outputs(self, keep: bool) -> None:
+        self._keeps_outputs = keep
+
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         found = [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
         for message in self._rows:
@@ -223,7 +227,7 @@ class RayBackend(Backend):
         self._task, self._task_cut, self._rows = None, None, []
 
     def _target(self) -> Target:
-        return Target(self._hooked, self._torch, self._step, self._cut, self._task, self._task_cut)
+        return Target(self._hooked, self._torch, self._step, self._cut, self._task, self._task_cut, self._keeps_outputs)
 
     def _published(self, elements: Any) -> Any:
         """The array itself if it is small, else a reference to where nodes can fetch it."""

@@ -47,6 +47,7 @@ class Target(NamedTuple):
     cut: Cut
     task: TaskStart | None = None
     task_cut: Cut | None = None
+    keeps_outputs: bool = False
 
 
 @dataclass
@@ -61,6 +62,7 @@ class NodeState:
     cut: Cut | None = None
     task: TaskStart | None = None
     task_cut: Cut | None = None
+    keeps_outputs: bool = False
     task_samples: list[range] = field(default_factory=list)  # of the task's batch
     direction: Any = None
     x: Any = None
@@ -85,6 +87,8 @@ class NodeState:
         found: list[NodeRequest] = []
         if self.hooked != target.hooked:
             found.append(request(NodeActor.use_hooks, target.hooked))
+        if self.keeps_outputs != target.keeps_outputs:
+            found.append(request(NodeActor.keep_outputs, target.keeps_outputs))
         if self.torch != target.torch:
             found.append(request(NodeActor.set_torch, target.torch))
         version = self.version
@@ -123,7 +127,7 @@ class NodeState:
             self.task_samples = []
             self._has_version(task.version)
         self.hooked, self.torch, self.step, self.cut = target.hooked, target.torch, target.step, target.cut
-        self.task, self.task_cut = target.task, target.task_cut
+        self.task, self.task_cut, self.keeps_outputs = target.task, target.task_cut, target.keeps_outputs
 
     def _has_version(self, version: ProgramVersion) -> None:
         if self.version is not version:

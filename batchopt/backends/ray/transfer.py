@@ -21,7 +21,7 @@ import torch
 from batchopt._machine.cores import usable_cores
 from batchopt_workers.batch import Batch, Columns, F, Part, Samples
 from batchopt_workers.items import Items
-from batchopt_workers.memory import SharedBlock
+from batchopt_workers.memory import SharedBlock, octets
 from batchopt_workers.packing import Packed, Placement, pack, unpack
 from batchopt_workers.structures import tensors_in
 
@@ -32,7 +32,7 @@ BLOCK = 2**22
 
 def to_bytes(tensor: torch.Tensor) -> Bytes:
     """The elements in row-major order; a view where they lie so."""
-    flat: Bytes = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    flat: Bytes = octets(tensor).numpy()
     return flat
 
 

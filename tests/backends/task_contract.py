@@ -1,0 +1,533 @@
+"""The contract of every backend, for functions of the batch other than f: collect, total, and what stands on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer, Term, WorkerError
+from tests.workloads import Mlp, rnn
+
+Make = Callable[..., BatchOptimizer]
+X = torch.linspace(-2.0, 2.0, 37 * 6, dtype=torch.float64).reshape(37, 6).sin()
+Y = torch.linspace(-1.0, 3.0, 37 * 4, dtype=torch.float64).reshape(37, 4).cos()
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, keeps running statistics, and has a layer that is told from training by its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+        return y
+
+
+class Counting(nn.Module):
+    """Writes a tensor that is no buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.seen = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        y: torch.Tensor = self.inner(x) + 0 * self.seen
+        return y
+
+
+def once(marker: Path) -> bool:
+    """Whether nobody has asked before, in any process."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def first(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of the first layer alone."""
+    outputs: torch.Tensor = module.get_submodule("first")(inputs)
+    return outputs
+
+
+def outputs_and_errors(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    outputs = module(inputs)
+    return {"outputs": outputs, "more": (outputs - targets, [inputs[:, 0] > 0])}
+
+
+def moments(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    outputs = module(inputs)
+    return outputs.T @ outputs, {"count": len(inputs), "positive": (inputs > 0).sum(0)}
+
+
+class TaskContract:
+    """What holds for any backend. A subclass gives `backend`, `parallelize`, and whether workers are `processes`."""
+
+    backend: str
+    parallelize: int
+    processes = True
+
+    # ---- collect
+
+    @pytest.mark.parametrize("chunk_size", [None, 5])
+    def test_what_a_function_returns_comes_back_in_the_order_of_samples(
+        self, make: Make, chunk_size: int | None
+    ) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=chunk_size)
+        opt.load(X, Y)
+        for found, inputs, targets in (
+            (opt.collect(outputs_and_errors), X, Y),
+            (opt.collect(outputs_and_errors, X[5:29], Y[5:29]), X[5:29], Y[5:29]),
+        ):
+            expected = module(inputs).detach()
+            torch.testing.assert_close(found["outputs"], expected, rtol=1e-13, atol=1e-14)
+            torch.testing.assert_close(found["more"][0], expected - targets, rtol=1e-13, atol=1e-14)
+            assert isinstance(found["more"], tuple) and isinstance(found["more"][1], list)
+            assert torch.equal(found["more"][1][0], inputs[:, 0] > 0)
+            assert not found["outputs"].requires_grad
+
+    def test_results_can_be_of_any_dtype_and_of_no_width(self, make: Make) -> None:
+        opt = make(Mlp().double(), nn.MSELoss(), optimizer=None, chunk_size=4)
+
+        def several(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Any, ...]:
+            return (
+                inputs.bfloat16(),
+                torch.view_as_complex(inputs[:, :2].contiguous()).conj(),
+                inputs[:, :0],
+                inputs[:, 0],
+                (10 * inputs[:, 1]).to(torch.int16),
+                inputs[:, :3].numpy(),
+            )
+
+        found = opt.collect(several, X, Y)
+        for got, expected in zip(found, several(nn.Identity(), X, Y), strict=True):
+            assert torch.equal(got, torch.as_tensor(expected))
+
+    def test_a_list_has_one_object_a_sample(self, make: Make) -> None:
+        opt = make(Mlp().double(), nn.MSELoss(), optimizer=None, chunk_size=5)
+        found = opt.collect(lambda module, inputs, targets: [{"row": row, "n": len(inputs)} for row in inputs], X, Y)
+        assert [entry["n"] for entry in found] == [5] * 35 + [2, 2]
+        assert torch.equal(torch.stack([entry["row"] for entry in found]), X)
+        ragged = opt.collect(lambda module, inputs, targets: [row[: 1 + i] for i, row in enumerate(inputs)], X, Y)
+        assert [len(row) for row in ragged[:6]] == [1, 2, 3, 4, 5, 1] and len(ragged) == len(X)
+        columns = opt.collect(lambda module, inputs, targets: [inputs[:, i] for i in range(5)], X, Y)
+        assert torch.equal(torch.stack(columns, 1), X[:, :5])
+
+    def test_a_batch_that_is_a_list_is_gone_through_sample_by_sample(self, make: Make) -> None:
+        case = rnn()
+        opt = make(case.module, case.criterion, optimizer=None)
+        found = opt.collect(lambda module, inputs, targets: (module(inputs), int(targets)), case.inputs, case.targets)
+        assert len(found) == len(case.inputs)
+        for (scores, target), inputs, expected in zip(found, case.inputs, case.targets, strict=True):
+            torch.testing.assert_close(scores, case.module(inputs).detach(), rtol=1e-12, atol=1e-14)
+            assert target == int(expected)
+        total = opt.total(lambda module, inputs, targets: module(inputs), case.inputs, case.targets)
+        torch.testing.assert_close(total, torch.stack([scores for scores, _ in found]).sum(0))
+
+    def test_outputs_of_layers(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        opt.load(X, Y)
+        found = opt.collect(layers=["first", "second"])
+        assert list(found) == ["first", "second"]
+        torch.testing.assert_close(found["first"], module.first(X).detach())
+        result, layers = opt.collect(lambda m, inputs, targets: m(inputs).sum(1), X, layers=["first"])
+        torch.testing.assert_close(result, module(X).sum(1).detach())
+        torch.testing.assert_close(layers["first"], module.first(X).detach())
+        with pytest.raises(ValueError, match="has 'third', and the module has no part of that name: it has 'first'"):
+            opt.collect(layers=["third"])
+        with pytest.raises(WorkerError, match="layer 'second' was not called"):
+            opt.collect(first, layers=["second"])
+        with pytest.raises(WorkerError, match="layer 'first' is called more than once"):
+            opt.collect(
+                lambda m, inputs, targets: first(m, inputs, targets) + first(m, inputs, targets), layers=["first"]
+            )
+
+    # ---- total
+
+    @pytest.mark.parametrize("chunk_size", [None, 5])
+    def test_sums_over_the_samples(self, make: Make, chunk_size: int | None) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=chunk_size)
+        opt.load(X, Y)
+        for _ in range(2):  # the second time in the same memory
+            matrix, counts = opt.total(moments)
+            outputs = module(X).detach()
+            torch.testing.assert_close(matrix, outputs.T @ outputs, rtol=1e-12, atol=1e-13)
+            assert counts["count"].item() == 37 and counts["count"].dtype == torch.int64
+            assert torch.equal(counts["positive"], (X > 0).sum(0))
+        single = opt.total(lambda m, inputs, targets: inputs.float().sum(0), X)
+        assert single.dtype == torch.float32
+        torch.testing.assert_close(single, X.float().sum(0), rtol=1e-5, atol=1e-5)
+        complex_ = opt.total(lambda m, inputs, targets: torch.complex(inputs, -inputs).sum(0), X)
+        torch.testing.assert_close(complex_, torch.complex(X, -X).sum(0))
+
+    def test_integers_are_summed_exactly_or_refused(self, make: Make) -> None:
+        opt = make(Mlp().double(), nn.MSELoss(), optimizer=None, chunk_size=5)
+        large = 2**53 - 8
+        assert opt.total(lambda m, inputs, targets: large if inputs[0, 0] == X[0, 0] else 1, X).item() == large + 7
+        with pytest.raises(WorkerError, match="integers above"):
+            opt.total(lambda m, inputs, targets: 2**54, X)
+        with pytest.raises(ValueError, match=r"above 2\*\*53"):
+            opt.total(lambda m, inputs, targets: large, X)
+
+    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
+    def test_the_bits_are_those_of_one_process(self, make: Make) -> None:
+        module = Noisy().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        alone = make(module, nn.MSELoss(), optimizer=None, chunk_size=5, backend="serial", parallelize=1)
+        found = []
+        for each in (opt, alone):
+            each.load(X, Y)
+            found.append((each.total(moments), each.collect(outputs_and_errors), each.predict(X)))
+        (total, rows, outputs), (other_total, other_rows, other_outputs) = found
+        assert torch.equal(total[0], other_total[0])
+        assert torch.equal(rows["outputs"], other_rows["outputs"])
+        assert torch.equal(outputs, other_outputs)
+
+    # ---- what stays as it is
+
+    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
+    def test_the_step_goes_on_as_if_nothing_had_happened(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Noisy().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5, posthook=lambda worker, sample: sample.loss)
+        opt.load(X, Y)
+        loss = opt.evaluate()
+        gradient, hooked = opt.grad_parameters.clone(), opt.hook_results
+        counters = (opt.eval_counter, opt.batch_counter, opt.sample_counter, opt.product_counter, opt.output)
+        draws, parameters = torch.get_rng_state(), opt.parameters.clone()
+        opt.collect(outputs_and_errors)
+        opt.total(moments)
+        opt.collect(lambda m, inputs, targets: m(inputs).square().sum(1).requires_grad_().detach(), grad=True)
+        opt.input_gradients()
+        opt.evaluate_many(opt.parameters[None])
+        assert torch.equal(torch.get_rng_state(), draws) and torch.equal(opt.parameters, parameters)
+        assert torch.equal(opt.grad_parameters, gradient) and opt.hook_results == hooked
+        assert all(p.grad is not None for p in module.parameters())
+        assert counters == (opt.eval_counter, opt.batch_counter, opt.sample_counter, opt.product_counter, opt.output)
+        assert all(part.training for part in module.modules())
+        assert opt.evaluate() == loss and torch.equal(opt.grad_parameters, gradient)
+
+    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
+    def test_draws_and_modes(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Noisy().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        opt.load(X, Y)
+        loss = opt.evaluate().item()
+        drawn = opt.collect(lambda m, inputs, targets: m(inputs))
+        assert nn.functional.mse_loss(drawn, Y).item() == pytest.approx(loss, rel=1e-12)
+        steady = opt.collect(lambda m, inputs, targets: m(inputs), train=False)
+        assert not torch.equal(steady, drawn)
+        modes = opt.collect(lambda m, inputs, targets: [m.training] * len(inputs), train=False)
+        assert modes == [False] * len(X)
+        module.drop.eval()
+        opt.load(X, Y)
+        modes = opt.collect(lambda m, inputs, targets: [(m.training, m.get_submodule("drop").training)] * len(inputs))
+        assert modes == [(True, False)] * len(X)
+        assert opt.collect(lambda m, inputs, targets: m.eval()(inputs)).shape == Y.shape
+        assert opt.collect(lambda m, inputs, targets: [m.training] * len(inputs)) == [True] * len(X)
+
+    def test_predictions_are_of_the_module_as_it_is_now(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Noisy().double()
+        opt = make(module, nn.MSELoss(), optimizer="sgd")
+        opt.optimizer.param_groups[0]["lr"] = 0.1  # type: ignore[union-attr]
+
+        def expected() -> torch.Tensor:
+            training = module.training
+            module.eval()
+            with torch.no_grad():
+                outputs: torch.Tensor = module(X)
+            module.train(training)
+            return outputs
+
+        torch.testing.assert_close(opt.predict(X), expected())
+        module.norm.eval()
+        opt.step(X, Y)
+        torch.testing.assert_close(opt.predict(X), expected())
+        module.norm.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it normalises by the statistics of a chunk
+            opt.step(X, Y)
+        torch.testing.assert_close(opt.predict(X), expected())
+        assert module.norm.running_mean is not None
+        module.norm.running_mean.mul_(2.0)
+        torch.testing.assert_close(opt.predict(X), expected())
+        module.last.bias.data.add_(1.0)
+        torch.testing.assert_close(opt.predict(X), expected())
+
+    def test_a_callback_in_the_middle_of_a_step_may_predict(self, make: Make) -> None:
+        torch.manual_seed(0)
+
+        def run(asks: bool) -> tuple[str, list[float]]:
+            torch.manual_seed(0)
+            module, seen = Mlp().double(), []
+            opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+
+            def ask(_: Any) -> None:
+                seen.append(opt.score((X[:9], Y[:9]), nn.functional.mse_loss))
+
+            opt.optimizer = batchopt.LBFGS(module.parameters(), max_iter=5, callback=ask if asks else None)
+            opt.step(X, Y)
+            return opt.fingerprint(), seen
+
+        (asked, seen), (silent, _) = run(True), run(False)
+        assert asked == silent and len(set(seen)) == 5
+
+    def test_a_program_that_was_changed_is_seen_and_the_batch_is_to_be_loaded_anew(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None)
+        opt.load(X, Y)
+        opt.evaluate()
+        module.second.requires_grad_(False)
+        module.second.requires_grad_(True)
+        module.register_forward_hook(lambda part, inputs, output: 2 * output)
+        torch.testing.assert_close(opt.predict(X), module(X).detach())
+        with pytest.raises(batchopt.BatchoptError, match="no batch was loaded"):
+            opt.evaluate()
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
+
+    def test_a_forward_that_writes_state_is_learnt_from_in_a_task_too(self, make: Make) -> None:
+        module = Counting().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        torch.testing.assert_close(opt.predict(X), module.inner(X).detach())
+        assert module.seen == 0
+        opt.load(X, Y)
+        torch.testing.assert_close(opt.collect(lambda m, inputs, targets: m(inputs)), module.inner(X).detach())
+
+    # ---- what stands on them
+
+    def test_scores_are_the_serial_numbers(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=7)
+        expected = nn.functional.mse_loss(module(X), Y).item()
+        loader = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 37, 8)]
+        metrics = {"mse": nn.functional.mse_loss, "rows": lambda outputs, targets: len(outputs)}
+        for data in ((X, Y), iter(loader)):
+            found = opt.score(data, metrics)
+            assert found["mse"] == pytest.approx(expected, rel=1e-12) and found["rows"] == 37
+        assert opt.score((X, Y), nn.functional.mse_loss) == pytest.approx(expected, rel=1e-12)
+        seen = [(outputs, inputs) for outputs, (inputs, _) in opt.iter_predict(iter(loader))]
+        torch.testing.assert_close(torch.cat([outputs for outputs, _ in seen]), module(X).detach())
+        assert torch.equal(torch.cat([inputs for _, inputs in seen]), X)
+        assert torch.equal(opt.predict(iter(loader), transform=lambda out: out.argmax(1)), module(X).argmax(1))
+
+    def test_gradients_of_f_with_respect_to_the_inputs(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0]).double()), chunk_size=5)
+        targets = torch.arange(37) % 4
+        inputs = X.clone().requires_grad_()
+        assert isinstance(opt.criterion, nn.Module)
+        opt.criterion(module(inputs), targets).backward()
+        opt.load(X, targets)
+        torch.testing.assert_close(opt.input_gradients(), inputs.grad, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(opt.input_gradients(X, targets), inputs.grad, rtol=1e-12, atol=1e-14)
+        with pytest.raises(WorkerError, match="nothing to differentiate by"):
+            make(nn.Embedding(9, 4), nn.CrossEntropyLoss()).input_gradients(targets, targets)
+
+    def test_f_at_many_points_is_what_evaluations_there_find(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Noisy().double()
+        module.norm.eval()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        opt.load(X, Y)
+        start = opt.parameters.clone()
+        points = torch.stack([start * scale for scale in (1.0, 0.5, -1.0, 2.0, 1.0)])
+        points[3, 0] = torch.nan
+        f, gradients = opt.evaluate_many(points, gradients=True)
+        assert torch.equal(opt.evaluate_many([*points]), f)  # type: ignore[arg-type]
+        assert torch.equal(opt.parameters, start) and f[3] == torch.inf
+        for i in (0, 1, 2, 4):
+            opt.parameters.copy_(points[i])
+            assert opt.evaluate() == f[i] and torch.equal(opt.grad_parameters, gradients[i])
+
+    def test_products_with_a_block_are_those_with_its_columns(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        opt.load(X, Y)
+        block = torch.randn(len(opt.parameters), 3, dtype=torch.float64)
+        block[0, 1] = torch.inf
+        found = opt.hvp(block)
+        assert found.shape == block.shape and found[:, 1].isnan().all() and opt.product_counter == 2
+        for i in (0, 2):
+            torch.testing.assert_close(found[:, i], opt.hvp(block[:, i]), rtol=1e-12, atol=1e-15)
+
+    def test_outputs_of_the_last_evaluation(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        with pytest.raises(batchopt.BatchoptError, match="there are no outputs: set"):
+            opt.outputs()
+        opt.keep_outputs = True
+        opt.load(X, Y)
+        opt.evaluate()
+        before, expected = opt.outputs(), module(X).detach()
+        opt.parameters.mul_(2.0)
+        opt.evaluate()
+        torch.testing.assert_close(before, expected)
+        torch.testing.assert_close(opt.outputs(), module(X).detach())
+        opt.calibrate()
+        opt.predict(X[:5])
+        torch.testing.assert_close(opt.outputs(), module(X).detach())
+        opt.keep_outputs = False
+        opt.evaluate()
+        with pytest.raises(batchopt.BatchoptError, match="there are no outputs"):
+            opt.outputs()
+
+    def test_terms_have_results_of_their_own(self, make: Make) -> None:
+        module = Mlp().double()
+        terms = {
+            "one": Term(lambda m, inputs, targets: m(inputs).square().mean()),
+            "two": Term(lambda m, inputs, targets: (m(inputs) - targets).square().mean(), weight=3.0),
+        }
+        opt = make(module, terms=terms, optimizer=None, chunk_size=5)
+        opt.load({"one": X[:11], "two": (X, Y)})
+        loss = opt.evaluate()
+        rows = opt.collect(lambda m, inputs, targets: inputs)
+        assert torch.equal(rows["one"], X[:11]) and torch.equal(rows["two"], X)
+        assert list(opt.total({"two": lambda m, inputs, targets: len(targets)})) == ["two"]
+        other = opt.collect({"one": lambda m, inputs, targets: m(inputs)}, {"one": X[3:20], "two": (X, Y)})
+        torch.testing.assert_close(other["one"], module(X[3:20]).detach())
+        inputs = X.clone().requires_grad_()
+        (3 * (module(inputs) - Y).square().mean()).backward()
+        torch.testing.assert_close(opt.input_gradients()["two"], inputs.grad)
+        torch.testing.assert_close(opt.predict(X), module(X).detach())
+        assert opt.evaluate_many(opt.parameters[None]) == loss
+        block = torch.randn(len(opt.parameters), 2, dtype=torch.float64)
+        torch.testing.assert_close(opt.hvp(block)[:, 1], opt.hvp(block[:, 1]), rtol=1e-12, atol=1e-14)
+        with pytest.raises(ValueError, match="there is no such term: there are"):
+            opt.collect({"three": lambda m, inputs, targets: inputs})
+        with pytest.raises(ValueError, match="outputs are seen only where a criterion is given them"):
+            opt.keep_outputs = True
+
+    # ---- what cannot be
+
+    def test_errors_name_the_samples_and_nothing_is_lost(self, make: Make) -> None:
+        module = Mlp().double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
+        opt.load(X, Y)
+        loss = opt.evaluate()
+
+        def raises(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if (inputs == X[12]).all(1).any():
+                raise ArithmeticError("what a row")
+            return inputs
+
+        with pytest.raises(WorkerError, match=r"ArithmeticError in worker \d, samples 10..14: what a row"):
+            opt.collect(raises)
+        with pytest.raises(WorkerError, match=r"`result` of shape \(6, \d\).* the first dimension has to be the sampl"):
+            opt.collect(lambda m, inputs, targets: inputs.T)
+        with pytest.raises(WorkerError, match=r"returned NoneType|returned `result` of length"):
+            opt.collect(lambda m, inputs, targets: None)
+        with pytest.raises(WorkerError, match=r"returned str as `result\['name'\]`"):
+            opt.collect(lambda m, inputs, targets: {"x": inputs, "name": "x"})
+        with pytest.raises(ValueError, match=r"chunk 7 \(samples 35..36\), and .* for chunk 0"):
+            opt.collect(lambda m, inputs, targets: inputs[:, : len(inputs)])
+        with pytest.raises((WorkerError, ValueError), match=r"for chunk 0|for other samples"):
+            opt.total(lambda m, inputs, targets: inputs[:, 0])
+        if self.processes:
+            lock = threading.Lock()
+            with pytest.raises(TypeError, match=r"the function cannot be sent to worker processes: it captures .*lock"):
+                opt.collect(lambda m, inputs, targets: inputs if lock else targets)
+        with pytest.raises(TypeError, match="`function` must be callable"):
+            opt.total(3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="`targets` were given without `inputs`"):
+            opt.collect(raises, None, Y)
+        assert opt.evaluate() == loss
+
+    def test_a_total_that_is_not_finite_names_its_samples(self, make: Make) -> None:
+        opt = make(Mlp().double(), nn.MSELoss(), optimizer=None, chunk_size=5)
+        inputs = X.clone()
+        inputs[17, 2] = torch.nan
+        with pytest.raises(batchopt.NonFiniteError, match=r"total is not finite in chunk 3 \(sample 17\)"):
+            opt.total(lambda m, inputs, targets: inputs.sum(0), inputs)
+        assert opt.collect(lambda m, inputs, targets: inputs, inputs).isnan().sum() == 1
+        other = make(Mlp().double(), nn.MSELoss(), optimizer=None, on_nonfinite="return")
+        assert (
+            other.total(lambda m, inputs, targets: inputs.sum(0), inputs).isnan().tolist()
+            == [False] * 2 + [True] + [False] * 3
+        )
+
+    def test_a_function_that_changes_a_parameter_is_an_error(self, make: Make) -> None:
+        module = Mlp().double()
+        before = module.first.weight.detach().clone()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=19)
+
+        def replaces(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            module.get_parameter("first.weight").data = torch.zeros(9, 6, dtype=torch.float64)
+            outputs: torch.Tensor = module(inputs)
+            return outputs
+
+        with pytest.raises(WorkerError, match=r"the function changes the parameter 'first\.weight'"):
+            opt.collect(replaces, X)
+
+        def writes(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                module.get_parameter("first.weight").mul_(2.0)
+            return inputs
+
+        words = "changes the parameter 'first.weight'|Workers only read the parameters"
+        with pytest.raises((WorkerError, batchopt.WorkerLostError), match=words):
+            opt.collect(writes, X)
+        assert torch.equal(module.first.weight, before)
+        torch.testing.assert_close(opt.predict(X), module(X).detach())
+
+    # ---- recovery
+
+    @pytest.mark.parametrize("what", ["collect", "total", "predict", "evaluate_many", "hvp", "outputs"])
+    def test_a_worker_that_is_killed_in_the_middle_changes_no_bit(self, make: Make, tmp_path: Path, what: str) -> None:
+        if not self.processes:
+            pytest.skip("its workers cannot be killed")
+        found: list[Any] = []
+        maker = os.getpid()
+        for kills in (False, True):
+            torch.manual_seed(0)
+            marker = tmp_path / f"{what}-{kills}"
+
+            def forward(part: nn.Module, inputs: Any, marker: Path = marker, kills: bool = kills) -> None:
+                if kills and os.getpid() != maker and (tmp_path / "armed").exists() and once(marker):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            module = Mlp().double()
+            module.first.register_forward_pre_hook(forward)
+            opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=3)
+            opt.keep_outputs = what == "outputs"
+            opt.load(X, Y)
+            opt.evaluate()
+            (tmp_path / "armed").touch()
+            if what == "evaluate_many":
+                result = opt.evaluate_many(torch.stack([opt.parameters * i for i in range(4)]))
+            elif what == "outputs":
+                opt.evaluate()
+                result = opt.outputs()
+            elif what == "hvp":
+                result = opt.hvp(torch.ones(len(opt.parameters), 2, dtype=torch.float64))
+            elif what == "predict":
+                result = opt.predict(X)
+            else:
+                apply = opt.collect if what == "collect" else opt.total
+                result = apply(lambda m, inputs, targets: m(inputs) if what == "collect" else m(inputs).sum(0))
+            (tmp_path / "armed").unlink()
+            assert marker.exists() == kills
+            found.append(result)
+        assert torch.equal(found[0], found[1])
