@@ -148,6 +148,29 @@ def test_a_graph_that_is_retained_is_differentiated_again(made: tuple[BatchOptim
         back(loss)
 
 
+def test_a_torch_that_does_not_say_whether_a_graph_is_retained(
+    made: tuple[BatchOptimizer, Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt, case = made
+    _, wanted = expected(case, lambda loss: loss)
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    back(opt.loss())
+    check(gradients(case.module), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    case = mlp(dtype)
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        wanted = opt.grad_parameters.clone()
+        case.module.zero_grad()
+        back(opt.loss())
+        found = [p.grad for p in case.module.parameters() if p.grad is not None]
+        assert torch.equal(torch.cat([part.flatten() for part in found]), wanted)
+
+
 def first(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
     """Of the first layer alone."""
     loss: torch.Tensor = module.get_submodule("0")(x).square().mean()
