@@ -206,8 +206,9 @@ class BatchOptimizer:
 
         So a penalty added in this process, a scaled loss, and trainers that call `loss.backward()` themselves get
         df/dX, times the gradient from above, added to every parameter's `.grad`; a parameter that f does not depend on
-        gets nothing. Until then each `.grad` is as it was; `grad_parameters` has df/dX, as after `evaluate`. Raises
-        what `evaluate` raises; `backward` raises `BatchoptError` with `create_graph=True`: see `hvp`.
+        gets nothing. Until then each `.grad` is as it was, and `grad_parameters` has df/dX; `backward` may make `.grad`
+        of its memory. Raises what `evaluate` raises; `backward` raises `BatchoptError` with `create_graph=True`: see
+        `hvp`.
         """
         return loss_with_graph(self._function, self.evaluate)
 
@@ -368,7 +369,7 @@ class BatchOptimizer:
     @property
     def grad_parameters(self) -> torch.Tensor:
         """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`,
-        both ways."""
+        both ways. Another tensor after `loss`, whose gradients are not overwritten."""
         return self._function.subject.gradient
 
     @property

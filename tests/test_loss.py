@@ -91,6 +91,86 @@ def test_its_gradient_is_of_where_it_was_evaluated(made: tuple[BatchOptimizer, W
     check(gradients(case.module), wanted)
 
 
+def test_its_gradient_has_the_bits_of_evaluate(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+    case.module.zero_grad()
+    opt.evaluate()
+    wanted = gradients(case.module)
+    case.module.zero_grad()
+    back(opt.loss())
+    for one, two in zip(gradients(case.module), wanted, strict=True):
+        assert one is not None and two is not None and torch.equal(one, two)
+
+
+def test_gradients_that_somebody_keeps_are_not_overwritten(made: tuple[BatchOptimizer, Workload]) -> None:
+    """As by plain torch, whose every backward makes new ones."""
+    opt, case = made
+    kept, copies = [], []
+    for evaluate in (lambda: back(opt.loss()), opt.evaluate, lambda: back(opt.loss())) * 2:
+        case.module.zero_grad()
+        back(opt.loss())
+        kept.append([p.grad for p in case.module.parameters()])
+        copies.append(gradients(case.module))
+        case.module.zero_grad()
+        opt.parameters.mul_(1.1)
+        evaluate()
+    for some, copied in zip(kept, copies, strict=True):
+        for one, two in zip(some, copied, strict=True):
+            assert one is not None and two is not None and torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("order", "memories"), [("zero first", 1), ("evaluate first", 2)])
+def test_memory_that_nobody_has_is_used_again(made: tuple[BatchOptimizer, Workload], order: str, memories: int) -> None:
+    opt, case = made
+    case.module.zero_grad()
+    found = set()
+    for _ in range(6):
+        if order == "zero first":
+            case.module.zero_grad()
+        loss = opt.loss()
+        case.module.zero_grad()
+        back(loss)
+        found.add(opt.grad_parameters.data_ptr())
+        first_parameter = next(case.module.parameters())
+        assert first_parameter.grad is not None and first_parameter.grad.data_ptr() in found  # there was no copy
+    assert len(found) == memories
+
+
+def test_a_graph_that_is_retained_is_differentiated_again(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+    _, wanted = expected(case, lambda loss: 4.0 * loss)
+    loss = opt.loss()
+    for _ in range(3):
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    back(loss)
+    check(gradients(case.module), wanted)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        back(loss)
+
+
+def test_a_torch_that_does_not_say_whether_a_graph_is_retained(
+    made: tuple[BatchOptimizer, Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt, case = made
+    _, wanted = expected(case, lambda loss: loss)
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    back(opt.loss())
+    check(gradients(case.module), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    case = mlp(dtype)
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        wanted = opt.grad_parameters.clone()
+        case.module.zero_grad()
+        back(opt.loss())
+        found = [p.grad for p in case.module.parameters() if p.grad is not None]
+        assert torch.equal(torch.cat([part.flatten() for part in found]), wanted)
+
+
 def first(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
     """Of the first layer alone."""
     loss: torch.Tensor = module.get_submodule("0")(x).square().mean()

@@ -286,6 +286,7 @@ class BatchFunction:
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """Merge `answers` into f, which is returned, and df/dX."""
         step, subject = self._loaded(), self.subject
+        subject.renew_gradient()
         whole = reduce_answers(answers, step.plan.cut.chunks, subject.gradient)
         subject.show_gradients(whole.used)
         self._changes = whole.changes.clone()

@@ -15,28 +15,30 @@ from batchopt_workers.layout import Layout
 def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
     """f of the loaded batch, by `evaluate`: a 0-dim tensor, float64, whose `backward` adds df/dX to each `.grad`."""
     subject = function.subject
+    subject.renew_gradient()
     with subject.keeping_gradients():
         loss = evaluate()
-        used = [parameter.grad is not None for parameter in subject.parameters]
-    known = _KnownGradient(subject.gradient.clone(), subject.flat.layout, used)
-    found: torch.Tensor = _Loss.apply(loss, known, *subject.parameters)  # type: ignore[no-untyped-call]
+        places = _Places(subject.flat.layout, [parameter.grad is not None for parameter in subject.parameters])
+    found: torch.Tensor = _Loss.apply(loss, subject.lend_gradient(), places, *subject.parameters)  # type: ignore[no-untyped-call]
     return found
 
 
-class _KnownGradient(NamedTuple):
-    """df/dX (shape `(n,)`), where each parameter lies in it, and which of them f depends on."""
+class _Places(NamedTuple):
+    """Where each parameter lies in df/dX, and which of them f depends on."""
 
-    gradient: torch.Tensor
     layout: Layout
     used: list[bool]
 
 
 class _Loss(torch.autograd.Function):
-    """f, whose gradient is known before anybody asks for it."""
+    """f, whose gradient (shape `(n,)`) is known before anybody asks for it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, known: _KnownGradient, *_: torch.nn.Parameter) -> torch.Tensor:
-        ctx.known = known
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradient: torch.Tensor, places: _Places, *_: torch.nn.Parameter
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.places = places
         return loss.clone()
 
     @staticmethod
@@ -46,7 +48,15 @@ class _Loss(torch.autograd.Function):
                 "loss() was differentiated with create_graph=True, and workers return the first derivative alone: for "
                 "the second use hvp(v), products of the Hessian with vectors"
             )
-        known: _KnownGradient = ctx.known
-        scaled = known.gradient * above[0].to(known.gradient.dtype)
-        views = known.layout.views(scaled)
-        return None, None, *(view if used else None for view, used in zip(views, known.used, strict=True))
+        (gradient,), places = ctx.saved_tensors, ctx.places
+        if above[0] != 1.0 or _may_come_again():
+            gradient = gradient * above[0].to(gradient.dtype)
+        views = places.layout.views(gradient)
+        return None, None, None, *(view if used else None for view, used in zip(views, places.used, strict=True))
+
+
+def _may_come_again() -> bool:
+    """Whether this backward retains the graph. If not, what was saved is autograd's, which makes `.grad` of it without
+    a copy, and may add other gradients in place."""
+    retains = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return retains is None or bool(retains())

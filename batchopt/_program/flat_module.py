@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from batchopt._program.flatten import check_registrations, flatten, registrations
+from batchopt._program.gradient import Gradients
 from batchopt_workers.buffers import StepBuffers
 
 
@@ -21,14 +22,27 @@ class FlatModule:
         self.flat, self.parameters = flatten(module)
         self.flat.enter(self)
         self._registrations = registrations(module, self.parameters)
-        self.gradient = torch.zeros_like(self.flat.vector)
-        self._views = self.flat.layout.views(self.gradient)
+        self._gradients = Gradients(self.flat.vector, self.flat.layout)
         self.buffers = StepBuffers(module)
 
     @property
     def x(self) -> torch.Tensor:
         """X: shape `(n,)`."""
         return self.flat.vector
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """df/dX: shape `(n,)`."""
+        return self._gradients.current.vector
+
+    def lend_gradient(self) -> torch.Tensor:
+        """df/dX as a tensor that no later evaluation overwrites: those go elsewhere for as long as there is a tensor
+        over its memory."""
+        return self._gradients.current.lend()
+
+    def renew_gradient(self) -> None:
+        """Have memory for df/dX that is not lent."""
+        self._gradients.renew()
 
     def follow(self) -> None:
         """Take over into X the values of parameters that were given other memory.
@@ -48,14 +62,14 @@ class FlatModule:
 
     def show_gradients(self, used: bytes | None = None) -> None:
         """Make every parameter's `.grad` the view of df/dX; None where `used`, of each parameter, is 0."""
-        for i, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+        for i, (parameter, view) in enumerate(zip(self.parameters, self._gradients.current.views, strict=True)):
             parameter.grad = view if used is None or used[i] else None
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
         """Each `.grad` is afterwards what it was before, also where it is df/dX, and the body writes that."""
         gradients = [parameter.grad for parameter in self.parameters]
-        for i, (gradient, view) in enumerate(zip(gradients, self._views, strict=True)):
+        for i, (gradient, view) in enumerate(zip(gradients, self._gradients.current.views, strict=True)):
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 gradients[i] = gradient.clone()
         try:
