@@ -27,6 +27,7 @@ from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._function.trials import Trial
+from batchopt._function.unread import with_denominators
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
@@ -158,9 +159,21 @@ class BatchFunction:
             self._placed = self.workers.backend.prepare(batch, ahead)
             return self._placed
 
-    @undisturbed
     def begin(self, prepared: Prepared) -> None:
         """Begin a step on what was prepared."""
+        self._begin(self.weighed(prepared))
+
+    def weighed(self, prepared: Prepared) -> Prepared:
+        """The same, `with_denominators`."""
+        batch = self.with_denominators(prepared.batch)
+        return prepared if batch is prepared.batch else replace(prepared, batch=batch)
+
+    def with_denominators(self, batch: Batch) -> Batch:
+        """The same where all that means divide by is known; else a batch in which it is."""
+        return with_denominators(batch, self._readings, self.carry_out, self.workers.backend)
+
+    @undisturbed
+    def _begin(self, prepared: Prepared) -> None:
         subject, workers, settings = self.subject, self.workers, self.settings
         subject.check()
         self.end_step()

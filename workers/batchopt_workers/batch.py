@@ -155,9 +155,9 @@ class Part:
             targets = self.targets.slice(start, stop) if self.targets is not None else None
             yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
         elif isinstance(self.inputs, Items):
-            yield self._read(self.inputs, start, stop, collation or Collation(), term)
+            yield self._read(self.inputs, start, stop, collation or Collation(keeps=False), term)
         elif self.collate is not None:
-            found = collation or Collation()
+            found = collation or Collation(keeps=False)
             inputs, targets = found.of((term, start, stop), lambda: self._collated(start, stop))
             yield self._piece(inputs, targets, start, stop)
         else:
