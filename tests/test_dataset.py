@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
+from batchopt._mapreduce.speeds import Speeds
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 
@@ -161,6 +162,18 @@ def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_pa
             read = data.read()
         most = 1.0 if parallelize == 1 else 1.5  # who waits takes over what is late, and has to read it
         assert 40 * times <= len(read) <= 40 * times * most
+
+
+def test_shares_stay_where_what_was_read_is_kept() -> None:
+    case = mlp(samples=400)
+    for cache in (True, False):
+        with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, cache=cache) as opt:
+            opt.load(Pairs(case.inputs, case.targets))
+            opt.evaluate()
+            before = opt._function.ready().plan.cut.bounds
+            opt._function.workers.set_speeds(Speeds((900.0, 100.0)))  # as if one had proved to be slower
+            opt.evaluate()
+            assert (opt._function.ready().plan.cut.bounds == before) == cache
 
 
 def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:

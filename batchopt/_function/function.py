@@ -196,7 +196,9 @@ class BatchFunction:
             refuse_frequencies(subject.module, len(workers.infos), batch, plan.cut.chunks)
             self._reporter.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
             movable = not self._reporter.cut_matters(subject.module, plan.cut.chunks)
-            self._step = self._step._replace(plan=plan, movable=movable)
+            # samples that change hands have to be read again; of fixed chunks those are few
+            moves = movable and (chunk_size is not None or not batch.is_kept)
+            self._step = self._step._replace(plan=plan, movable=moves)
             if movable:
                 self._check_cut(self._step)
 

@@ -216,6 +216,11 @@ class Batch:
         """Whether samples are read where they are evaluated."""
         return any(isinstance(part.inputs, Items) for part in self.parts)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is read there is kept, as long as the batch is cut as it is."""
+        return any(isinstance(part.inputs, Items) and part.inputs.cache for part in self.parts)
+
     def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
         for term, samples in self.numbering.split(range(start, stop)):
