@@ -13,7 +13,6 @@ import torch
 from batchopt._checkpoint import file
 from batchopt._checkpoint.resumption import check_state, class_of
 from batchopt._data import arguments
-from batchopt._data.denominators import Denominators
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.counters import Counters
 from batchopt._function.derivatives import evaluate_many, hessian_products, input_gradients
@@ -40,6 +39,7 @@ from batchopt.errors import CheckpointError
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.rollback import Rollback
+from batchopt_workers.denominators import Denominators
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
+from batchopt._mapreduce.speeds import Speeds
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 
@@ -163,6 +164,18 @@ def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_pa
         assert 40 * times <= len(read) <= 40 * times * most
 
 
+def test_shares_stay_where_what_was_read_is_kept() -> None:
+    case = mlp(samples=400)
+    for cache in (True, False):
+        with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, cache=cache) as opt:
+            opt.load(Pairs(case.inputs, case.targets))
+            opt.evaluate()
+            before = opt._function.ready().plan.cut.bounds
+            opt._function.workers.set_speeds(Speeds((900.0, 100.0)))  # as if one had proved to be slower
+            opt.evaluate()
+            assert (opt._function.ready().plan.cut.bounds == before) == cache
+
+
 def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
     case = mlp(samples=8)
 
@@ -207,26 +220,86 @@ def test_reading_leaves_the_callers_random_state_alone() -> None:
 # Means
 
 
-def test_class_weights_and_denominators_are_refused_and_sums_are_exact() -> None:
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_class_weights_are_exact(parallelize: int, chunk_size: int | None) -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 4).double()
-    x, y, weight = torch.randn(12, 3).double(), torch.randint(0, 4, (12,)), torch.rand(4).double()
-    for weighted in (nn.CrossEntropyLoss(weight=weight), nn.NLLLoss(weight=weight)):
-        with (
-            BatchOptimizer(module, weighted, optimizer=None) as opt,
-            pytest.raises(
-                ValueError, match=r"^class weights .* need the targets of the whole batch, which of a Dataset"
-            ),
-        ):
-            opt.load(Pairs(x, y))
-    with BatchOptimizer(module, nn.MSELoss(), denominators=lambda x, y: torch.ones(12)) as opt:
-        with pytest.raises(ValueError, match=r"^`denominators` need the targets"):
-            opt.load(Pairs(x, torch.randn(12, 4)))
-    summed = nn.CrossEntropyLoss(weight=weight, reduction="sum", ignore_index=1)
-    with BatchOptimizer(module, summed, optimizer=None, chunk_size=5) as opt:
-        check(opt, Pairs(x, y), *reference(module, summed, x, y))
-    with BatchOptimizer(module, nn.CrossEntropyLoss(weight=weight), optimizer=None, chunk_size=5) as opt:
-        check(opt, TensorDataset(x, y), *reference(module, nn.CrossEntropyLoss(weight=weight), x, y))
+    x, y, weight = torch.randn(12, 3).double(), torch.randint(0, 4, (12,)), torch.tensor([0.0, 1.0, 0.3, 2.0]).double()
+    options: dict[str, Any] = {"optimizer": None, "chunk_size": chunk_size, "parallelize": parallelize}
+    for criterion in (
+        nn.CrossEntropyLoss(weight=weight),
+        nn.CrossEntropyLoss(weight=weight, ignore_index=3),
+        nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=weight, reduction="sum", ignore_index=1),
+    ):
+        with BatchOptimizer(module, criterion, **options) as opt:
+            check(opt, Pairs(x, y), *reference(module, criterion, x, y))
+            check(opt, TensorDataset(x, y), *reference(module, criterion, x, y))
+        shares = torch.rand(12, 4).double().softmax(1)
+        if criterion.ignore_index < 0:
+            with BatchOptimizer(module, criterion, **options) as opt:
+                check(opt, Pairs(x, shares), *reference(module, criterion, x, shares))
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, criterion = nn.Conv1d(3, 4, 1).double(), nn.CrossEntropyLoss()
+    x, y = torch.randn(12, 3, 5).double(), torch.randint(0, 4, (12, 5))
+    y[torch.rand(12, 5) < 0.6] = -100
+    data = Pairs(x, y, tmp_path / "notes")
+
+    def denominators(inputs: Any, targets: Any) -> torch.Tensor:
+        assert len(inputs) <= 4
+        counts: torch.Tensor = (targets != -100).reshape(len(targets), -1).sum(1)
+        return counts
+
+    given: dict[str, Any] = {"denominators": denominators, "chunk_size": 4, "check_cut": False}
+    with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize, **given) as opt:
+        check(opt, data, *reference(module, criterion, x, y))
+        if parallelize == 1:
+            assert sorted(data.read()) == sorted([*range(12)] * 2)
+
+    def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        loss: torch.Tensor = criterion(module(inputs), targets)
+        return loss
+
+    terms = {name: Term(loss_fn, denominators=denominators) for name in ("a", "b")}
+    with BatchOptimizer(module, terms=terms, optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
+        expected, _ = reference(module, criterion, x, y)
+        loss = opt.step({"a": data, "b": Pairs(x[:5], y[:5])})
+        assert opt.losses["a"] == pytest.approx(expected, rel=1e-12) and loss > opt.losses["a"]
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_batches_that_are_read_ahead_have_their_denominators_too(parallelize: int) -> None:
+    torch.manual_seed(0)
+    x, y, weight = torch.randn(60, 3).double(), torch.randint(0, 4, (60,)), torch.rand(4).double()
+
+    def run(data: Any) -> list[float]:
+        torch.manual_seed(1)
+        criterion = nn.CrossEntropyLoss(weight=weight)
+        options: dict[str, Any] = {"optimizer": "sgd", "chunk_size": 4, "parallelize": parallelize}
+        with BatchOptimizer(nn.Linear(3, 4).double(), criterion, **options) as opt:
+            loss, _ = opt.full_gradient(Batches(data, 25))
+            return [loss, *opt.steps(Batches(data, 20, shuffle=True))]
+
+    assert run(Pairs(x, y)) == run((x, y))
+
+
+def test_denominators_that_are_none_are_one_error() -> None:
+    case = mlp()
+    for function, kind, message in (
+        (lambda x, y: y, ValueError, "`denominators` must return one number a sample"),
+        (lambda x, y: torch.full((len(x),), -1.0), ValueError, "finite numbers >= 0"),
+        (lambda x, y: torch.ones(2), WorkerError, r"the function returned `result` of shape \(2,\)"),
+        (lambda x, y: "no", WorkerError, "TypeError|RuntimeError"),
+    ):
+        with BatchOptimizer(case.module, case.criterion, denominators=function, chunk_size=5) as opt:
+            with pytest.raises(kind, match=message):
+                opt.load(Pairs(case.inputs, case.targets))
+            assert opt.batch_counter == 0
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])

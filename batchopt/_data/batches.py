@@ -12,19 +12,22 @@ from torch.utils.data import Dataset, default_collate
 
 from batchopt._data.datasets import samples_of, tensors_of
 from batchopt._data.denominators import (
-    Denominators,
-    check_known_denominators,
+    checked_denominators,
     divides_once,
     given_denominators,
+    ignored_class,
     own_denominators,
     rows_of_as_many,
     rows_of_samples,
     running_denominators,
+    unread_denominators,
 )
 from batchopt._data.terms import check_names
 from batchopt_workers.batch import Batch, Columns, Part, Samples
+from batchopt_workers.denominators import Denominators
 from batchopt_workers.items import Collate, Items
 from batchopt_workers.structures import is_record, items_of, map_tensors, tensors_in
+from batchopt_workers.task import ChunkFunction
 from batchopt_workers.weighting import Weighting
 
 InMemory = Columns | Samples
@@ -54,6 +57,19 @@ class Reading:
             each = own_denominators(self.criterion, columns)
             divided_once = each is not None and divides_once(self.criterion)
         return Weighting(self.reduction, samples, running_denominators(each), divided_once)
+
+    def unread_denominators(self, part: Part) -> ChunkFunction | None:
+        """What tells the denominators of samples that only workers read; None where they are known."""
+        is_known = not isinstance(part.inputs, Items) or self.reduction == "sum" or part.weighting.running is not None
+        return None if is_known else unread_denominators(self.criterion, self.denominators)
+
+    def weighting_of(self, each: torch.Tensor, samples: int) -> Weighting:
+        """How much the loss of some of the samples counts that were found to have these denominators; all NaN: they
+        count the same."""
+        if bool(each.isnan().all()) and self.denominators is None:
+            return Weighting(self.reduction, samples)
+        running = running_denominators(checked_denominators(each, samples))
+        return Weighting(self.reduction, samples, running, self.denominators is None and divides_once(self.criterion))
 
 
 # How the data of each term is read, by name; under None where there are no terms.
@@ -141,9 +157,8 @@ def _read_items(dataset: Dataset[Any], options: list[Any] | None, reading: Readi
         raise ValueError("the batch has 0 samples")
     if options is not None and len(options) != size:
         raise ValueError(f"`inputs` has {size} samples but `options` has {len(options)}")
-    ignored = None
-    if reading.reduction == "mean":
-        ignored = check_known_denominators(reading.criterion, reading.denominators)
+    counts_alike = reading.reduction == "mean" and reading.denominators is None
+    ignored = ignored_class(reading.criterion) if counts_alike else None
     items = Items(dataset, size, reading.cache, ignored)
     rows = rows_of_as_many(reading.criterion, size)
     return Part(items, None, options, Weighting(reading.reduction, size), reading.collate or default_collate, rows)

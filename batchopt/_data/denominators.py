@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from batchopt_workers.batch import Columns, Samples
-
-Denominators = Callable[[Any, Any], Any]
+from batchopt_workers.denominators import ClassDenominators, Denominators, GivenDenominators, class_denominators
+from batchopt_workers.task import ChunkFunction
 
 # The losses whose mean divides by the weights of classes; the last is not in every torch.
 _OF_CLASSES: Any = (
@@ -47,7 +47,11 @@ def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:
 
 def given_denominators(function: Denominators, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
     """The checked result of the user's `denominators(inputs, targets)`: `samples` finite numbers >= 0."""
-    found = function(inputs, targets)
+    return checked_denominators(function(inputs, targets), samples)
+
+
+def checked_denominators(found: Any, samples: int) -> torch.Tensor:
+    """The result of the user's `denominators`, as float64 (shape `(samples,)`). Raises `TypeError` or `ValueError`."""
     try:
         each = torch.as_tensor(found).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -96,30 +100,30 @@ def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch
     classes = targets.data if isinstance(targets, Columns) else _stacked(targets.data)
     if not isinstance(classes, torch.Tensor) or classes.is_floating_point():
         return None
-    with torch.no_grad():
-        classes = classes.long().cpu()
-        counted = classes != (-100 if criterion.ignore_index is None else criterion.ignore_index)
-        if weight is None and bool(counted.all()):
-            return None
-        each = counted.double()
-        if weight is not None:
-            each = weight.double().cpu()[torch.where(counted, classes, 0)] * each
-        return each.reshape(len(each), -1).sum(1)
-
-
-def check_known_denominators(criterion: Any, denominators: Denominators | None) -> int | None:
-    """Raise `ValueError` where what a mean divides by depends on targets that nobody has read; else the class that no
-    target may be for all samples to count the same (None: any)."""
-    own = isinstance(criterion, _OF_CLASSES) and is_torchs_own(criterion)
-    what = "`denominators`" if denominators is not None else "class weights (`criterion.weight`)"
-    if denominators is not None or (own and criterion.weight is not None):
-        raise ValueError(
-            f"{what} need the targets of the whole batch, which of a Dataset are read in the workers alone: load its "
-            "data as tensors or a list of samples, or use reduction='sum'"
-        )
-    if not own:
+    if weight is None and not bool((classes == _ignored(criterion)).any()):
         return None
+    return class_denominators(classes, weight, _ignored(criterion))
+
+
+def _ignored(criterion: Any) -> int:
     return -100 if criterion.ignore_index is None else int(criterion.ignore_index)
+
+
+def ignored_class(criterion: Any) -> int | None:
+    """The class whose samples do not count in one of torch's losses, so that where there are none, and no class
+    weights, all samples count the same; None where there is no such class."""
+    own = isinstance(criterion, _OF_CLASSES) and is_torchs_own(criterion)
+    return _ignored(criterion) if own and criterion.weight is None else None
+
+
+def unread_denominators(criterion: Any, denominators: Denominators | None) -> ChunkFunction | None:
+    """What tells each sample's denominator where its targets are read; None where all count the same, unless they are
+    ignored."""
+    if denominators is not None:
+        return GivenDenominators(denominators)
+    if isinstance(criterion, _OF_CLASSES) and is_torchs_own(criterion) and criterion.weight is not None:
+        return ClassDenominators(criterion.weight.detach(), _ignored(criterion))
+    return None
 
 
 def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[str, torch.Tensor]:

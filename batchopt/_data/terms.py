@@ -9,7 +9,8 @@ from numbers import Real
 from typing import Any
 
 from batchopt._data import arguments
-from batchopt._data.denominators import Denominators, resolve_reduction
+from batchopt._data.denominators import resolve_reduction
+from batchopt_workers.denominators import Denominators
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 

@@ -44,7 +44,9 @@ def _block(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
 def input_gradients(function: BatchFunction, inputs: Any, targets: Any) -> Any:
     """df/d(inputs), in sample order; by term where there are terms."""
     selections = select(function, inputs, targets, function.readings)
-    found = {s.name: collect(function, s.task(InputGradients()), s.batch) for s in selections}
+    found = {
+        s.name: collect(function, s.task(InputGradients()), function.with_denominators(s.batch)) for s in selections
+    }
     return found[None] if None in found else found
 
 

@@ -48,6 +48,7 @@ def full_gradient(
         )
 
     def add(prepared: Prepared) -> None:
+        prepared = function.weighed(prepared)
         (part,) = prepared.batch.parts
         if _counts(part.weighting):
             function.begin(prepared)

@@ -27,6 +27,7 @@ from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._function.trials import Trial
+from batchopt._function.unread import with_denominators
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
@@ -161,9 +162,21 @@ class BatchFunction:
             self._placed = self.workers.backend.prepare(batch, ahead)
             return self._placed
 
-    @undisturbed
     def begin(self, prepared: Prepared) -> None:
         """Begin a step on what was prepared."""
+        self._begin(self.weighed(prepared))
+
+    def weighed(self, prepared: Prepared) -> Prepared:
+        """The same, `with_denominators`."""
+        batch = self.with_denominators(prepared.batch)
+        return prepared if batch is prepared.batch else replace(prepared, batch=batch)
+
+    def with_denominators(self, batch: Batch) -> Batch:
+        """The same where all that means divide by is known; else a batch in which it is."""
+        return with_denominators(batch, self._readings, self.carry_out, self.workers.backend)
+
+    @undisturbed
+    def _begin(self, prepared: Prepared) -> None:
         subject, workers, settings = self.subject, self.workers, self.settings
         subject.check()
         self.end_step()
@@ -186,7 +199,9 @@ class BatchFunction:
             refuse_frequencies(subject.module, len(workers.infos), batch, plan.cut.chunks)
             self._reporter.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
             movable = not self._reporter.cut_matters(subject.module, plan.cut.chunks)
-            self._step = self._step._replace(plan=plan, movable=movable)
+            # samples that change hands have to be read again; of fixed chunks those are few
+            moves = movable and (chunk_size is not None or not batch.is_kept)
+            self._step = self._step._replace(plan=plan, movable=moves)
             if movable:
                 self._check_cut(self._step)
 

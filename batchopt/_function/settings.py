@@ -10,11 +10,12 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.batches import Reading, Readings
-from batchopt._data.denominators import Denominators, resolve_reduction
+from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend
+from batchopt_workers.denominators import Denominators
 from batchopt_workers.evaluate import Program
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction

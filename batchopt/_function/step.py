@@ -13,7 +13,7 @@ class Step(NamedTuple):
     """One batch. Random draws depend on its `number`; its terms count in f with `weights`.
 
     `chunk_size` None: chunks are as large as the workers' speeds make them. `movable`: whether shares may change while
-    the batch is evaluated; not where that would change f.
+    the batch is evaluated; not where that would change f, or cost more than it gains.
     """
 
     number: int

@@ -80,8 +80,10 @@ def _some(known: Mapping[str, object]) -> str:
 
 
 def plain(readings: Readings) -> Readings:
-    """The same where no loss is asked for."""
-    return {name: Reading(reading.collate, "mean", None, None, reading.device) for name, reading in readings.items()}
+    """The same where no loss is asked for, and samples are read once."""
+    return {
+        name: Reading(reading.collate, "mean", None, None, reading.device, False) for name, reading in readings.items()
+    }
 
 
 def collect(function: BatchFunction, task: Task, batch: Batch, chunk_size: int | None = None) -> Any:

@@ -341,6 +341,33 @@ class Contract(TaskContract):
         assert torch.equal(opt.parameters, before) and opt.batch_counter == 0
         self.check(opt, case)
 
+    def test_class_weights_of_a_dataset_are_found_out_first_whoever_is_killed(self, make: Make, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        case = cnn(torch.float32)
+        criterion = nn.CrossEntropyLoss(weight=torch.rand(10), ignore_index=3)
+        opt = make(case.module, criterion, optimizer=None, chunk_size=3)
+        opt.load(case.inputs, case.targets)
+        expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
+        opt.load(Pairs(case.inputs, case.targets, tmp_path / "notes", deadly=20))
+        assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
+
+    def test_functions_of_a_dataset_are_those_of_its_tensors(self, make: Make) -> None:
+        case = mlp()
+        opt = make(case.module, case.criterion, optimizer=None, chunk_size=5)
+        data = Pairs(case.inputs, case.targets)
+
+        def residual(module: nn.Module, x: Any, y: Any) -> torch.Tensor:
+            difference: torch.Tensor = module(x) - y
+            return difference
+
+        expected = opt.collect(residual, case.inputs, case.targets)
+        assert torch.equal(opt.collect(residual, data), expected)
+        opt.load(data)
+        assert torch.equal(opt.collect(residual), expected)
+        assert torch.equal(opt.total(lambda *a: residual(*a).sum(0), data), opt.total(lambda *a: residual(*a).sum(0)))
+        with pytest.raises(WorkerError, match=r"FileNotFoundError in worker \d, sample 7: no such picture"):
+            opt.collect(residual, Broken(case.inputs, case.targets))
+
     @pytest.mark.parametrize("cache", [True, False])
     def test_noise_that_reading_draws_is_the_same_within_a_step_and_new_in_the_next(
         self, make: Make, cache: bool

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt._data.batches import Reading, read_batch
+from batchopt._data.batches import Reading, Readings, read_batch
 from batchopt.backends.ray.transfer import (
     BLOCK,
     BatchBuffer,
@@ -27,6 +27,7 @@ from batchopt.backends.ray.transfer import (
 from batchopt_workers import memory
 from batchopt_workers.batch import Batch
 from batchopt_workers.packing import pack, unpack
+from tests.workloads import Pairs
 
 
 def batch_of(inputs: Any, targets: Any = None, options: Any = None) -> Batch:
@@ -82,6 +83,19 @@ def test_columns_lists_and_options_come_in_parts() -> None:
     pieces = list(found.parts[0].pieces(3, 6))
     assert [piece.targets.item() for piece in pieces] == [3, 4, 5]
     assert all(torch.equal(piece.inputs["s"], s) for piece, s in zip(pieces, samples[3:], strict=True))
+
+
+def test_of_a_dataset_nothing_is_cut_not_even_what_another_term_has_too() -> None:
+    x, y = torch.randn(10, 3), torch.randn(10, 1)
+    assert not list(SendableBatch.of(batch_of(Pairs(x, y))).slices(range(3, 7)))
+
+    readings: Readings = {name: Reading(None, "mean", None, None, None) for name in ("read", "sent")}
+    batch = read_batch({"read": Pairs(x, y), "sent": (x, torch.randn(10, 2))}, None, None, readings)
+    found, _ = rebuilt(batch, [range(12, 14)])
+    assert torch.equal(found.parts[0].inputs.data[9][0], x[9])
+    targets: Any = found.parts[1].targets
+    expected: Any = batch.parts[1].targets
+    assert torch.equal(targets.data[2:4], expected.data[2:4]) and not targets.data[4:].any()
 
 
 def test_values_of_samples_beside_tensors_come_with_their_samples() -> None:

@@ -155,9 +155,9 @@ class Part:
             targets = self.targets.slice(start, stop) if self.targets is not None else None
             yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
         elif isinstance(self.inputs, Items):
-            yield self._read(self.inputs, start, stop, collation or Collation(), term)
+            yield self._read(self.inputs, start, stop, collation or Collation(keeps=False), term)
         elif self.collate is not None:
-            found = collation or Collation()
+            found = collation or Collation(keeps=False)
             inputs, targets = found.of((term, start, stop), lambda: self._collated(start, stop))
             yield self._piece(inputs, targets, start, stop)
         else:
@@ -215,6 +215,11 @@ class Batch:
     def is_read(self) -> bool:
         """Whether samples are read where they are evaluated."""
         return any(isinstance(part.inputs, Items) for part in self.parts)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is read there is kept, as long as the batch is cut as it is."""
+        return any(isinstance(part.inputs, Items) and part.inputs.cache for part in self.parts)
 
     def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""

@@ -102,7 +102,9 @@ class Collation:
     have. What is read from a dataset is kept from the first time on, all of it, or never.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor] = (), keeps: bool = True) -> None:
+        """Of a batch with these tensors. `keeps` False: nothing is kept."""
+        self._keeps = keeps
         self._own: set[int] = set()  # where the memory of the batch begins
         nbytes = 0
         for tensor in tensors:
@@ -121,7 +123,7 @@ class Collation:
     def of(self, key: Key, collate: Callable[[], Any], cache: bool | None = None) -> Any:
         """These samples, collated now or before. `cache`: whether to keep them whatever they take; None: from the
         second time on, if there is room."""
-        if key in self._never or cache is False:
+        if key in self._never or cache is False or not self._keeps:
             return collate()
         if key not in self._pieces and cache is None:
             self._pieces[key] = None

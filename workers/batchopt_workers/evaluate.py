@@ -219,7 +219,8 @@ class Evaluator:
     def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
         """The loss of each term of the loaded batch, cut so, and df/dX (shape `(n,)`; empty, if it is not wanted): with
         the bits of an evaluation. The posthook does not run."""
-        loaded = LoadedBatch(self.loaded.batch, cut)
+        is_cut_so = self.loaded.cut.bounds == cut.bounds  # then what is kept of it serves here, too
+        loaded = self.loaded if is_cut_so else LoadedBatch(self.loaded.batch, cut, keeps=False)
         layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
         count = most_held(0, cut.chunks, cut.chunks) if gradient else 0
         rows = Rows(layout, self._buffers.size, count, None, self.worker.device)

@@ -63,8 +63,8 @@ class Items:
         if bool(rows.any()):
             message = (
                 f"its target has the criterion's ignore_index, {ignored}: what the mean of the whole batch "
-                "divides by is then not known before all targets were read; load the data as tensors or a list of "
-                "samples, or use reduction='sum'"
+                "divides by is then not known before all targets were read; have them read, with denominators=lambda "
+                f"inputs, targets: (targets != {ignored}).reshape(len(targets), -1).sum(1), or use reduction='sum'"
             )
             raise Unreadable(start + int(rows.nonzero()[0, 0]), ValueError(message))
 

@@ -9,10 +9,10 @@ from batchopt_workers.watch import BatchWatch
 
 
 class LoadedBatch:
-    """A batch and its cut."""
+    """A batch and its cut. `keeps`: whether chunks are evaluated again and again."""
 
-    def __init__(self, batch: Batch, cut: Cut | None = None) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, cut: Cut | None = None, keeps: bool = True) -> None:
+        self.batch, self._keeps = batch, keeps
         self.cut = cut or Cut((0,))
         self._watched: dict[int, BatchWatch] = {}  # by the first sample of the chunk
         self._collation: tuple[Cut | None, Collation] = None, Collation()
@@ -22,7 +22,7 @@ class LoadedBatch:
         """What is collated of the batch as it is cut now."""
         cut, found = self._collation
         if cut is not self.cut:
-            found = Collation(self.batch.tensors())
+            found = Collation(self.batch.tensors(), self._keeps)
             self._collation = self.cut, found
         return found
 

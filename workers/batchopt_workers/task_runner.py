@@ -64,7 +64,7 @@ class TaskRunner:
 
     def begin(self, task: Task, batch: Batch) -> None:
         """Do this with chunks of `batch`, whose only part is the term, from now on."""
-        self._task, self._loaded, self._sums = task, LoadedBatch(batch), None
+        self._task, self._loaded, self._sums = task, LoadedBatch(batch, keeps=False), None
 
     def end(self) -> None:
         """Hold nothing of the task any more, nor of its batch."""

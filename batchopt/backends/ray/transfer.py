@@ -134,6 +134,12 @@ def _column_tensors(part: Part) -> list[torch.Tensor]:
     return found
 
 
+def _held_by_datasets(batch: Batch) -> list[torch.Tensor]:
+    """The tensors that go with the datasets in the batch."""
+    datasets = [part.inputs.data for part in batch.parts if isinstance(part.inputs, Items)]
+    return list(pack(datasets).tensors)
+
+
 def _hollow(part: Part) -> Part:
     """The same with holes in its lists."""
 
@@ -169,6 +175,9 @@ class SendableBatch:
         """Raises what pickling the batch raises; samples in lists are pickled when they are sent."""
         packed = pack(Batch(tuple(map(_hollow, batch.parts))))
         index = {id(tensor): i for i, tensor in enumerate(packed.tensors)}
+        held = _held_by_datasets(batch)  # which may read any row of them
+        for tensor in held:
+            index.pop(id(tensor), None)
         columns = tuple(
             {index[id(tensor)]: tensor for tensor in _column_tensors(part) if id(tensor) in index}
             for part in batch.parts
