@@ -278,3 +278,17 @@ def test_prose_is_wrapped(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+# Examples
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) -> None:
+    assert len(example.read_text().splitlines()) <= 40
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", example], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr
+    before, after = map(float, re.findall(r"\d+\.\d+", ended.stdout))
+    assert after < before / 100

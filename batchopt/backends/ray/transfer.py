@@ -37,9 +37,11 @@ def to_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def from_bytes(elements: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse of `to_bytes`: a view, which is only to be read."""
+    """The inverse of `to_bytes`: a view, which is only to be read; a copy of what came to lie at an odd address."""
     if not elements.size:  # which NumPy may give any stride
         return torch.empty(0, dtype=dtype, device="cpu").view([0 if length == -1 else length for length in shape])
+    if elements.ctypes.data % dtype.itemsize:  # reading complex numbers there can end the process
+        elements = elements.copy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what came over the network cannot be written
         return torch.from_numpy(elements).view(dtype).view(tuple(shape))
