@@ -291,4 +291,4 @@ def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     before, after = map(float, re.findall(r"\d+\.\d+", ended.stdout))
-    assert after < before / 100
+    assert after < before / 10

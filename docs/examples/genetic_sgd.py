@@ -21,17 +21,17 @@ class GeneticSGD:
         rates, decays, kept = 10 ** self.genes[:, :1], 10 ** self.genes[:, 1:2], self.genes[:, 2:]
         moves = kept * self.momentum - rates * (gradient + decays * x)
         found, order = self.opt.evaluate_many(x + moves).sort()
-        better = bool(found[0] < f)
-        self.momentum = moves[order[0]] if better else torch.zeros_like(x)
+        self.momentum = moves[order[0]] if found[0] < f else torch.zeros_like(x)
         x.add_(self.momentum)
         half = len(order) // 2  # the other half becomes mixtures of the best
         parents = self.genes[order[torch.randint(half, (len(order) - half, 2), generator=self.draws)]]
         noise = torch.randn(len(parents), 3, generator=self.draws) * (HIGH - LOW) / 20
         self.genes[order[half:]] = torch.clamp(parents.mean(1) + noise, LOW, HIGH)
-        return found[0].item() if better else f
+        return min(found[0].item(), f)
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     x = torch.linspace(-2, 2, 500).unsqueeze(1)
     net = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     with batchopt.BatchOptimizer(net, torch.nn.MSELoss(), optimizer=None, parallelize=2) as opt:

@@ -30,6 +30,7 @@ def snes(opt: batchopt.BatchOptimizer, generations: int, population: int, sigma:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     x = torch.linspace(-2, 2, 500).unsqueeze(1)
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     with batchopt.BatchOptimizer(net, torch.nn.MSELoss(), optimizer=None, parallelize=2) as opt:
