@@ -326,11 +326,12 @@ class BatchOptimizer:
             )
         self._function.keep_outputs(keep)
 
-    def predict(self, inputs: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
+    def predict(self, inputs: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """The module's outputs for all of `inputs`, in their order: evaluation mode, no graph, no targets needed.
 
         inputs: a batch as for `load`, a map-style `Dataset`, or a loader, whose batches are `(inputs,)`,
-        `(inputs, targets)` or inputs alone; with `terms`, too, one batch of inputs. transform: what workers make of the
+        `(inputs, targets)` or inputs alone; with `terms`, too, one batch of inputs. Default: those of the loaded batch,
+        which the workers have already; a dict where there are terms. transform: what workers make of the
         output of a chunk before it is returned, `transform(outputs)`: a softmax, an argmax, one of several outputs.
         Returns what the module does (a tensor, or tuples, lists and dicts of tensors, the first dimension being the
         samples), or a list with one entry a sample. The memory that it takes is that of the outputs and of a chunk in

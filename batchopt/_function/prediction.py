@@ -16,7 +16,7 @@ from batchopt._data.prefetch import Ahead, as_arguments
 from batchopt._function.function import BatchFunction, ReadsAhead
 from batchopt._function.metrics import read_metrics, values
 from batchopt._function.prepared import whole
-from batchopt._function.tasks import collect
+from batchopt._function.tasks import collect, select
 from batchopt._mapreduce.results import common_form
 from batchopt_workers.batch import Batch
 from batchopt_workers.forms import rows_form
@@ -34,9 +34,14 @@ class _Asked(NamedTuple):
 
 
 def predict(function: BatchFunction, data: Any, transform: Transform | None) -> Any:
-    """The outputs for all of `data`, in its order: for one batch of inputs, or for those of a loader."""
+    """The outputs for all of `data`, in its order: for one batch of inputs, or for those of a loader; None: for the
+    loaded batch, by term where there are terms."""
     _check_transform(transform)
     function.check_open()
+    if data is None:
+        selections = select(function, None, None, function.readings)
+        found = {s.name: collect(function, s.task(Predicted(transform), False), s.batch) for s in selections}
+        return found[None] if None in found else found
     if _is_batch(data):
         return _outputs(function, _read(function, data, None), Predicted(transform))
     return _joined([(found, asked.batch.size) for found, asked in _ask(function, data, transform)], "outputs")

@@ -237,6 +237,7 @@ class TaskContract:
         drawn = opt.collect(lambda m, inputs, targets: m(inputs))
         assert nn.functional.mse_loss(drawn, Y).item() == pytest.approx(loss, rel=1e-12)
         steady = opt.collect(lambda m, inputs, targets: m(inputs), train=False)
+        assert torch.equal(opt.predict(), steady)
         assert not torch.equal(steady, drawn)
         modes = opt.collect(lambda m, inputs, targets: [m.training] * len(inputs), train=False)
         assert modes == [False] * len(X)
@@ -412,6 +413,7 @@ class TaskContract:
         (3 * (module(inputs) - Y).square().mean()).backward()
         torch.testing.assert_close(opt.input_gradients()["two"], inputs.grad)
         torch.testing.assert_close(opt.predict(X), module(X).detach())
+        torch.testing.assert_close(opt.predict()["one"], module(X[:11]).detach())
         assert opt.evaluate_many(opt.parameters[None]) == loss
         block = torch.randn(len(opt.parameters), 2, dtype=torch.float64)
         torch.testing.assert_close(opt.hvp(block)[:, 1], opt.hvp(block[:, 1]), rtol=1e-12, atol=1e-14)

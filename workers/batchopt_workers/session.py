@@ -81,6 +81,11 @@ class Session:
         self.attach(name, fd)
         self._private[name] = private
 
+    def detach(self, name: str) -> None:
+        """Forget the memory of that name."""
+        self._blocks.pop(name, None)
+        self._private.pop(name, None)
+
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any]) -> None:
         """Be the process that the parent would have started: its environment, path, arguments, working directory."""
         for name in os.environ.keys() - environment.keys():
@@ -225,11 +230,10 @@ class Session:
         self.evaluator.tasks.loaded.cut = cut
 
     def end_task(self) -> None:
-        """Hold nothing of the task any more."""
+        """Hold nothing of the task any more, but for the memory of its batch."""
         self._aside = None
-        for blocks in (self._blocks, self._private):
-            for name in [name for name in blocks if name.startswith(ASIDE)]:
-                del blocks[name]
+        for name in [name for name in self._blocks if name.startswith(ASIDE) and name != ASIDE_BATCH]:
+            self.detach(name)
         self.evaluator.tasks.end()
 
     def set_weights(self, weights: Sequence[float]) -> None:

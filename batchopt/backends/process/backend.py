@@ -32,7 +32,7 @@ from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerIn
 from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.surroundings import check_workers
-from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
+from batchopt.backends.process.worker import Activity, SessionCall, call
 from batchopt.backends.sendable import check_parameters_are_only_read, sending
 from batchopt_workers.batch import Batch
 from batchopt_workers.forms import Column
@@ -43,6 +43,9 @@ from batchopt_workers.session import ASIDE_BATCH, Session
 from batchopt_workers.task import Task
 from batchopt_workers.task_runner import of_term
 from batchopt_workers.worker import Hook
+
+# Bytes up to which memory for the batches of tasks is kept for the next one.
+KEPT = 2**28
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class ProcessBackend(Backend):
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.
         self._slots: list[SharedBlock | None] = [None, None]
         self._slot = 0
+        self._aside: SharedBlock | None = None  # for the batch of a task
         self._loaded = Batch(())
         self._of_task = self._loaded.numbering
         self._parameters = setup.parameters
@@ -149,12 +153,13 @@ class ProcessBackend(Backend):
         """Bring the batch of a task to shared memory; the calls that let a worker take it."""
         with sending("the batch", batch):
             packed = pack(batch)
-        memory = SharedBlock.create(packed.nbytes)
+        memory = self._aside
+        if memory is None or packed.nbytes > memory.nbytes or not self._group.is_free:
+            memory = SharedBlock.create(packed.nbytes)
+        self._aside = memory if memory.nbytes <= KEPT else None
         packed.place(memory)
-        return [
-            call_with_block(Activity.BATCH, Session.attach_copy, ASIDE_BATCH, memory),
-            call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements),
-        ]
+        self._group.attach(ASIDE_BATCH, memory)
+        return [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements)]
 
     def keep_outputs(self, keep: bool) -> None:
         self._group.keep_outputs(keep)
@@ -163,6 +168,8 @@ class ProcessBackend(Backend):
         return self._group.collected(columns, samples)
 
     def end_task(self) -> None:
+        if self._aside is None:
+            self._group.detach(ASIDE_BATCH)
         self._group.end_task()
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
@@ -179,7 +186,7 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         self._group.close()
-        self._slots = [None, None]
+        self._slots, self._aside = [None, None], None
 
 
 def _name(slot: int) -> str:

@@ -241,10 +241,19 @@ class WorkerGroup:
 
     def load(self, name: str, memory: SharedBlock, load: SessionCall) -> None:
         """Let workers take the batch of the step from shared memory, which they know by that name."""
+        self.attach(name, memory)
+        self._pool.set_state("batch", load)
+
+    def attach(self, name: str, memory: SharedBlock) -> None:
+        """Let workers know this memory by that name."""
         if self._attached.get(name) is not memory:
             self._attached[name] = memory
             self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
-        self._pool.set_state("batch", load)
+
+    def detach(self, name: str) -> None:
+        """Let them forget it, if they know any by that name."""
+        if self._attached.pop(name, None) is not None:
+            self._pool.set_state(name, call(Activity.BATCH, Session.detach, name))
 
     # ---- tasks
 

@@ -109,10 +109,8 @@ class NodeWorkers:
         calls: list[SessionCall] = []
         if buffer is not None:
             manifest = buffer.manifest
-            calls = [
-                call_with_block(Activity.BATCH, Session.attach_copy, ASIDE_BATCH, buffer.block),
-                call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, manifest.data, manifest.placements),
-            ]
+            self.group.attach(ASIDE_BATCH, buffer.block)
+            calls = [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, manifest.data, manifest.placements)]
         self.group.follow(True)
         self._forget_task_pieces()
         self.group.begin_task(task.data, task.placements, task.unload(), calls, reading)
@@ -133,6 +131,7 @@ class NodeWorkers:
     def end_task(self) -> None:
         """Hold nothing of the task any more."""
         self._forget_task_pieces()
+        self.group.detach(ASIDE_BATCH)
         self.group.end_task()
 
     def _forget_task_pieces(self) -> None:
