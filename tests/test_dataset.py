@@ -344,6 +344,32 @@ def test_the_doctor_examines_a_dataset() -> None:
         assert "torch.float64" in str(diagnosis)
 
 
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_all_that_stands_on_a_batch_takes_a_dataset(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module, weight = nn.Linear(3, 4).double(), torch.rand(4).double()
+    x, y = torch.randn(24, 3).double(), torch.randint(0, 4, (24,))
+    data, criterion = Pairs(x, y), nn.CrossEntropyLoss(weight=weight)
+
+    def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return (outputs.argmax(1) == targets).double().mean().item()
+
+    with BatchOptimizer(module, criterion, optimizer=None, chunk_size=5, parallelize=parallelize) as opt:
+        v = torch.randn(len(opt.parameters), 2).double()
+        points = torch.stack([opt.parameters, opt.parameters * 0.5])
+        assert torch.equal(opt.predict(data), opt.predict(x))
+        assert opt.score(data, accuracy) == opt.score((x, y), accuracy)
+        assert torch.equal(opt.input_gradients(data), opt.input_gradients(x, y))
+        opt.keep_outputs = True
+        found = []
+        for batch in ((data,), (x, y)):
+            opt.load(*batch)
+            opt.evaluate()
+            f, slopes = opt.evaluate_many(points, gradients=True)
+            found.append([opt.outputs(), opt.hvp(v), opt.input_gradients(), f, slopes])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 # What cannot be
 
 

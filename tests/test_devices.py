@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker
-from tests.workloads import Workload, burgers, cnn, logistic, mlp, rnn
+from tests.workloads import Pairs, Workload, burgers, cnn, logistic, mlp, rnn
 
 
 def on(work: Workload, **options: Any) -> BatchOptimizer:
@@ -136,24 +136,39 @@ def test_a_stand_in_gives_the_same_bits() -> None:
     assert len(fingerprints) == 1
 
 
+def pieces_kept(worker: Worker) -> int:
+    """How many pieces of the batch this worker keeps on its device."""
+    import gc
+
+    from batchopt_workers.device import Mirror
+
+    return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
+
+
 @pytest.mark.usefixtures("nobody_late")
 def test_data_stays_on_the_device_until_it_is_cut_anew() -> None:
     work = mlp()
     with on(work, optimizer=None, devices=["cpu:0", "cpu"], speeds=[1, 1]) as opt:
         opt.load(work.inputs, work.targets)
-
-        def kept(worker: Worker) -> int:
-            import gc
-
-            from batchopt_workers.device import Mirror
-
-            return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
-
         opt.evaluate()
         opt.evaluate()
-        assert opt.run_on_workers(kept) == [1, 0]
+        assert opt.run_on_workers(pieces_kept) == [1, 0]
         opt.load(work.inputs, work.targets)
-        assert opt.run_on_workers(kept) == [0, 0]
+        assert opt.run_on_workers(pieces_kept) == [0, 0]
+
+
+@pytest.mark.usefixtures("nobody_late")
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_is_read_of_a_dataset_stays_on_the_device_if_it_is_kept(cache: bool) -> None:
+    work = mlp()
+    loss, gradient = work.reference()
+    with on(work, optimizer=None, devices=["cpu:0", "cpu"], speeds=[1, 1], chunk_size=5, cache=cache) as opt:
+        opt.load(Pairs(work.inputs, work.targets))
+        for _ in range(2):
+            assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+        on_device, _ = opt.run_on_workers(pieces_kept)
+        assert (on_device > 0) == cache
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,19 @@ def run(kept: Collation, collate: Callable[[], Any], use: Callable[[Any], object
     return made
 
 
+@pytest.mark.parametrize(("cache", "keeps", "times"), [(True, True, 1), (False, True, 4), (True, False, 4)])
+def test_what_is_read_is_kept_at_once_whatever_it_takes_or_never(
+    monkeypatch: pytest.MonkeyPatch, cache: bool, keeps: bool, times: int
+) -> None:
+    monkeypatch.setattr(collation, "LEAST", 0)
+    kept, read = Collation(keeps=keeps), Collating(graphs)
+    for _ in range(4):
+        kept.begin()
+        assert kept.of(KEY, read, cache).x.tolist() == [0, 1, 2, 3]
+        kept.check()
+    assert read.count == times
+
+
 def test_a_piece_is_collated_twice_and_then_kept() -> None:
     kept, collate = Collation(), Collating(graphs)
     found = [run(kept, collate) for _ in range(5)]
