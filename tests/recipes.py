@@ -54,7 +54,7 @@ class PlainTorch:
     def __init__(self, module: torch.nn.Module, criterion: Callable[..., torch.Tensor], **_: object) -> None:
         self.module, self.criterion = module, criterion
         self.eval_counter = 0
-        self.hook_results: list[torch.Tensor] = []
+        self.keep_outputs = False
 
     def load(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Make this the batch."""
@@ -65,8 +65,19 @@ class PlainTorch:
         inputs, targets = self._batch
         output = self.module(inputs)
         self.eval_counter += 1
-        self.hook_results = [output.detach()]
+        self._output = output.detach()
         return self.criterion(output, targets)
+
+    def outputs(self) -> torch.Tensor:
+        """What the module returned last."""
+        return self._output
+
+    def score(self, data: tuple[torch.Tensor, torch.Tensor], metrics: dict[str, Any]) -> dict[str, float]:
+        """Each metric of the module's outputs."""
+        inputs, targets = data
+        with torch.no_grad():
+            output = self.module(inputs)
+        return {name: metric(output, targets).item() for name, metric in metrics.items()}
 
     def __enter__(self) -> PlainTorch:
         return self
@@ -96,7 +107,8 @@ def run(program: str, optimizer: str, plain: bool = False) -> dict[str, Any]:
         "before": loss_of(names["network"](), names),
         "after": loss_of(names["opt"].module, names),
     }
-    return found | ({"metric": names["r2"].item()} if "r2" in names else {})
+    metrics = {"metric": names["r2"].item(), **names["validated"]} if "r2" in names else {}
+    return found | metrics
 
 
 def loss_of(module: torch.nn.Module, names: dict[str, Any]) -> float:
