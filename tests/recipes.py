@@ -70,7 +70,8 @@ class PlainTorch:
 
     def outputs(self) -> torch.Tensor:
         """What the module returned last."""
-        return self._output
+        output: torch.Tensor = self._output
+        return output
 
     def score(self, data: tuple[torch.Tensor, torch.Tensor], metrics: dict[str, Any]) -> dict[str, float]:
         """Each metric of the module's outputs."""

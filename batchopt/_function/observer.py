@@ -38,3 +38,6 @@ class Observer:
 
     def evaluated(self, found: Evaluated) -> None:
         """An evaluation is over."""
+
+    def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
+        """Workers have done a task of that name on a batch that was cut at `bounds`."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.timeline import Timeline
+from batchopt._mapreduce.answers import Answer
 
 
 class Observers:
@@ -54,3 +55,8 @@ class Observers:
         """An evaluation is over."""
         for observer in self._all:
             observer.evaluated(found)
+
+    def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
+        """Workers have done a task of that name on a batch that was cut at `bounds`."""
+        for observer in self._all:
+            observer.worked(name, answers, bounds)

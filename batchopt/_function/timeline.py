@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchopt._function.observer import Evaluated, Observer
+from batchopt._mapreduce.answers import Answer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,9 +33,10 @@ class Timeline(Observer):
     """The events of some evaluations: one lane a worker, one for this process.
 
     In the parent's lane `map` is an evaluation until the last worker has answered, `reduce` the putting together;
-    `load` brings a batch to the workers, `read ahead` the next one; `product` is one of the Hessian with a vector; what
-    of a `step` is none of these is the optimizer's own. A worker's lane has a `chunk` event for each run of chunks;
-    between them it waits.
+    `load` brings a batch to the workers, `read ahead` the next one; `product` is one of the Hessian with a vector,
+    `collect` and `total` are other functions of a batch; what of a `step` is none of these is the optimizer's own. A
+    worker's lane has a `chunks` event for each run of chunks that it evaluated, and one by the name of such a function
+    for each that it applied that to; between them it waits.
     """
 
     def __init__(self) -> None:
@@ -64,12 +66,14 @@ class Timeline(Observer):
         mapped = found.mapped
         self.add(PARENT, "map", found.began, mapped - found.began, evaluation=found.number, loss=found.loss)
         self.add(PARENT, "reduce", mapped, found.ended - mapped)
-        for answer in found.answers:
+        self.worked("chunks", found.answers, found.bounds)
+
+    def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
+        """Record what the workers did."""
+        for answer in answers:
             for span in answer.spans:
-                samples = found.bounds[span.last] - found.bounds[span.first]
-                self.add(
-                    answer.rank, "chunks", span.began, span.seconds, chunks=span.last - span.first, samples=samples
-                )
+                samples = bounds[span.last] - bounds[span.first]
+                self.add(answer.rank, name, span.began, span.seconds, chunks=span.last - span.first, samples=samples)
 
     @property
     def lanes(self) -> list[int]:
@@ -90,7 +94,7 @@ class Timeline(Observer):
     def split(self) -> dict[int, float]:
         """The part of all samples that each worker evaluated, by rank."""
         samples = {
-            lane: sum(event.details["samples"] for event in self.events if event.lane == lane)
+            lane: sum(e.details["samples"] for e in self.events if e.lane == lane and e.name == "chunks")
             for lane in self.lanes
             if lane != PARENT
         }
@@ -101,7 +105,7 @@ class Timeline(Observer):
         """The numbers: the parts of the time in the parent, and each worker's split and utilisation."""
         evaluations = sum(event.name == "map" for event in self.events)
         lines = [f"{evaluations} evaluations"]
-        for name in ("map", "reduce", "load", "read ahead", "product", "step"):
+        for name in ("map", "reduce", "load", "read ahead", "product", "collect", "total", "step"):
             if any(event.name == name for event in self.events):
                 lines.append(f"{name:>12}: {self.seconds(name) * 1e3:10.2f} ms")
         split, utilisation = self.split, self.utilisation

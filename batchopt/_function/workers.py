@@ -166,9 +166,7 @@ class Workers:
         for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
             worker.samples += its_samples
             worker.busy_seconds += its_seconds
-        for rank, (late_samples, late_seconds) in self.backend.late.items():
-            samples[rank] += late_samples
-            seconds[rank] += late_seconds
+        samples, seconds = self._with_the_late(samples, seconds)
         self.speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
         self.observe(samples, seconds)
 
@@ -180,7 +178,7 @@ class Workers:
     def learn_from_task(self, answers: Iterable[Answer]) -> None:
         """Take it for a measurement as long as there is no better one."""
         if not self.speeds.measured:
-            samples, seconds = self._work_of(answers)
+            samples, seconds = self._with_the_late(*self._work_of(answers))
             self._task_speeds = self._task_speeds.resized(len(self.infos)).observed(samples, seconds)
 
     def _work_of(self, answers: Iterable[Answer]) -> tuple[list[int], list[float]]:
@@ -189,6 +187,13 @@ class Workers:
         for answer in answers:
             samples[answer.rank] += answer.samples
             seconds[answer.rank] += answer.seconds
+        return samples, seconds
+
+    def _with_the_late(self, samples: list[int], seconds: list[float]) -> tuple[list[int], list[float]]:
+        """The same with what is known of workers whose work came too late to count."""
+        for rank, (late_samples, late_seconds) in self.backend.late.items():
+            samples[rank] += late_samples
+            seconds[rank] += late_seconds
         return samples, seconds
 
     def set_speeds(self, speeds: Speeds) -> None:

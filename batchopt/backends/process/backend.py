@@ -143,7 +143,7 @@ class ProcessBackend(Backend):
         memory = SharedBlock.create(packed.nbytes)
         packed.place(memory)
         calls = [] if batch is None else self._place_aside(batch)
-        changed = self._group.follow(follow)
+        changed = follow and self._group.follow()
         subject = batch or of_term(self._loaded, task.term)
         self._group.begin_task(packed.data, packed.placements, memory, calls, subject.is_read)
         self._of_task = subject.numbering
@@ -162,7 +162,7 @@ class ProcessBackend(Backend):
         return [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements)]
 
     def keep_outputs(self, keep: bool) -> None:
-        self._group.keep_outputs(keep)
+        self._group.results.keep_outputs(keep)
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         return self._group.collected(columns, samples)
@@ -170,7 +170,7 @@ class ProcessBackend(Backend):
     def end_task(self) -> None:
         if self._aside is None:
             self._group.detach(ASIDE_BATCH)
-        self._group.end_task()
+        self._group.results.end_task()
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         return self._group.probe(cut, order)

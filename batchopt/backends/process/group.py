@@ -25,10 +25,10 @@ from batchopt.backends.process.deadlines import Deadlines
 from batchopt.backends.process.gather import ProcessCalls, ProcessGather, ProcessProbe
 from batchopt.backends.process.overdue import Overdue, Pace
 from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.results import Results
 from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.startup import startup_calls
-from batchopt.backends.process.task_files import read_columns
 from batchopt.backends.process.worker import (
     Activity,
     PendingMessage,
@@ -36,7 +36,6 @@ from batchopt.backends.process.worker import (
     WorkerProcess,
     call,
     call_with_block,
-    call_with_file,
 )
 from batchopt.backends.sendable import sending
 from batchopt_workers import faults
@@ -44,12 +43,12 @@ from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.forms import Column
-from batchopt_workers.memory import GrowingFile, SharedBlock
+from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import ORDERS, TASKS, Cut, Kind, Order
 from batchopt_workers.module_hooks import module_hooks
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import Placement
-from batchopt_workers.session import TASK, Session
+from batchopt_workers.session import Session
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
 from batchopt_workers.worker import Hook
@@ -93,12 +92,11 @@ class WorkerGroup:
         self._attached: dict[str, SharedBlock] = {}
         self._hooked = True
         self._direction: torch.Tensor | None = None
-        self._output: GrowingFile | None = None  # of the task, or of the last evaluation
-        self._keeps_outputs = False
         self._program = setup.program
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
+        self.results = Results(self._pool)
         devices = None if setup.devices is None else self._by_rank(setup.devices)
         for name, calls in startup_calls(setup, setup.flat.block, self._torch, max(self._threads()), devices):
             self._pool.set_state(name, *calls)
@@ -257,6 +255,11 @@ class WorkerGroup:
 
     # ---- tasks
 
+    def follow(self) -> bool:
+        """Take the program as it is now; returns whether it is another one than before."""
+        self._enter()
+        return self._follow()
+
     def begin_task(
         self,
         data: bytes,
@@ -265,50 +268,18 @@ class WorkerGroup:
         batch: Sequence[SessionCall],
         reading: bool,
     ) -> None:
-        """Let orders of tasks be about the task that was packed so, its tensors in `memory`; `batch` are the calls that
-        let a worker take the one that comes with it. `reading`: whether workers read samples for it."""
+        """As `Results.begin_task`. `reading`: whether workers read samples for it."""
+        self._enter()
         self._deadlines.reading_for_task = reading
-        self._output = GrowingFile()
-        self._pool.set_state(
-            "task",
-            *batch,
-            call_with_block(Activity.TASK, Session.attach_copy, TASK, memory),
-            call(Activity.TASK, Session.begin_task, data, placements),
-            call_with_file(Activity.TASK, Session.write_to, self._output),
-        )
+        self.results.begin_task(data, placements, memory, batch)
         for worker in self._pool.workers.values():
             worker.task_cut = None
         for kind in TASKS:
             self._paces[kind].clear()  # those of another function
 
-    def follow(self, follow: bool) -> bool:
-        """Be ready for a task, with the program as it is now if workers are to `follow` it; returns whether that is
-        another one than before."""
-        self._enter()
-        return follow and self._follow()
-
-    def keep_outputs(self, keep: bool) -> None:
-        """Let evaluations write what the module returns, or not."""
-        self._keeps_outputs = keep
-        if not keep:
-            self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
-
-    def _renew_output(self) -> None:
-        """Let an evaluation write to another file than the one before: somebody may still write to that."""
-        if self._keeps_outputs:
-            self._output = GrowingFile()
-            write = call_with_file(Activity.MEMORY, Session.write_outputs_to, self._output)
-            self._pool.set_state("outputs", write)
-
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         """See `Backend.collected`."""
-        assert self._output is not None
-        return read_columns(self._output, columns, samples, copied=not self.is_free)
-
-    def end_task(self) -> None:
-        """See `Backend.end_task`."""
-        self._output = None
-        self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+        return self.results.read(columns, samples, copied=not self.is_free)
 
     # ---- evaluating
 
@@ -323,7 +294,7 @@ class WorkerGroup:
         self._enter()
         self._follow_torch()
         if numbering is None:
-            self._renew_output()
+            self.results.begin_evaluation()
         gather = ProcessGather(cut, numbering or self._numbering, orders, self._paces, self._overdue)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
@@ -446,7 +417,7 @@ class WorkerGroup:
         """See `Backend.probe`."""
         self._enter()
         self._follow_torch()
-        self._renew_output()
+        self.results.begin_evaluation()
         probe = ProcessProbe(order.evaluation, self._numbering)
         try:
             for worker in self._pool.available:

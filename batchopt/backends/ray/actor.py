@@ -196,7 +196,7 @@ class NodeActor:
 
     def keep_outputs(self, keep: bool) -> None:
         """Whether evaluations return what the module does."""
-        self._node.workers.group.keep_outputs(keep)
+        self._node.workers.group.results.keep_outputs(keep)
 
     def begin_task(
         self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering, reading: bool

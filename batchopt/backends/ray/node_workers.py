@@ -111,7 +111,7 @@ class NodeWorkers:
             manifest = buffer.manifest
             self.group.attach(ASIDE_BATCH, buffer.block)
             calls = [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, manifest.data, manifest.placements)]
-        self.group.follow(True)
+        self.group.follow()
         self._forget_task_pieces()
         self.group.begin_task(task.data, task.placements, task.unload(), calls, reading)
         self._of_task = numbering
@@ -132,7 +132,7 @@ class NodeWorkers:
         """Hold nothing of the task any more."""
         self._forget_task_pieces()
         self.group.detach(ASIDE_BATCH)
-        self.group.end_task()
+        self.group.results.end_task()
 
     def _forget_task_pieces(self) -> None:
         for number in range(self._task_pieces):

@@ -1,0 +1,62 @@
+"""The rows that functions return in worker processes: where these write them, and how the parent reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.task_files import read_columns
+from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block, call_with_file
+from batchopt_workers.forms import Column
+from batchopt_workers.memory import GrowingFile, SharedBlock
+from batchopt_workers.packing import Placement
+from batchopt_workers.session import TASK, Session
+
+
+class Results:
+    """The file that workers write to: one for each task, and for each evaluation whose outputs are kept. Somebody who
+    is late may still write to the one before."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._file: GrowingFile | None = None
+        self._keeps_outputs = False
+
+    def begin_task(
+        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock, batch: Sequence[SessionCall]
+    ) -> None:
+        """Let orders of tasks be about the task that was packed so, its tensors in `memory`; `batch` are the calls that
+        let a worker take the one that comes with it."""
+        self._file = GrowingFile()
+        self._pool.set_state(
+            "task",
+            *batch,
+            call_with_block(Activity.TASK, Session.attach_copy, TASK, memory),
+            call(Activity.TASK, Session.begin_task, data, placements),
+            call_with_file(Activity.TASK, Session.write_to, self._file),
+        )
+
+    def end_task(self) -> None:
+        """Let nobody hold anything of the task any more."""
+        self._file = None
+        self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+
+    def keep_outputs(self, keep: bool) -> None:
+        """Let evaluations write what the module returns, or not."""
+        self._keeps_outputs = keep
+        if not keep:
+            self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
+
+    def begin_evaluation(self) -> None:
+        """Let the outputs of an evaluation go to another file than those of the one before."""
+        if self._keeps_outputs:
+            self._file = GrowingFile()
+            write = call_with_file(Activity.MEMORY, Session.write_outputs_to, self._file)
+            self._pool.set_state("outputs", write)
+
+    def read(self, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
+        """The rows that were written last, of so many samples; in memory of their own if they are to be `copied`."""
+        assert self._file is not None
+        return read_columns(self._file, columns, samples, copied)
