@@ -19,6 +19,7 @@ from batchopt._function.derivatives import evaluate_many, hessian_products, inpu
 from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
+from batchopt._function.hogwild import HogwildResult, hogwild
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.prediction import iter_predict, predict, score
 from batchopt._function.prepared import PreparedBatch
@@ -40,6 +41,7 @@ from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, 
 from batchopt.optim.descent import Descent
 from batchopt.optim.rollback import Rollback
 from batchopt_workers.denominators import Denominators
+from batchopt_workers.hogwild import Factory
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
@@ -558,6 +560,25 @@ class BatchOptimizer:
         counters and later draws are as before; hooks run, in this process too. The batch has to be loaded anew.
         """
         return examine(self._function, self.evaluate, inputs, targets, options)
+
+    def hogwild(
+        self, data: Any, optimizer: Factory, *, batch_size: int, epochs: int = 1, shuffle: bool = True
+    ) -> HogwildResult:
+        """Let each worker step on mini-batches of its own, on parameters that all of them write, without waiting.
+
+        data: `(inputs, targets)`, inputs, or a map-style `Dataset`. optimizer: `optimizer(params)`, a factory, called
+        once in each worker: its state (momentum) is the worker's own. batch_size: samples in a mini-batch, whose loss
+        is its mean. epochs: how often all samples come; with `shuffle` in an order of `seed` and the epoch. Worker `i`
+        of `n` has every `n`-th mini-batch; what a slow worker has not begun, others take over. A worker that dies is
+        replaced, and its unfinished mini-batches are stepped on by others, with an optimizer that begins anew.
+
+        With one worker this is plain SGD, bit for bit; with several, writes overwrite each other as the processor has
+        it, and no two runs are alike: for models of which a mini-batch touches few parameters, such as embeddings with
+        `sparse=True` (Niu, Recht, Ré and Wright: "Hogwild!", 2011). Returns the losses of each worker. Raises
+        `ValueError` for running statistics, which nobody would put together, and what `collect` raises; then
+        parameters are wherever the steps before have left them. Not on a cluster, nor with `devices`.
+        """
+        return hogwild(self._function, data, optimizer, batch_size, epochs, shuffle)
 
     # ---- workers
 

@@ -27,6 +27,11 @@ def read_parallelize(value: Any) -> int:
     return usable_cores() if value == "auto" else _integer("parallelize", value, 1)
 
 
+def read_count(name: str, value: Any) -> int:
+    """A positive int."""
+    return _integer(name, value, 1)
+
+
 def read_optional_count(name: str, value: Any) -> int | None:
     """A positive int, or None."""
     return None if value is None else _integer(name, value, 1)

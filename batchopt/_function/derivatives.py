@@ -14,6 +14,7 @@ from batchopt._function.tasks import collect, select, total
 from batchopt._mapreduce.reduce import all_finite, weighed
 from batchopt_workers.batch import Batch, Columns, Part
 from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradients
+from batchopt_workers.messages import Cut
 from batchopt_workers.task import Task
 from batchopt_workers.weighting import Weighting
 
@@ -63,7 +64,7 @@ def evaluate_many(
         return (nothing, at) if gradients else nothing
     part = Part(Columns(at), None, None, Weighting("mean", len(at)))
     task = Task(AtPoints(step.plan.cut, gradients), aside=True, whole=True)
-    found = collect(function, task, Batch((part,)), chunk_size=1)
+    found = collect(function, task, Batch((part,)), Cut(range(len(at) + 1)))
     f = torch.tensor([weighed(losses, step.weights) for losses in found["losses"].tolist()], dtype=torch.float64)
     if not gradients:
         return f.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=math.inf)

@@ -32,7 +32,7 @@ from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
+from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import reduce_answers, weighed
 from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
@@ -382,11 +382,10 @@ class BatchFunction:
         batch: Batch,
         kind: Kind,
         use: Callable[[Sequence[Answer], Cut], T],
-        chunk_size: int | None = None,
+        cut: Cut | None = None,
     ) -> T:
         """`use` what the workers answer to orders of a task on `batch`, and its cut: either samples of the loaded
-        batch, or (`task.aside`) other ones, in chunks of `chunk_size`, if not those of evaluations. The loaded batch
-        stays as it is.
+        batch, or (`task.aside`) other ones, cut so, if not as for evaluations. The loaded batch stays as it is.
 
         In the middle of a step (an optimizer's callback) the program is that of the step; else it is as the user has it
         now, and a batch that was loaded before a change of it is no longer loaded.
@@ -403,7 +402,7 @@ class BatchFunction:
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self._forget_batch()
-                plan = self._plan_of_task(task, batch, chunk_size)
+                plan = self._plan_of_task(task, batch, cut)
                 orders = plan.orders(workers.number(), self._past.counters.steps, kind)
                 answers = workers.learning(lambda: workers.backend.evaluate(plan.cut, orders, self.observers.busy))
                 workers.learn_from_task(answers)
@@ -412,13 +411,15 @@ class BatchFunction:
             finally:
                 workers.backend.end_task()
 
-    def _plan_of_task(self, task: Task, batch: Batch, chunk_size: int | None) -> Plan:
+    def _plan_of_task(self, task: Task, batch: Batch, cut: Cut | None) -> Plan:
         """The step's own where its whole batch is gone through, so that draws are those of the evaluations."""
         if not task.aside and len(self._loaded().batch.parts) == len(batch.parts):
             return self._loaded().plan
-        if chunk_size is None:
-            chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
-        return make_plan(batch.size, chunk_size, self.workers.speeds_of_tasks)
+        speeds = self.workers.speeds_of_tasks
+        if cut is not None:
+            return plan_of(cut, speeds)
+        chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
+        return make_plan(batch.size, chunk_size, speeds)
 
     # ---- what is undone
 

@@ -86,13 +86,13 @@ def plain(readings: Readings) -> Readings:
     }
 
 
-def collect(function: BatchFunction, task: Task, batch: Batch, chunk_size: int | None = None) -> Any:
-    """The results in the order of samples; in chunks of `chunk_size`, if not in those of evaluations."""
+def collect(function: BatchFunction, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
+    """The results in the order of samples, of a batch that is cut so, if not as for evaluations."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
         return function.put_together(answers, cut, batch.size)
 
-    return function.carry_out(task, batch, Kind.COLLECT, whole, chunk_size)
+    return function.carry_out(task, batch, Kind.COLLECT, whole, cut)
 
 
 def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total") -> Any:

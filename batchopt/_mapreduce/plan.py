@@ -60,6 +60,11 @@ def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
     return Plan(Cut(tuple(bounds)), tuple(shares))
 
 
+def plan_of(cut: Cut, speeds: Speeds) -> Plan:
+    """How to evaluate a batch that is cut so."""
+    return Plan(cut, tuple(split_batch(cut.chunks, speeds.relative())))
+
+
 def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
     """The plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
 
@@ -69,4 +74,4 @@ def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
         return replace(plan, age=plan.age + 1)
     if chunk_size is None:
         return make_plan(plan.cut.bounds[-1], None, speeds)
-    return Plan(plan.cut, tuple(split_batch(plan.cut.chunks, speeds.relative())))
+    return plan_of(plan.cut, speeds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,10 @@ class Items:
             self._refuse_ignored(self.ignored, targets, start)
         inputs, targets = map_tensors(lambda tensor: _laid_out(tensor, start, stop), (inputs, targets))
         return inputs, targets
+
+    def pick(self, indices: Sequence[int], collate: Collate) -> tuple[Any, Any]:
+        """Inputs and targets (or None) that `collate` makes of these samples. Raises `Unreadable` and `ValueError`."""
+        return _inputs_and_targets(collate([self._item(index) for index in indices]))
 
     def _item(self, index: int) -> Any:
         try:

@@ -191,11 +191,12 @@ class SharedBlock:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
-    def protect(self) -> None:
-        """Forbid this process to write here: to try is SIGSEGV. Does nothing where the C library cannot."""
-        address = mapping.address_of(self._map)
+    def protect(self, writable: bool = False) -> None:
+        """Forbid this process to write here (to try is SIGSEGV), or allow it again. Does nothing where the C library
+        cannot."""
+        address, allowed = mapping.address_of(self._map), mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), self.nbytes, mmap.PROT_READ)
+            ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), self.nbytes, allowed)
 
     def discard(self) -> None:
         """Of a private mapping: drop what was written here, and see what the others see."""

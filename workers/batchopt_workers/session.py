@@ -205,6 +205,7 @@ class Session:
         if self._mirror is not None:
             self._mirror.begin_step()
         self._buffers.begin_step()  # the parent's, if a step has ended since
+        self._blocks["parameters"].protect(writable=task.writes)
         evaluator.tasks.begin(task, batch)
         if self._totals is not None:
             evaluator.tasks.totals = self._totals
@@ -232,6 +233,7 @@ class Session:
     def end_task(self) -> None:
         """Hold nothing of the task any more, but for the memory of its batch."""
         self._aside = None
+        self._blocks["parameters"].protect()
         for name in [name for name in self._blocks if name.startswith(ASIDE) and name != ASIDE_BATCH]:
             self.detach(name)
         self.evaluator.tasks.end()

@@ -14,16 +14,18 @@ from batchopt_workers.batch import Piece
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut
 from batchopt_workers.rows import Rows
+from batchopt_workers.worker import Worker
 
 # `function(module, inputs, targets)`, for the samples of a chunk.
 ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 
 class Surroundings(NamedTuple):
-    """The worker's module and its trainable parameters; `loss` of a piece, which the prehook has seen, as it counts
+    """The worker, its module and the trainable parameters; `loss` of a piece, which the prehook has seen, as it counts
     `weight` in f; and `evaluate`: the losses of the terms, and df/dX, of the loaded batch as it is cut there, at the
     parameters as they are."""
 
+    worker: Worker
     module: torch.nn.Module
     parameters: Sequence[torch.Tensor]
     loss: Callable[[], torch.Tensor]
@@ -43,13 +45,14 @@ class Task:
     """The meaning of an order to collect or to total: apply `function` to samples of the term with the index `term`
     (None: of all terms, as they are numbered): those of the loaded batch, or (`aside`) of a batch that comes with the
     task. `train`: the mode that the module is in meanwhile; None: its own. `whole`: whether the function evaluates the
-    loaded batch, all of it."""
+    loaded batch, all of it; `writes`: whether it steps, and writes parameters."""
 
     function: PieceFunction
     term: int | None = 0
     aside: bool = False
     train: bool | None = None
     whole: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True)

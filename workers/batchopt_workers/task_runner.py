@@ -87,7 +87,7 @@ class TaskRunner:
         sums, totals = self._sums, order.kind is Kind.TOTAL
         needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
         began = time.perf_counter()
-        watch = ParameterWatch(self._module, self._parameters, self.protected)
+        watch = None if task.writes else ParameterWatch(self._module, self._parameters, self.protected)
         self._walk.watch.begin()
         for chunk in range(order.first, order.last):
             row = sums.free_row()
@@ -98,7 +98,8 @@ class TaskRunner:
                         faults.point("worker.forward", chunk)
                         results.append(task.function(piece, self._around(piece, order.step)))
                 finally:
-                    watch.check()
+                    if watch is not None:
+                        watch.check()
                 if totals:
                     form = self._total(results, needed, row)
                 else:
@@ -112,6 +113,7 @@ class TaskRunner:
         assert self._task is not None
         term = piece.term if self._task.term is None else self._task.term
         return Surroundings(
+            self._walk.worker,
             self._module,
             self._parameters,
             partial(self._f.loss_of, piece, term),

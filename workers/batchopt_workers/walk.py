@@ -28,7 +28,7 @@ class Walk:
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self.current = range(0)
         self.chunk = -1
-        self._worker, self._seed, self._buffers = worker, seed, buffers
+        self.worker, self._seed, self._buffers = worker, seed, buffers
 
     def pieces(self, loaded: LoadedBatch, step: int, chunk: int) -> Iterator[Piece]:
         """The pieces of a chunk; once all of them were evaluated, this checks what they have written.
@@ -69,8 +69,8 @@ class Walk:
         """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
         try:
             yield
-            if self._worker.device.type == "cuda":  # what was asked for is done before one says so
-                torch.cuda.synchronize(self._worker.device)
+            if self.worker.device.type == "cuda":  # what was asked for is done before one says so
+                torch.cuda.synchronize(self.worker.device)
         except BaseException:
             loaded.collation.forget()
             self.watch.put_back()

@@ -1,0 +1,89 @@
+"""Hogwild: workers that step on the same parameters at the same time, without waiting for each other."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchopt._data import arguments
+from batchopt._data.batches import Reading, read_part
+from batchopt._data.epochs import permutation
+from batchopt._data.prefetch import as_arguments
+from batchopt._function.function import BatchFunction
+from batchopt._function.tasks import collect
+from batchopt_workers.batch import Batch, Columns, Part
+from batchopt_workers.hogwild import Factory, Hogwild
+from batchopt_workers.messages import Cut
+from batchopt_workers.task import Task
+from batchopt_workers.weighting import Weighting
+
+
+@dataclass(frozen=True)
+class HogwildResult:
+    """`losses[i]` are those that worker `i` found in its mini-batches, in their order, each before the step."""
+
+    losses: list[list[float]]
+
+
+def hogwild(
+    function: BatchFunction,
+    data: Any,
+    optimizer: Factory,
+    batch_size: int,
+    epochs: int,
+    shuffle: bool,
+) -> HogwildResult:
+    """Step on mini-batches of `data`; documented at `BatchOptimizer.hogwild`."""
+    function.check_open()
+    if not function.settings.backend_class.local or function.settings.devices is not None:
+        raise ValueError("hogwild() needs workers that share memory: backend='process' without `devices`")
+    arguments.check_callable("optimizer", optimizer, ("params",))
+    part = _read(function, data)
+    _refuse_statistics(function.subject.module)
+    size = arguments.read_count("batch_size", batch_size)
+    workers = len(function.workers.infos)
+    batches = _in_shards(part.size, size, arguments.read_count("epochs", epochs), shuffle, function, workers)
+    cut = Cut((0, *itertools.accumulate(map(len, batches))))
+    indices = torch.cat(batches)
+    orders = Part(Columns(indices), None, None, Weighting("mean", len(indices)))
+    task = Task(Hogwild(part, optimizer), aside=True, writes=True)
+    losses, ranks = collect(function, task, Batch((orders,)), cut)
+    firsts = torch.tensor(cut.bounds[:-1])
+    found: list[list[float]] = [[] for _ in range(workers)]
+    for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
+        found[rank].append(loss)
+    return HogwildResult(found)
+
+
+def _read(function: BatchFunction, data: Any) -> Part:
+    inputs, targets, _ = as_arguments(data) if isinstance(data, tuple) else (data, None, None)
+    first = next(iter(function.readings.values()))
+    part = read_part(inputs, targets, None, Reading(first.collate, "mean", None, None, first.device))
+    if part.one_by_one:
+        raise ValueError("lists of samples need a `collate_fn`, which makes mini-batches of them")
+    return part
+
+
+def _in_shards(
+    samples: int, size: int, epochs: int, shuffle: bool, function: BatchFunction, workers: int
+) -> list[torch.Tensor]:
+    """The samples of each mini-batch: those of the first worker, then those of the next; worker `i` of `n` has every
+    `n`-th one."""
+    batches: list[torch.Tensor] = []
+    for epoch in range(epochs):
+        order = permutation(samples, function.settings.seed, epoch) if shuffle else torch.arange(samples)
+        batches += torch.split(order, size)
+    return [batch for worker in range(workers) for batch in batches[worker::workers]]
+
+
+def _refuse_statistics(module: torch.nn.Module) -> None:
+    """Raise `ValueError` for running statistics: each worker would have its own."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats:
+            raise ValueError(
+                f"'{name}' ({type(part).__name__}) keeps running statistics, which nobody puts together here: call "
+                "its eval(), or use GroupNorm or LayerNorm"
+            )

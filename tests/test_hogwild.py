@@ -1,0 +1,135 @@
+"""Hogwild: workers that step on parameters that all of them write."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, WorkerError
+from batchopt._data.epochs import permutation
+from tests.workloads import Mlp, Pairs
+
+torch.manual_seed(0)
+X = torch.randn(96, 6, dtype=torch.float64)
+Y = torch.tanh(X[:, :4] - X[:, 2:])
+
+
+def momentum(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """With a state."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def network() -> nn.Module:
+    """The same each time."""
+    torch.manual_seed(1)
+    return Mlp().double()
+
+
+def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
+    """SGD by torch in one process."""
+    module, losses = network(), []
+    optimizer = momentum([*module.parameters()])
+    for epoch in range(epochs):
+        order = permutation(len(X), 0, epoch) if shuffle else torch.arange(len(X))
+        for indices in order.split(10):  # type: ignore[no-untyped-call]
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(module(X[indices]), Y[indices])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+    return module, losses
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> None:
+    expected, losses = plain(3, shuffle)
+    module = network()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, backend=backend, threads_per_worker=1) as opt:
+        found = opt.hogwild((X, Y), momentum, batch_size=10, epochs=3, shuffle=shuffle)
+    assert found.losses == [losses]
+    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
+    module = network()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        before = nn.functional.mse_loss(module(X), Y).item()
+        found = opt.hogwild(Pairs(X, Y), momentum, batch_size=8, epochs=20)
+        after = nn.functional.mse_loss(module(X), Y).item()
+        assert after < before / 5
+        assert sum(map(len, found.losses)) == 20 * 12 and all(found.losses)
+        assert found.losses[0][0] > after
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(after)
+
+
+def test_parameters_are_read_only_again_afterwards() -> None:
+    def write(worker: Any) -> None:
+        with torch.no_grad():
+            next(worker.module.parameters()).zero_()
+
+    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.hogwild((X, Y), momentum, batch_size=10)
+        before = opt.parameters.clone()
+        with pytest.raises(Exception, match="SIGSEGV"):
+            opt.run_on_workers(write)
+        assert torch.equal(opt.parameters, before)
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
+    def die(part: nn.Module, inputs: Any) -> None:
+        if (tmp_path / "armed").exists():
+            try:
+                os.close(os.open(tmp_path / "done", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module = network()
+    module.get_submodule("first").register_forward_pre_hook(die)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        before = nn.functional.mse_loss(module(X), Y).item()
+        (tmp_path / "armed").touch()
+        found = opt.hogwild((X, Y), momentum, batch_size=8, epochs=10)
+        (tmp_path / "armed").unlink()
+        assert (tmp_path / "done").exists() and sum(worker.restarts for worker in opt.workers) == 1
+        assert sum(map(len, found.losses)) == 120
+        assert nn.functional.mse_loss(module(X), Y).item() < before / 2
+
+
+def test_sparse_gradients_of_embeddings() -> None:
+    torch.manual_seed(0)
+    words = torch.randint(0, 500, (400,))
+    targets = torch.randn(500, 4)[words]
+    module = nn.Embedding(500, 4, sparse=True)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        before = nn.functional.mse_loss(module(words), targets).item()
+        opt.hogwild((words, targets), lambda p: torch.optim.SGD(p, lr=5.0), batch_size=20, epochs=10)
+        assert nn.functional.mse_loss(module(words), targets).item() < before / 5
+
+
+def test_what_cannot_be() -> None:
+    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt:
+        with pytest.raises(ValueError, match="`batch_size` must be >= 1"):
+            opt.hogwild((X, Y), momentum, batch_size=0)
+        with pytest.raises(TypeError, match="`optimizer` must be callable"):
+            opt.hogwild((X, Y), "sgd", batch_size=8)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="lists of samples need a `collate_fn`"):
+            opt.hogwild(([*X], [*Y]), momentum, batch_size=8)
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            opt.hogwild((X, Y), lambda parameters: 1 // 0, batch_size=8)  # type: ignore[arg-type, return-value]
+    norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    with BatchOptimizer(norm, nn.MSELoss(), optimizer=None) as opt:
+        with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) keeps running statistics"):
+            opt.hogwild((X, Y), momentum, batch_size=8)
+        norm.eval()
+        opt.hogwild((X, Y), momentum, batch_size=8)
