@@ -24,6 +24,8 @@ from benchmarks.findings import RESULTS, read
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
+# Their libraries change settings of the process, which therefore is one of their own.
+APART = [ROOT / "docs" / f"{name}.md" for name in ("deepxde", "pfn-extras")]
 PAGES = [ROOT / "README.md", *DOCS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -48,13 +50,22 @@ def prose(page: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in DOCS if programs(page) and page != RECIPES], ids=lambda page: page.stem
+    "page", [page for page in DOCS if programs(page) and page not in (RECIPES, *APART)], ids=lambda page: page.stem
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(programs(page)), str(page), "exec"), {"__name__": "program"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", APART, ids=lambda page: page.stem)
+def test_programs_with_other_libraries_run(page: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(programs(page)))
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None:
