@@ -20,6 +20,9 @@ from batchopt_workers.messages import Cut
 from batchopt_workers.task import Task
 from batchopt_workers.weighting import Weighting
 
+# Mini-batches that a worker steps on before it says so: what is lost with it, and done again.
+TOGETHER = 8
+
 
 @dataclass(frozen=True)
 class HogwildResult:
@@ -46,12 +49,13 @@ def hogwild(
     size = arguments.read_count("batch_size", batch_size)
     workers = len(function.workers.infos)
     batches = _in_shards(part.size, size, arguments.read_count("epochs", epochs), shuffle, function, workers)
-    cut = Cut((0, *itertools.accumulate(map(len, batches))))
-    indices = torch.cat(batches)
-    orders = Part(Columns(indices), None, None, Weighting("mean", len(indices)))
+    ends = [0, *itertools.accumulate(map(len, batches))]
+    cut = Cut((*ends[:-1:TOGETHER], ends[-1]))
+    numbers = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(batch) for batch in batches]))
+    orders = Part(Columns((torch.cat(batches), numbers)), None, None, Weighting("mean", ends[-1]))
     task = Task(Hogwild(part, optimizer), aside=True, writes=True)
     losses, ranks = collect(function, task, Batch((orders,)), cut)
-    firsts = torch.tensor(cut.bounds[:-1])
+    firsts = torch.tensor(ends[:-1])
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
         found[rank].append(loss)

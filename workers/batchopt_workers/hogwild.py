@@ -17,8 +17,9 @@ Factory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Hogwild:
-    """A step on the samples whose numbers are the piece's inputs. Each worker makes an optimizer of its own, with the
-    first step. Returns the loss before the step, and the worker's rank, for each sample."""
+    """A step on each mini-batch of a piece, whose inputs are the numbers of samples, and that of the mini-batch that
+    each belongs to. Each worker makes an optimizer of its own, with the first step. Returns for each sample the loss
+    before the step, and the worker's rank."""
 
     def __init__(self, data: Part, factory: Factory) -> None:
         self._data, self._factory = data, factory
@@ -27,14 +28,18 @@ class Hogwild:
     def __call__(self, piece: Piece, around: Surroundings) -> tuple[torch.Tensor, torch.Tensor]:
         if self._optimizer is None:
             self._optimizer = self._factory([p for p in around.parameters if p.requires_grad])  # type: ignore[misc]
-        indices = piece.inputs
-        piece.inputs, piece.targets = gathered(self._data, indices)
-        self._optimizer.zero_grad()
-        loss = around.loss()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        losses = torch.full((len(indices),), loss.item(), dtype=torch.float64)
-        return losses, torch.full((len(indices),), around.worker.rank)
+        samples, batches = piece.inputs
+        _, counts = batches.unique_consecutive(return_counts=True)
+        losses = []
+        for indices in samples.split(counts.tolist()):
+            piece.inputs, piece.targets = gathered(self._data, indices)
+            self._optimizer.zero_grad()
+            loss = around.loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            losses.append(loss.item())
+        found = torch.tensor(losses, dtype=torch.float64).repeat_interleave(counts)
+        return found, torch.full_like(samples, around.worker.rank)
 
 
 def gathered(data: Part, indices: torch.Tensor) -> tuple[Any, Any]:
