@@ -571,6 +571,7 @@ class BatchFunction:
             self.end_step()
             self._reporter.close()
             self.workers.backend.close()
+            self._placed = self._outputs = None
             self.subject.leave()
 
     def __enter__(self) -> BatchFunction:

@@ -81,7 +81,7 @@ class Evaluator:
         self._parameters = parameters
         self._buffers = buffers
         self._objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
-        self.tasks = TaskRunner(self.walk, program.module, parameters, self)
+        self.tasks = TaskRunner(self.walk, program.module, parameters)
 
     @property
     def batch(self) -> Batch | None:
@@ -122,7 +122,7 @@ class Evaluator:
         order, but has to be the same for all chunks of one. Orders of tasks have memory of their own.
         """
         if order.kind in TASKS:
-            yield from self.tasks.evaluate(order)
+            yield from self.tasks.evaluate(order, self)
             return
         assert rows is not None
         loaded = self.loaded

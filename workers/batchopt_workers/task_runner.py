@@ -51,11 +51,11 @@ class TaskRunner:
     Rows are written to `output`, sums to rows of `totals`. `protected`: whether the parameters cannot be written.
     """
 
-    def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor], f: F) -> None:
+    def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         self.output: Output = MemoryOutput()
         self.totals: Totals = PrivateTotals()
         self.protected = False
-        self._walk, self._module, self._parameters, self._f = walk, module, parameters, f
+        self._walk, self._module, self._parameters = walk, module, parameters
         self._task: Task | None = None
         self._loaded: LoadedBatch | None = None
         self._sums: Sums | None = None
@@ -78,7 +78,7 @@ class TaskRunner:
             raise RuntimeError("no task was begun in this worker")
         return self._loaded
 
-    def evaluate(self, order: Order) -> Iterator[ChunkDone]:
+    def evaluate(self, order: Order, f: F) -> Iterator[ChunkDone]:
         """Do the task with the chunks of `order`, one after the other."""
         loaded, task = self.loaded, self._task
         assert task is not None
@@ -96,7 +96,7 @@ class TaskRunner:
                 try:
                     for piece in self._walk.pieces(loaded, order.step, chunk):
                         faults.point("worker.forward", chunk)
-                        results.append(task.function(piece, self._around(piece, order.step)))
+                        results.append(task.function(piece, self._around(piece, order.step, f)))
                 finally:
                     if watch is not None:
                         watch.check()
@@ -109,16 +109,16 @@ class TaskRunner:
             self._walk.leave()
             yield ChunkDone(sums.report(chunk + 1, began, False), (), form)
 
-    def _around(self, piece: Piece, step: int) -> Surroundings:
+    def _around(self, piece: Piece, step: int, f: F) -> Surroundings:
         assert self._task is not None
         term = piece.term if self._task.term is None else self._task.term
         return Surroundings(
             self._walk.worker,
             self._module,
             self._parameters,
-            partial(self._f.loss_of, piece, term),
-            piece.weight * self._f.weight_of(term),
-            partial(self._f.evaluate_all, step),
+            partial(f.loss_of, piece, term),
+            piece.weight * f.weight_of(term),
+            partial(f.evaluate_all, step),
         )
 
     def _total(self, results: Sequence[Any], needed: int, row: int) -> Form:

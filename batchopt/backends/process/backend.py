@@ -186,7 +186,7 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         self._group.close()
-        self._slots, self._aside = [None, None], None
+        self._slots, self._aside, self._loaded = [None, None], None, Batch(())
 
 
 def _name(slot: int) -> str:
