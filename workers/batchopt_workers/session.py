@@ -169,6 +169,10 @@ class Session:
             for known in [known for known in blocks if known.startswith(PIECE)]:
                 del blocks[known]
         self.evaluator.batch = unpack(data, placements, self._private[name])
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Take the module's state from the parent again: that of the step's start, which evaluations go on from."""
         if self._mirror is not None:
             self._mirror.begin_step()
         assert self._buffers is not None
@@ -196,10 +200,8 @@ class Session:
         evaluator, batch = self.evaluator, self._aside
         if not task.aside:
             batch = of_term(evaluator.loaded.batch, task.term)
-        assert batch is not None and self._buffers is not None
-        if self._mirror is not None:
-            self._mirror.begin_step()
-        self._buffers.begin_step()  # the parent's, if a step has ended since
+        assert batch is not None
+        self.restart_step()  # the parent's state, if a step has ended since
         evaluator.tasks.begin(task, batch)
         if self._totals is not None:
             evaluator.tasks.totals = self._totals

@@ -122,6 +122,9 @@ class ProcessBackend(Backend):
         self._slot, self._loaded = prepared.slot, prepared.batch
         self._group.load(_name(prepared.slot), prepared.memory, prepared.load)
 
+    def restart_step(self) -> None:
+        self._group.tell("state", call(Activity.BATCH, Session.restart_step))
+
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         numbering = self._of_task if any(order and order.kind in TASKS for order in orders) else None
         return self._group.evaluate(cut, orders, meanwhile, numbering)
