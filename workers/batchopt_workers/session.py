@@ -22,7 +22,7 @@ from batchopt_workers.output import FileOutput
 from batchopt_workers.packing import Placement, assemble, unpack, views
 from batchopt_workers.rows import Rows
 from batchopt_workers.shared_totals import SharedTotals
-from batchopt_workers.task import Task
+from batchopt_workers.task import PrivateTotals, Task
 from batchopt_workers.task_runner import ChunkDone, of_term
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.watch import Watch
@@ -221,6 +221,10 @@ class Session:
     def sum_in(self, fd: int) -> None:
         """Sum totals in the file `fd`, which grows as it has to."""
         self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
+
+    def sum_nowhere(self) -> None:
+        """Give back the file that totals were summed in, until there is another one."""
+        self._totals, self.evaluator.tasks.totals = None, PrivateTotals()
 
     def cut_task(self, cut: Cut) -> None:
         """Cut the task's batch so."""

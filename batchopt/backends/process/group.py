@@ -300,6 +300,9 @@ class WorkerGroup:
         """See `Backend.end_task`."""
         self._output = None
         self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+        for worker in self._pool.workers.values():
+            with suppress(OSError):  # gone; the pool will find out
+                worker.drop_totals()
 
     # ---- evaluating
 
