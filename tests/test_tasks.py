@@ -1,58 +1,387 @@
-"""Functions of the batch on worker processes whose speeds differ, and in the user's own loop."""
+"""Functions of the batch under adverse conditions: interrupts, hangs, late workers, limits, and what is given back."""
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
+import signal
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
+import batchopt
+from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
+from batchopt_workers import loop
 from tests.workloads import Mlp
 
-X = torch.linspace(-2.0, 2.0, 60 * 6, dtype=torch.float64).reshape(60, 6).sin()
+X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
+Y = torch.linspace(-1.0, 3.0, 40 * 4, dtype=torch.float64).reshape(40, 4).cos()
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 
-def rows(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-    """Those of the samples."""
-    return inputs
+def make(parallelize: int, **options: Any) -> BatchOptimizer:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"optimizer": None, "parallelize": parallelize, "chunk_size": 5, **options}
+    return BatchOptimizer(Mlp().double(), nn.MSELoss(), **settings)
 
 
-@pytest.mark.parametrize("speeds", [(1.0, 9.0, 3.0), (0.001, 1.0, 0.001)])
-def test_results_come_in_the_order_of_samples_whatever_the_shares(speeds: tuple[float, ...]) -> None:
-    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=3, speeds=speeds) as opt:
-        assert torch.equal(opt.collect(rows, X), X)
-        assert torch.equal(torch.stack(opt.collect(lambda m, inputs, targets: [*inputs], X)), X)
-        torch.testing.assert_close(opt.total(lambda m, inputs, targets: inputs.sum(0), X), X.sum(0))
+def outputs(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module(inputs)
+    return found
 
 
-def test_work_that_changes_hands_stays_in_order() -> None:
-    def late(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-        time.sleep(0.05 if inputs[0, 0] < X[30, 0] else 0.001)
+def gram(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return inputs.T @ inputs
+
+
+def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Rows that are too many to be copied."""
+    return inputs.repeat(1, 1000)
+
+
+def once(marker: Path) -> bool:
+    """Whether nobody has asked before, in any process."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+# ---- what comes in between
+
+
+TASKS: dict[str, Callable[[BatchOptimizer, Any], Any]] = {
+    "collect": lambda opt, disturb: opt.collect(lambda m, inputs, targets: disturb(m(inputs))),
+    "total": lambda opt, disturb: opt.total(lambda m, inputs, targets: disturb(m(inputs).sum(0))),
+    "predict": lambda opt, disturb: opt.predict(X, transform=disturb),
+    "loader": lambda opt, disturb: opt.predict(iter([X[:20], X[20:]]), transform=disturb),
+}
+
+
+@EACH
+@pytest.mark.parametrize("what", TASKS)
+def test_an_interrupt_leaves_the_step_as_it_was(
+    interruptible: None, tmp_path: Path, parallelize: int, what: str
+) -> None:
+    parent, marker = os.getpid(), tmp_path / "marker"
+
+    def disturb(result: torch.Tensor) -> torch.Tensor:
+        if once(marker):
+            os.kill(parent, signal.SIGINT)
+            time.sleep(0.3)  # for it to arrive
+        return result
+
+    with make(parallelize) as opt:
+        opt.load(X, Y)
+        loss, expected = opt.evaluate(), TASKS[what](opt, lambda result: result)
+        counters = opt.eval_counter, opt.batch_counter
+        with pytest.raises(KeyboardInterrupt):
+            TASKS[what](opt, disturb)
+        assert (opt.eval_counter, opt.batch_counter) == counters
+        assert torch.equal(TASKS[what](opt, lambda result: result), expected)
+        assert opt.evaluate() == loss
+        assert [worker.restarts for worker in opt.workers] == [0] * parallelize
+
+
+def test_close_in_a_signal_handler_ends_the_call() -> None:
+    parent = os.getpid()
+
+    def signals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if torch.equal(inputs[0], X[0]):
+            os.kill(parent, signal.SIGUSR1)
+            time.sleep(0.5)
         return inputs
 
-    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=2) as opt:
-        assert torch.equal(opt.collect(late, X), X)
-        with opt.timeline() as timeline:
-            assert torch.equal(opt.collect(late, X), X)
-        assert "collect" in str(timeline)
-        done = {
-            lane: sum(e.details["samples"] for e in timeline.events if e.lane == lane and e.name == "collect")
-            for lane in (0, 1)
-        }
-        assert sum(done.values()) >= len(X) and done[1] > done[0]
+    opt = make(2)
+    everyone = [psutil.Process(worker.pid) for worker in opt.workers]
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: opt.close())
+    try:
+        with pytest.raises(BatchoptError, match="was closed"):
+            opt.collect(signals, X, Y)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    _, left = psutil.wait_procs(everyone, timeout=10)
+    assert not left
+    with pytest.raises(BatchoptError, match="was closed"):
+        opt.predict(X)
 
 
-def test_tasks_share_the_work_by_what_they_have_shown() -> None:
-    def counted(module: nn.Module, inputs: torch.Tensor, targets: None) -> list[int]:
-        time.sleep(len(inputs) * (0.01 if os.environ["RANK"] == "1" else 0.002))
-        return [len(inputs)] * len(inputs)
+@EACH
+def test_after_an_exception_in_one_chunk_another_task_is_its_own(parallelize: int) -> None:
+    def raises(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if torch.equal(inputs[0], X[20]):
+            raise ArithmeticError("in the middle")
+        return inputs
 
-    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.run_on_workers(lambda worker: os.environ.update(RANK=str(worker.rank)))
-        first, *_, last = opt.collect(counted, X)
-        assert first == last == 30
-        first, *_, last = opt.collect(counted, X)
-        assert first + last == 60 and first > 1.5 * last
+    with make(parallelize) as opt:
+        opt.load(X, Y)
+        loss = opt.evaluate()
+        for _ in range(3):
+            for task in (opt.collect, lambda function: opt.total(lambda m, i, t: function(m, i, t).sum(0))):
+                with pytest.raises(WorkerError, match=r"samples 20\.\.24: in the middle"):
+                    task(raises)
+                assert torch.equal(opt.collect(lambda m, inputs, targets: inputs + 1), X + 1)
+                torch.testing.assert_close(opt.total(gram), X.T @ X)
+        assert opt.evaluate() == loss
+
+
+def test_a_hang_is_ended_after_timeout(nobody_late: None, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+
+    def hangs(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if once(marker):
+            time.sleep(1000)
+        return inputs
+
+    with make(2, timeout=0.5) as opt:
+        opt.load(X, Y)
+        loss = opt.evaluate()
+        assert torch.equal(opt.collect(hangs), X)
+        assert sum(worker.restarts for worker in opt.workers) == 1
+        assert opt.evaluate() == loss
+        with pytest.raises(batchopt.PoisonChunkError, match="timeout="):
+            opt.total(lambda m, inputs, targets: time.sleep(1000) if torch.equal(inputs[0], X[0]) else 0)
+        assert torch.equal(opt.collect(lambda m, inputs, targets: inputs), X)
+
+
+@pytest.mark.parametrize("what", ["collect", "outputs"])
+def test_what_a_late_worker_writes_is_in_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    """It is stopped in a chunk; another one takes that over. When it goes on it writes other rows."""
+    monkeypatch.setattr("batchopt.backends.process.scheduler.PATIENCE", 2.0)
+    armed, late = tmp_path / "armed", tmp_path / "late"
+
+    class Stops(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x).repeat(1, 1000)
+            if armed.exists() and once(late):
+                late.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+                found = found * 0 - 1
+            return found
+
+    with BatchOptimizer(
+        Stops().double(), loss_fn=None, criterion=nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=5
+    ) as opt:
+        targets = Y.repeat(1, 1000)
+        opt.keep_outputs = True
+        for _ in range(2):  # so that one knows how long it takes
+            opt.load(X, targets)
+            opt.evaluate()
+            opt.collect(outputs)
+        armed.touch()
+        if what == "collect":
+            found = opt.collect(outputs)
+        else:
+            opt.evaluate()
+            found = opt.outputs()
+        pid = int(late.read_text())
+        stopped = psutil.Process(pid)
+        assert stopped.status() == psutil.STATUS_STOPPED
+        before = found.clone()
+        assert (before != -1).all()
+        os.kill(pid, signal.SIGCONT)
+        opt.run_on_workers(lambda worker: None)  # it has done what it was at
+        assert torch.equal(found, before)
+        assert torch.equal(opt.collect(outputs), before)
+        assert [worker.restarts for worker in opt.workers] == [0, 0]
+
+
+# ---- limits
+
+
+@contextmanager
+def limited(what: int, number: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
+
+
+def limit(worker: Worker, what: int, number: int) -> None:
+    resource.setrlimit(what, (number, resource.getrlimit(what)[1]))
+
+
+def test_results_of_many_batches_take_no_descriptors() -> None:
+    with make(2, chunk_size=None) as opt:
+        opt.predict(X)
+        opened = len(os.listdir("/proc/self/fd"))
+        with limited(resource.RLIMIT_NOFILE, opened + 20):
+            found = opt.predict(iter([X] * 60), transform=lambda rows: rows.repeat(1, 100))
+            kept = [rows for rows, _ in opt.iter_predict(iter([X] * 60), transform=lambda rows: rows.repeat(1, 100))]
+    assert torch.equal(found, torch.cat(kept)) and len(found) == 60 * len(X)
+
+
+def test_limits_of_workers_are_named_and_survived() -> None:
+    with make(2) as opt:
+        opt.load(X, Y)
+        opt.run_on_workers(limit, resource.RLIMIT_FSIZE, 2**17)
+        with pytest.raises(WorkerError, match="ulimit -f"):
+            opt.collect(wide)
+        with pytest.raises(WorkerError, match="ulimit -f"):
+            opt.total(lambda m, inputs, targets: torch.zeros(300, 300))
+        assert opt.collect(outputs).shape == (40, 4)
+
+
+def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shrink(worker: Worker) -> None:
+        vars(loop)["LARGEST"] = 10_000
+
+    def objects(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[bytes]:
+        return [bytes(3000) for _ in inputs]
+
+    with make(2) as opt:
+        opt.load(X, Y)
+        opt.run_on_workers(shrink)
+        with pytest.raises(WorkerError, match=r"a result of .* pickled, and .* are the most: return less at a time"):
+            opt.collect(objects)
+        assert opt.collect(outputs).shape == (40, 4)
+
+
+@EACH
+def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) -> None:
+    with make(parallelize) as opt:
+        opt.load(X, Y)
+        expected = opt.evaluate(), opt.predict(X), opt.collect(outputs), opt.total(gram)
+        with make(parallelize) as fresh:
+            fresh.load(X, Y)
+            for _ in range(2):
+                with torch.inference_mode():
+                    inside = fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
+                found = fresh.evaluate(), fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
+                assert all(map(torch.equal, found, expected)) and all(map(torch.equal, inside, expected[1:]))
+                assert not any(tensor.is_inference() for tensor in found)
+            with torch.inference_mode():
+                assert fresh.evaluate() == expected[0]
+            assert fresh.evaluate() == expected[0]
+
+
+# ---- what is given back
+
+
+def held(pids: list[int]) -> list[tuple[int, int]]:
+    """Descriptors of each process, and mappings of memory without a name."""
+    found = []
+    for pid in pids:
+        with open(f"/proc/{pid}/maps") as maps:
+            found.append((len(os.listdir(f"/proc/{pid}/fd")), sum("memfd" in line for line in maps)))
+    return found
+
+
+@pytest.mark.slow
+def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
+    inputs, targets = X.repeat(50, 1), Y.repeat(50, 1)
+    with make(2, chunk_size=250) as opt:
+        opt.load(inputs, targets)
+        points = torch.stack([opt.parameters] * 4)
+
+        def of_the_last() -> Any:
+            opt.evaluate()
+            return opt.outputs()
+
+        calls: list[Callable[[], Any]] = [
+            lambda: opt.collect(lambda m, i, t: (m(i), i.repeat(1, 10))),
+            lambda: opt.collect(outputs, inputs[:700], targets[:700]),
+            lambda: opt.collect(lambda m, i, t: [{"row": row} for row in i]),
+            lambda: opt.total(gram),
+            lambda: opt.predict(iter([inputs, inputs])),
+            lambda: opt.evaluate_many(points, gradients=True),
+            of_the_last,
+        ]
+        opt.keep_outputs = True
+        pids = [os.getpid(), *(worker.pid for worker in opt.workers)]
+        for call in calls:
+            for _ in range(5):
+                call()
+            gc.collect()
+            before, memory = held(pids), [psutil.Process(pid).memory_info().rss for pid in pids]
+            gc.disable()
+            try:
+                for _ in range(300):
+                    call()
+            finally:
+                gc.enable()
+            after = held(pids)
+            for (fds, maps), (fds_before, maps_before) in zip(after, before, strict=True):
+                assert fds <= fds_before + 6 and maps <= maps_before + 6, (before, after)
+            for pid, then in zip(pids, memory, strict=True):
+                assert psutil.Process(pid).memory_info().rss < then + 2**25
+
+
+@EACH
+def test_results_die_with_their_last_reference(parallelize: int) -> None:
+    with make(parallelize) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        gc.collect()
+        gc.disable()
+        try:
+            for call in (
+                lambda: opt.collect(wide),
+                lambda: opt.total(gram),
+                lambda: opt.predict(X),
+                lambda: opt.evaluate_many(opt.parameters[None], gradients=True)[1],
+                lambda: opt.collect(lambda m, inputs, targets: [[row] for row in inputs])[0][0],
+            ):
+                found = call()
+                gone = weakref.ref(found)
+                del found
+                assert gone() is None and gc.collect() == 0
+        finally:
+            gc.enable()
+
+
+def shared_bytes() -> int:
+    """Of the memory without a name that this process has descriptors of."""
+    found = {}
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            if "memfd" in os.readlink(entry.path):
+                status = os.stat(entry.path)
+                found[status.st_ino] = 512 * status.st_blocks
+        except OSError:
+            continue
+    return sum(found.values())
+
+
+def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None) -> None:
+    def large(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.ones(3000, 2000, dtype=torch.float64)
+
+    with make(2) as opt:
+        opt.load(X, Y)
+        small = opt.total(gram)
+        before = shared_bytes()
+        for _ in range(2):
+            assert opt.total(large).sum() == 8 * 6_000_000
+            assert shared_bytes() > before + 2 * 48_000_000  # kept for the next one
+            assert torch.equal(opt.total(gram), small)
+            assert shared_bytes() < before + 2**22
+            assert sum(opt.run_on_workers(lambda worker: shared_bytes())) < 2 * before + 2**22
+            assert torch.equal(opt.total(gram), small)
+
+
+def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
+    with make(2) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        opt.total(gram)
+        before = opt.run_on_workers(lambda worker: shared_bytes())
+        large = torch.zeros(40, 10_000, dtype=torch.float64)
+        opt.collect(lambda m, inputs, targets: inputs, large)
+        opt.predict(X, transform=lambda rows: rows + large.sum())
+        assert all(
+            now <= then + 2**16
+            for now, then in zip(opt.run_on_workers(lambda worker: shared_bytes()), before, strict=True)
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -76,6 +76,7 @@ class BatchFunction:
         self._past = Past(counters or Counters(), [])
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._ended = False  # whether the module has them already
         self._keeps_outputs = False
         self._outputs: Any = None  # of the module, in the last evaluation
         self._closed = False
@@ -186,6 +187,7 @@ class BatchFunction:
             if prepared is not self._placed:  # another batch was brought there meanwhile
                 prepared = self._placed = workers.backend.prepare(prepared.batch)
             subject.buffers.begin_step()
+            self._ended = False
             workers.backend.load(prepared, self.weights)
             workers.leave_out_the_lost()
             number, batch = self._past.counters.steps + 1, prepared.batch
@@ -224,7 +226,8 @@ class BatchFunction:
 
     @undisturbed
     def _measure(self, step: Step) -> list[float]:
-        speeds = self.workers.calibrate(step.batch.size, step.number)
+        with self._at_start():
+            speeds = self.workers.calibrate(step.batch.size, step.number)
         if not self.workers.speeds.fixed:
             self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in speeds])
         return speeds
@@ -292,7 +295,8 @@ class BatchFunction:
 
     def _evaluate(self, step: Step, kind: Kind) -> list[Answer]:
         """Evaluate as planned; where random numbers were drawn the chunks stay, for others would draw other ones."""
-        answers = self.workers.evaluate(step, kind, self.observers.busy)
+        with self._at_start():
+            answers = self.workers.evaluate(step, kind, self.observers.busy)
         if step.chunk_size is None and any(answer.drew for answer in answers):
             self._step = step._replace(movable=False)
         return answers
@@ -311,12 +315,14 @@ class BatchFunction:
             self._changes = None
             raise self.not_finite(Kind.EVALUATE, step.plan.cut, step.batch)
         self._term_losses = whole.losses
+        if self._ended:
+            self.end_step()
         return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
 
     def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "") -> Exception:
         """The error that says where it came from, and `what` it is if the kind of order does not tell."""
         workers, counters = self.workers, self._past.counters
-        with workers.without_hooks():
+        with workers.without_hooks(), self._at_start():
             return explain(workers.backend, cut, batch.numbering, workers.number, counters, kind, what)
 
     @exclusive
@@ -388,17 +394,17 @@ class BatchFunction:
         batch, or (`task.aside`) other ones, cut so, if not as for evaluations. The loaded batch stays as it is.
 
         In the middle of a step (an optimizer's callback) the program is that of the step; else it is as the user has it
-        now, and a batch that was loaded before a change of it is no longer loaded.
+        now, and a batch that was loaded before a change of it is no longer loaded. Likewise the module's state: that of
+        the step's start for samples of the loaded batch and in the middle of a step, else as it is now.
         """
         self.check_open()
         now = task.aside and not task.whole and not self.owner.is_amid
         if now:
             self.subject.check()
             self.end_step()
-        if self._changes is None:
-            self.subject.buffers.begin_step()
-        workers = self.workers
-        with self.observers.doing(kind.name.lower()), self.owner.amid(f"a call of {kind.name.lower()}()"):
+        of_step = self._step is not None and not now
+        workers, state = self.workers, self._at_start() if of_step else self.subject.buffers.as_now()
+        with state, self.observers.doing(kind.name.lower()), self.owner.amid(f"a call of {kind.name.lower()}()"):
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self._forget_batch()
@@ -431,7 +437,7 @@ class BatchFunction:
             yield
         except BaseException:
             self._past = before
-            if self._step is not None:
+            if self._step is not None and not self._ended:
                 self.subject.buffers.restore()
             self._forget_batch()
             raise
@@ -465,10 +471,19 @@ class BatchFunction:
             self._checks_cut = checks_cut
 
     def end_step(self) -> None:
-        """Take over the buffers as the step's last evaluation left them; does nothing the second time."""
+        """Take over the buffers as the step's last evaluation left them; does nothing the second time. More evaluations
+        may follow, which start from where the step did."""
         if self._changes is not None:
             self.subject.buffers.take_over(self._changes)
-            self._changes = None
+            self._changes, self._ended = None, True
+
+    @contextmanager
+    def _at_start(self) -> Iterator[None]:
+        """For the body, the module's state is that of the step's start, also where the step has ended."""
+        with self.subject.buffers.at_start() if self._ended else nullcontext():
+            if self._ended:
+                self.workers.backend.restart_step()
+            yield
 
     def drop_changes(self) -> None:
         """Leave the buffers as they were before the last evaluation."""

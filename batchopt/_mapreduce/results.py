@@ -19,7 +19,7 @@ def common_form(forms: Mapping[int, Form], bounds: Sequence[int]) -> Form:
     """The form that the results of all chunks have; `objects` are those of the whole batch, where one chunk at least
     can be read in no other way.
 
-    Raises `ValueError`, which names the chunk, if there is no such form.
+    Raises `ValueError`, which names the chunk, if there is no such form, or more than one.
     """
     first = next(iter(forms))
     if all(form.objects is not None for form in forms.values()) and any(not form.columns for form in forms.values()):
@@ -32,6 +32,11 @@ def common_form(forms: Mapping[int, Form], bounds: Sequence[int]) -> Form:
                 "structure, with the same dtypes and the same shapes but for the samples; else return a list with one "
                 "object a sample"
             )
+    if bounds[-1] > 1 and all(form.objects is not None for form in forms.values()):
+        raise ValueError(
+            "the function returned lists of tensors, of which each is as long as the list: one tensor a sample, or one "
+            "row a sample in each tensor? For the former use torch.stack, for the latter return a tuple"
+        )
     return Form(forms[first].columns, forms[first].skeleton)
 
 

@@ -134,6 +134,10 @@ class Backend(ABC):
         """Begin a step on what was prepared last, with the program as the user has it now, and these weights of the
         terms in f. Raises `TypeError` for a program that cannot be sent any more."""
 
+    def restart_step(self) -> None:  # noqa: B027  # of use only where workers share the module's state
+        """The module's state, which has changed since the step began, is that of its start again, for what comes
+        next."""
+
     @abstractmethod
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         """Evaluate the chunks of all orders. `orders[i]` is meant for worker `i`; what it does not get done another one

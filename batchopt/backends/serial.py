@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ class SerialBackend(Backend):
         if order.kind not in TASKS:
             self._output = MemoryOutput()
             self._local.outputs = self._output if self._keeps_outputs else None
-        with draws_kept(), torch_threads(self._setup.threads):
+        # memory that is made in inference mode cannot be written outside of it; worker processes are in no such mode
+        mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with mode, draws_kept(), torch_threads(self._setup.threads):
             return [self._local.evaluate(cut, order)]
 
     def set_direction(self, direction: torch.Tensor) -> None:
@@ -110,7 +113,8 @@ class SerialBackend(Backend):
         self._keeps_outputs = keep
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        return self._output.tensors
+        found, self._output.tensors = self._output.tensors, []  # the caller's alone
+        return found
 
     def end_task(self) -> None:
         self._evaluator.tasks.end()

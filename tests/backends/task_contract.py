@@ -248,6 +248,68 @@ class TaskContract:
         assert opt.collect(lambda m, inputs, targets: m.eval()(inputs)).shape == Y.shape
         assert opt.collect(lambda m, inputs, targets: [m.training] * len(inputs)) == [True] * len(X)
 
+    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
+    @pytest.mark.parametrize("what", ["predict", "score", "collect", "collect these", "total", "hvp", "evaluate_many"])
+    def test_running_statistics_are_those_of_a_run_in_which_nothing_is_asked(self, make: Make, what: str) -> None:
+        def ask(opt: BatchOptimizer) -> None:
+            asked: dict[str, Callable[[], Any]] = {
+                "predict": lambda: opt.predict(X),
+                "score": lambda: opt.score((X, Y), nn.functional.mse_loss),
+                "collect": lambda: opt.collect(outputs_and_errors),
+                "collect these": lambda: opt.collect(outputs_and_errors, X[:9], Y[:9], train=True),
+                "total": lambda: opt.total(moments),
+                "hvp": lambda: opt.hvp(torch.ones(len(opt.parameters), 2, dtype=torch.float64)),
+                "evaluate_many": lambda: opt.evaluate_many(opt.parameters[None]),
+            }
+            asked[what]()
+
+        def run(asks: bool, **options: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            torch.manual_seed(0)
+            module = Noisy().double()
+            opt = make(module, nn.MSELoss(), optimizer="sgd", chunk_size=5, **options)
+            losses = []
+            for number in (1.0, 2.0):
+                opt.load(number * X, Y)
+                losses.append(opt.evaluate())
+                if asks:
+                    ask(opt)
+                losses += [opt.evaluate(), torch.tensor(opt.step(X, number * Y)), opt.evaluate()]
+                if asks:
+                    ask(opt)
+                losses.append(opt.evaluate())
+            opt.close()
+            return losses, [buffer.clone() for buffer in module.buffers()]
+
+        losses, statistics = run(True)
+        expected_losses, expected = run(False, backend="serial", parallelize=1)
+        assert losses == expected_losses
+        assert all(map(torch.equal, statistics, expected)) and statistics[-1] == 4
+
+    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
+    def test_what_follows_a_step_leaves_the_statistics_that_it_has_made(self, make: Make) -> None:
+        torch.manual_seed(0)
+        module = Noisy().double()
+        opt = make(module, nn.MSELoss(), optimizer="sgd", chunk_size=5)
+        opt.step(X, Y)
+        made = [buffer.clone() for buffer in module.buffers()]
+        assert made[-1] == 1
+
+        def unchanged() -> bool:
+            return all(map(torch.equal, made, module.buffers()))
+
+        opt.hvp(torch.ones_like(opt.parameters))
+        assert unchanged()
+        opt.calibrate()
+        assert unchanged()
+        opt.collect(outputs_and_errors)
+        assert unchanged()
+        with pytest.raises(WorkerError, match="no sum"):
+            opt.total(lambda m, inputs, targets: nn.Module().get_parameter("no sum"))
+        assert unchanged()
+        with pytest.raises(ValueError, match="samples"):
+            opt.step(X, Y[:3])
+        assert unchanged()
+
     def test_predictions_are_of_the_module_as_it_is_now(self, make: Make) -> None:
         torch.manual_seed(0)
         module = Noisy().double()

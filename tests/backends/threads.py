@@ -113,6 +113,9 @@ class ThreadBackend(Backend):
         self._batch, self._weights = prepared.batch, weights
         self._begin_step()
 
+    def restart_step(self) -> None:
+        self._begin_step()
+
     def _begin_step(self) -> bool:
         changed = self._source.follow(self._program)
         if changed or len(self._copies) != len(self._workers):

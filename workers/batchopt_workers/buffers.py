@@ -9,7 +9,9 @@ in others (counters, up to 2**53).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -178,6 +180,31 @@ class StepBuffers:
                 if own.grad_fn is not None:  # an update in place from something that requires grad
                     own.detach_()
                 compact(own).copy_(compact(start))
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """For the body, the module's state is that of the step's start; afterwards it is what it was before."""
+        left = [compact(own).detach().clone() for own in self._own]
+        own = self._own
+        self.restore()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(own, left, strict=True):
+                    compact(tensor).copy_(value)
+
+    @contextmanager
+    def as_now(self) -> Iterator[None]:
+        """For the body, a step starts from the module's present state; afterwards it is the step of before that goes
+        on, if the module still has the same tensors."""
+        own, start = self._own, self._start
+        self._find()
+        try:
+            yield
+        finally:
+            if len(own) == len(self._own) and all(map(is_, own, self._own)):
+                self._start = start
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
         """Write to `out` (shape `(size,)`, float64) what a chunk made of the state: first each element, times

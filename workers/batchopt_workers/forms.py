@@ -74,7 +74,7 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
 
 def _tensor(path: str, leaf: Any) -> torch.Tensor:
     """In main memory, without its graph, as plain numbers."""
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray) and _is_array(leaf):
         leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
@@ -121,17 +121,17 @@ def rows_form(result: Any, samples: int) -> tuple[Form, list[torch.Tensor]]:
 
 
 def _has_rows(leaf: Any, samples: int) -> bool:
-    return _is_array(leaf) and len(leaf.shape) > 0 and leaf.shape[0] == samples
+    is_nested = isinstance(leaf, torch.Tensor) and leaf.is_nested  # has no shape
+    return _is_array(leaf) and not is_nested and len(leaf.shape) > 0 and leaf.shape[0] == samples
 
 
 def _unfit(result: Any, leaves: list[tuple[str, Any]], samples: int) -> Exception:
     path, leaf = next(((path, leaf) for path, leaf in leaves if not _has_rows(leaf, samples)), ("", result))
-    if not _is_array(leaf):
-        _tensor(path, leaf)
-    given = f"of shape {tuple(leaf.shape)}" if _is_array(leaf) else f"of length {len(leaf)}"
+    _tensor(path, leaf)  # raises for what is no tensor
     return ValueError(
-        f"the function returned `result{path}` {given} for {samples} samples: the first dimension has to be the "
-        "samples; else return a list with one object a sample, or use total() for what is summed over the samples"
+        f"the function returned `result{path}` of shape {tuple(leaf.shape)} for {samples} samples: the first dimension "
+        "has to be the samples; else return a list with one object a sample, or use total() for what is summed over "
+        "the samples"
     )
 
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 import cloudpickle
 import torch
 
-from batchopt_workers import faults
+from batchopt_workers import faults, result_pickler
 from batchopt_workers.failures import describe
 from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Kind, Order
 from batchopt_workers.session import WITH_DESCRIPTOR, Session
@@ -129,7 +129,7 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
         if results:
             mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(results), chunk)
         if form is not None:
-            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + cloudpickle.dumps(form), chunk)
+            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + result_pickler.dumps(form), chunk)
         if report.next < last:
             mailbox.send(number, Kind.REPORT, report.encode(), chunk)
             last = mailbox.limit(number, last)

@@ -22,6 +22,8 @@ _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+# Of a file, for this process alone; nothing is set aside for what is hardly ever written.
+UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
 # Bytes that are copied at a time where what was copied is given back before the next.
 _PIECE = 2**26
@@ -49,6 +51,16 @@ def _checked(address: int | None) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return address
+
+
+class PrivateView:
+    """The first bytes of a file as an array, for NumPy: what is written here stays in this process. Unlike a mapping of
+    Python's it holds no descriptor."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        address = _checked(_libc().mmap(None, nbytes, _WRITABLE, UNRESERVED, fd, 0))
+        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False  # somebody may still read then
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
 
 
 def _copy(address: int, nbytes: int) -> int:

@@ -12,13 +12,15 @@ import tempfile
 import weakref
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchopt_workers import mapping
 from batchopt_workers.capacity import free_memory
 
-# Nothing is set aside for what is hardly ever written.
-_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+# Bytes that are written at a time, at most.
+_MOST = 2**30
 ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
 
 
@@ -129,6 +131,24 @@ class GrowingFile:
         self.fd = fd
         weakref.finalize(self, os.close, fd)
 
+    def write(self, elements: memoryview, offset: int) -> None:
+        """Write these bytes from `offset` on. Raises `MemoryError` and `OSError`."""
+        done = 0
+        try:
+            while done < len(elements):
+                done += os.pwrite(self.fd, elements[done : done + _MOST], offset + done)
+        except OSError as error:
+            raise _explained(error, offset + len(elements), free_memory()) from error
+
+    def private(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The first bytes of the file, for as long as somebody has them: what is written here stays here. Takes no
+        descriptor, of which a process may have few. Raises `MemoryError` and `OSError`."""
+        self.lengthen(nbytes, sparse=True)
+        try:
+            return np.asarray(mapping.PrivateView(self.fd, max(nbytes, 1)))
+        except OSError as error:
+            raise _explained(error, nbytes, free_memory()) from error
+
     def lengthen(self, nbytes: int, sparse: bool = False) -> None:
         """Be so many bytes long, in whole pages, and have those pages, unless it is `sparse`. Raises `MemoryError`."""
         present = os.fstat(self.fd).st_size
@@ -151,10 +171,13 @@ class SharedBlock:
     def __init__(self, fd: int, private: bool = False) -> None:
         """Map the memory behind `fd`, which this object owns from here on. `private`: what is written here stays
         here."""
-        self.fd = fd
+        self.fd, self._close = fd, weakref.finalize(self, os.close, fd)
         self.nbytes = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, self.nbytes, flags=_PRIVATE if private else mmap.MAP_SHARED)
-        self._close = weakref.finalize(self, os.close, fd)
+        try:
+            self._map = mmap.mmap(fd, self.nbytes, flags=mapping.UNRESERVED if private else mmap.MAP_SHARED)
+        except (OSError, OverflowError) as error:
+            self._close()
+            raise _explained(error, self.nbytes, free_memory()) from error
 
     @classmethod
     def create(cls, nbytes: int, sparse: bool = False) -> SharedBlock:
@@ -164,15 +187,7 @@ class SharedBlock:
         killing whoever touches a page later; those of a `sparse` one when they are reserved. Raises `OSError` where
         this process may open no more files, or may not make such memory.
         """
-        fd = _new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE, sparse)
-        try:
-            return cls(fd)
-        except (OSError, OverflowError) as error:
-            os.close(fd)
-            raise _explained(error, nbytes, free_memory()) from error
-        except BaseException:
-            os.close(fd)
-            raise
+        return cls(_new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE, sparse))
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Take the pages of `nbytes` bytes from `offset` on, of a sparse block, unless they are there. Raises

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,8 +14,6 @@ from batchopt_workers.memory import GrowingFile, octets
 
 # Bytes from which on it is looked at whether there is the memory.
 _LARGE = 2**20
-# Bytes that are written at a time, at most.
-_MOST = 2**30
 
 
 class Output(Protocol):
@@ -42,15 +39,12 @@ class FileOutput:
     def write(
         self, columns: Sequence[Column], tensors: Sequence[torch.Tensor], start: int, stop: int, samples: int
     ) -> None:
-        """See `Output`."""
+        """See `Output`. Raises `OSError` where files may not be as large."""
         offsets, _ = places(columns, samples)
         for tensor, offset in zip(tensors, offsets, strict=True):
             elements = octets(tensor).numpy().data
             _check_room(len(elements))
-            row = len(elements) // (stop - start)
-            done = 0
-            while done < len(elements):
-                done += os.pwrite(self._file.fd, elements[done : done + _MOST], offset + start * row + done)
+            self._file.write(elements, offset + start * (len(elements) // (stop - start)))
 
 
 def _check_room(nbytes: int) -> None:

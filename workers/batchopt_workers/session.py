@@ -22,7 +22,7 @@ from batchopt_workers.output import FileOutput
 from batchopt_workers.packing import Placement, assemble, unpack, views
 from batchopt_workers.rows import Rows
 from batchopt_workers.shared_totals import SharedTotals
-from batchopt_workers.task import Task
+from batchopt_workers.task import PrivateTotals, Task
 from batchopt_workers.task_runner import ChunkDone, of_term
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.watch import Watch
@@ -174,6 +174,10 @@ class Session:
             for known in [known for known in blocks if known.startswith(PIECE)]:
                 del blocks[known]
         self.evaluator.batch = unpack(data, placements, self._private[name])
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Take the module's state from the parent again: that of the step's start, which evaluations go on from."""
         if self._mirror is not None:
             self._mirror.begin_step()
         assert self._buffers is not None
@@ -201,10 +205,8 @@ class Session:
         evaluator, batch = self.evaluator, self._aside
         if not task.aside:
             batch = of_term(evaluator.loaded.batch, task.term)
-        assert batch is not None and self._buffers is not None
-        if self._mirror is not None:
-            self._mirror.begin_step()
-        self._buffers.begin_step()  # the parent's, if a step has ended since
+        assert batch is not None
+        self.restart_step()  # the parent's state, if a step has ended since
         self._blocks["parameters"].protect(writable=task.writes)
         evaluator.tasks.begin(task, batch)
         if self._totals is not None:
@@ -225,6 +227,10 @@ class Session:
     def sum_in(self, fd: int) -> None:
         """Sum totals in the file `fd`, which grows as it has to."""
         self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
+
+    def sum_nowhere(self) -> None:
+        """Give back the file that totals were summed in, until there is another one."""
+        self._totals, self.evaluator.tasks.totals = None, PrivateTotals()
 
     def cut_task(self, cut: Cut) -> None:
         """Cut the task's batch so."""

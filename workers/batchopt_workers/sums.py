@@ -21,18 +21,31 @@ class PartialSum:
     used: bytes
 
 
-class Sums:
-    """The partials of one evaluation, in rows.
+class _RowMerge:
+    """Sums two partials in the row of the younger one, which nobody was told of; so whatever was reported stays as it
+    is until something else is reported."""
 
-    Two are summed in the row of the younger one, which nobody was told of; so whatever was reported stays as it is
-    until something else is reported.
-    """
+    def __init__(self) -> None:
+        self.rows: Rows | None = None  # of the chunk that was added last, with its row
+        self.young = -1
+
+    def __call__(self, left: PartialSum, right: PartialSum) -> PartialSum:
+        young, old = (right, left) if right.row == self.young else (left, right)
+        if self.rows is not None:
+            into, of = self.rows[young.row], self.rows[old.row]
+            into.gradient.add_(of.gradient)
+            into.changes.add_(of.changes)
+        losses = tuple(map(add, left.losses, right.losses))
+        return PartialSum(young.row, losses, bytes(map(max, left.used, right.used)))
+
+
+class Sums:
+    """The partials of one evaluation, in rows."""
 
     def __init__(self, evaluation: int, chunks: int) -> None:
         self.evaluation = evaluation
+        self._merge = _RowMerge()  # an object apart: rows are given back with the last reference to these sums
         self._fold: Fold[PartialSum] = Fold(chunks, self._merge)
-        self._rows: Rows | None = None  # of the chunk that was added last, with its row
-        self._young = -1
 
     def free_row(self) -> int:
         """The lowest row that holds nothing that counts."""
@@ -51,18 +64,8 @@ class Sums:
 
     def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
         """Take in the partial of a chunk; without `rows`, where there is no vector to be summed."""
-        self._rows = rows
-        self._young = partial.row
+        self._merge.rows, self._merge.young = rows, partial.row
         self._fold.add(Node(0, chunk), partial)
-
-    def _merge(self, left: PartialSum, right: PartialSum) -> PartialSum:
-        young, old = (right, left) if right.row == self._young else (left, right)
-        if self._rows is not None:
-            into, of = self._rows[young.row], self._rows[old.row]
-            into.gradient.add_(of.gradient)
-            into.changes.add_(of.changes)
-        losses = tuple(map(add, left.losses, right.losses))
-        return PartialSum(young.row, losses, bytes(map(max, left.used, right.used)))
 
     def report(self, done: int, began: float, drew: bool) -> Report:
         """The report once the chunks before `done` of the order, begun at `began`, were added."""

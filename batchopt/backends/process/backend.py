@@ -126,6 +126,9 @@ class ProcessBackend(Backend):
         self._slot, self._loaded = prepared.slot, prepared.batch
         self._group.load(_name(prepared.slot), prepared.memory, prepared.load)
 
+    def restart_step(self) -> None:
+        self._group.tell("state", call(Activity.BATCH, Session.restart_step))
+
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         numbering = self._of_task if any(order and order.kind in TASKS for order in orders) else None
         return self._group.evaluate(cut, orders, meanwhile, numbering)
@@ -170,7 +173,7 @@ class ProcessBackend(Backend):
     def end_task(self) -> None:
         if self._aside is None:
             self._group.detach(ASIDE_BATCH)
-        self._group.results.end_task()
+        self._group.end_task()
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
         return self._group.probe(cut, order)

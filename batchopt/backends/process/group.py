@@ -281,6 +281,13 @@ class WorkerGroup:
         """See `Backend.collected`."""
         return self.results.read(columns, samples, copied=not self.is_free)
 
+    def end_task(self) -> None:
+        """See `Backend.end_task`."""
+        self.results.end_task()
+        for worker in self._pool.workers.values():
+            with suppress(OSError):  # gone; the pool will find out
+                worker.drop_totals()
+
     # ---- evaluating
 
     def evaluate(

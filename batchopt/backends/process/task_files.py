@@ -5,39 +5,52 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchopt_workers.forms import Column, places
 from batchopt_workers.layout import Layout
-from batchopt_workers.memory import GrowingFile, SharedBlock
-from batchopt_workers.rows import Rows
+from batchopt_workers.memory import GrowingFile
+from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.shared_totals import SharedTotals
 
 # Bytes up to which a result is copied, so that it holds no mapping.
 _SMALL = 2**16
+# Bytes for sums that each worker may keep, whatever the last total used.
+_KEPT = 2**25
 
 
 def read_columns(file: GrowingFile, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
     """The rows of so many samples that were written to the file, each column as a tensor of this process alone: the
     file's own pages, until they are written here, unless they are to be `copied`."""
     offsets, nbytes = places(columns, samples)
-    file.lengthen(nbytes, sparse=True)
-    block = SharedBlock(os.dup(file.fd), private=True)
-    block.release()
-    found = [
-        block.tensor(column.dtype, (samples, *column.shape), offset)
-        for column, offset in zip(columns, offsets, strict=True)
-    ]
+    memory = file.private(nbytes)
+    found = [_tensor(memory, c.dtype, (samples, *c.shape), offset) for c, offset in zip(columns, offsets, strict=True)]
     return [tensor.clone() for tensor in found] if copied or nbytes <= _SMALL else found
 
 
+def _tensor(memory: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
 class TotalsFile:
-    """The rows that one worker sums totals in."""
+    """The rows that one worker sums totals in; they are kept for the next total."""
 
     def __init__(self) -> None:
         self.file = GrowingFile()
         self._mapped = SharedTotals(os.dup(self.file.fd))
+        self._used = 0  # bytes, in the last total
 
     def rows(self, layout: Layout, count: int) -> Rows:
         """So many rows of that layout, as the worker has them."""
+        self._used = rows_nbytes(layout, 0, count)
         return self._mapped.rows(layout, count)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the last total used so little of it that another one should take its place."""
+        return os.fstat(self.file.fd).st_size > max(_KEPT, 8 * self._used)

@@ -205,6 +205,12 @@ class WorkerProcess:
             self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
             self.totals = totals
 
+    def drop_totals(self) -> None:
+        """Let it give back what it sums totals in, if that is far too large. Raises `OSError` if the worker is gone."""
+        if self.totals is not None and self.totals.is_too_large:
+            self.totals = None
+            self.ask(call(Activity.MEMORY, Session.sum_nowhere))
+
     def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
         """Let it have that many rows to sum gradients in, at least; they only grow. Raises `OSError` if it is gone."""
         more = needed - (0 if self.rows is None else len(self.rows))

@@ -186,6 +186,10 @@ class RayBackend(Backend):
         self._follow()
         self._step = StepStart(prepared.sendable, self._versions.latest, weights)
 
+    def restart_step(self) -> None:
+        self._follow()
+        self._use_latest()
+
     def set_direction(self, direction: torch.Tensor) -> None:
         self._direction = self._published(to_bytes(direction).copy())
 

@@ -132,7 +132,7 @@ class NodeWorkers:
         """Hold nothing of the task any more."""
         self._forget_task_pieces()
         self.group.detach(ASIDE_BATCH)
-        self.group.results.end_task()
+        self.group.end_task()
 
     def _forget_task_pieces(self) -> None:
         for number in range(self._task_pieces):
