@@ -413,6 +413,7 @@ class BatchFunction:
                 orders = plan.orders(workers.number(), self._past.counters.steps, kind)
                 answers = workers.learning(lambda: workers.backend.evaluate(plan.cut, orders, self.observers.busy))
                 workers.learn_from_task(answers)
+                faults.point("parent.answers")
                 return use(answers, plan.cut)
             finally:
                 workers.backend.end_task()
