@@ -214,7 +214,7 @@ def limit(worker: Worker, what: int, number: int) -> None:
 
 
 def test_results_of_many_batches_take_no_descriptors() -> None:
-    with make(2, chunk_size=None) as opt:
+    with make(2) as opt:
         opt.predict(X)
         opened = len(os.listdir("/proc/self/fd"))
         with limited(resource.RLIMIT_NOFILE, opened + 20):

@@ -413,6 +413,7 @@ class BatchFunction:
                 answers = workers.learning(lambda: workers.backend.evaluate(plan.cut, orders, self.observers.busy))
                 workers.learn_from_task(answers)
                 self.observers.worked(kind.name.lower(), answers, plan.cut.bounds)
+                faults.point("parent.answers")
                 return use(answers, plan.cut)
             finally:
                 workers.backend.end_task()

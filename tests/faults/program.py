@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import batchopt
 import batchopt.backends.process.scheduler
 from batchopt.backends.process.backend import ProcessBackend
 from tests.faults.sitecustomize import install
-from tests.workloads import mlp
+from tests.workloads import Workload, mlp
 
 SAMPLES = 48
 CHUNK = 8
@@ -31,18 +32,53 @@ def optimizer(name: str) -> Any:
     return lambda parameters: torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Three steps; what is left after them, or after the first error."""
-    workload = mlp(samples=SAMPLES)
-    options = {"chunk_size": CHUNK, "speeds": [1] * case.get("parallelize", 1), **case.get("options", {})}
-    opt = batchopt.BatchOptimizer(
+def build(case: dict[str, Any], workload: Workload) -> batchopt.BatchOptimizer:
+    """The case's, of the module of the workload."""
+    return batchopt.BatchOptimizer(
         workload.module,
         workload.criterion,
         optimizer=optimizer(case["optimizer"]),
         parallelize=case.get("parallelize", 1),
         backend=case.get("backend", "process"),
-        **options,
+        **{"chunk_size": CHUNK, "speeds": [1] * case.get("parallelize", 1), **case.get("options", {})},
     )
+
+
+def run_tasks(case: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation, functions of the batch, and another evaluation; what they find, up to the first error, or, each
+    again after an error, to the end."""
+    workload = mlp(samples=SAMPLES)
+    inputs, targets = workload.inputs, workload.targets
+    opt = build(case, workload)
+    calls: dict[str, Callable[[], Any]] = {
+        "first": opt.evaluate,
+        "collect": lambda: opt.collect(lambda module, inputs, targets: {"out": module(inputs), "rows": [inputs]}),
+        "total": lambda: opt.total(lambda module, inputs, targets: [module(inputs).sum(0), len(inputs)]),
+        "predict": lambda: opt.predict(inputs, transform=lambda outputs: outputs.repeat(1, 1000)),
+        "last": opt.evaluate,
+    }
+    outcome: dict[str, Any] = {"results": []}
+    opt.load(inputs, targets)
+    x = opt.parameters.clone()
+    for name in case.get("calls", calls):
+        counters = opt.eval_counter, opt.batch_counter
+        try:
+            outcome["results"].append(calls[name]())
+        except BaseException as error:
+            same = counters == (opt.eval_counter, opt.batch_counter)
+            outcome |= {"error": f"{type(error).__name__}: {error}", "at": name, "restored": same}
+            if not case.get("again"):
+                break
+            outcome["results"].append(calls[name]())
+    outcome |= {"unchanged": torch.equal(opt.parameters, x), "restarts": [worker.restarts for worker in opt.workers]}
+    opt.close()
+    return outcome
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Three steps; what is left after them, or after the first error."""
+    workload = mlp(samples=SAMPLES)
+    opt = build(case, workload)
     outcome: dict[str, Any] = {"losses": []}
     before = opt.state_dict()
     try:
@@ -81,7 +117,7 @@ def play(case: dict[str, Any], folder: Path) -> None:
     scheduler.PATIENCE, scheduler.WORTHWHILE = USUAL if case.get("late") else (1e9, 1e9)
     started = time.monotonic()
     try:
-        outcome = run(case, folder)
+        outcome = run_tasks(case) if case.get("tasks") else run(case, folder)
     except Exception as error:
         outcome = {"error": f"{type(error).__name__}: {error}"}
     outcome["seconds"] = time.monotonic() - started

@@ -1,0 +1,201 @@
+"""Functions of the batch in which something goes wrong find what those find in which nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import Ended, Fault, Host, equal, play
+
+Play = Callable[..., Ended]
+SLOW = pytest.mark.slow
+LAST = 5  # the chunk; chunks are 6 in all
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Plays the cases; what they are forked from is there before the first one, which would seem to leave it."""
+    folder = tmp_path_factory.mktemp("host")
+    host = Host(folder)
+    play(folder / "first", [], host, optimizer="sgd", parallelize=2)
+    yield host
+    host.end()
+
+
+@pytest.fixture
+def run(tmp_path: Path, host: Host) -> Play:
+    """Plays a case in a folder of its own; `alone`: in processes of its own, too."""
+
+    def play_case(*faults: Fault, alone: bool = False, **case: Any) -> Ended:
+        case = {"optimizer": "sgd", "parallelize": 2, "tasks": True, **case}
+        return play(tmp_path / "run", faults, None if alone else host, **case)
+
+    return play_case
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, host: Host) -> Ended:
+    """The run without faults, in one process: the oracle."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    found = play(folder / "run", [], host, optimizer="sgd", backend="serial", tasks=True)
+    assert "error" not in found.outcome and len(found.outcome["results"]) == 5, found.outcome
+    return found
+
+
+def check(ended: Ended, oracle: Ended, fault: Fault, again: int | None = None) -> None:
+    """The fault fired once, what was found is what the oracle finds, and no chunk was evaluated but `again`."""
+    assert ended.returncode == 0, ended.stderr
+    assert "error" not in ended.outcome, ended.outcome["error"]
+    assert ended.fired == [1]
+    assert equal(ended.outcome["results"], oracle.outcome["results"]) and ended.outcome["unchanged"]
+    assert ended.chunks == {chunk: 5 + (chunk == again) for chunk in range(6)}
+
+
+# How often a worker comes to a point with its last chunk before each task: an evaluation sends one message about it,
+# a task two, the form of what was returned and the report.
+BEFORE = {"collect": 1, "total": 2, "predict": 3}
+SENT_BEFORE = {"collect": 1, "total": 3, "predict": 5}
+
+
+def deaths(task: str) -> dict[str, Fault]:
+    """By when a worker ends in this task."""
+    at, said = BEFORE[task] + 1, SENT_BEFORE[task] + 1
+    last: dict[str, Any] = {"chunk": LAST}
+    return {
+        "when the task comes": Fault("worker.begin_task", "SIGKILL", nth=at - 1),
+        "when the file comes": Fault("worker.write_to", "SIGKILL", nth=at - 1),
+        "when it is cut": Fault("worker.cut_task", "SIGKILL", nth=at - 1),
+        "when the order comes": Fault("worker.order", "SIGKILL", nth=at),
+        "in the function": Fault("worker.forward", "SIGKILL", nth=at, **last),
+        "when it is written": Fault("worker.merge", "SIGKILL", nth=at, **last),
+        "before the form": Fault("worker.send", "SIGKILL", nth=said, **last),
+        "in the form": Fault("worker.send", "half a frame", nth=said, **last),
+        "after the form": Fault("worker.sent", "SIGKILL", nth=said, **last),
+        "in the report": Fault("worker.send", "half a frame", nth=said + 1, **last),
+        "after the report": Fault("worker.sent", "SIGKILL", nth=said + 1, **last),
+        "when it ends": Fault("worker.end_task", "SIGKILL", nth=at - 1),
+    }
+
+
+LOST = {"in the function", "when it is written", "before the form", "in the form", "after the form", "in the report"}
+TASKS = pytest.mark.parametrize("task", BEFORE)
+
+
+@TASKS
+@pytest.mark.parametrize("parallelize", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize(
+    "when", [when if when == "after the form" else pytest.param(when, marks=SLOW) for when in deaths("collect")]
+)
+def test_a_death_at_any_moment_costs_the_chunk_at_hand(
+    run: Play, undisturbed: Ended, task: str, when: str, parallelize: int
+) -> None:
+    fault = deaths(task)[when]
+    ended = run(fault, parallelize=parallelize, options={"timeout": 1000.0})  # it is noticed as such, not as a hang
+    check(ended, undisturbed, fault, LAST if when in LOST else None)
+
+
+@SLOW
+@TASKS
+@pytest.mark.parametrize("way", ["SIGTERM", "segfault", "os._exit(0)", "C exit", "hang", "hold the GIL", "SIGSTOP"])
+def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(run: Play, undisturbed: Ended, task: str, way: str) -> None:
+    fault = Fault("worker.forward", way, chunk=LAST, nth=BEFORE[task] + 1)
+    check(run(fault, options={"timeout": 1.0}), undisturbed, fault, LAST)
+
+
+@SLOW
+def test_a_file_for_sums_that_never_arrives(run: Play, undisturbed: Ended) -> None:
+    fault = Fault("worker.sum_in", "SIGKILL")
+    check(run(fault), undisturbed, fault)
+
+
+@SLOW
+@TASKS
+@pytest.mark.parametrize("lie", ["garbage", "a wrong number", "a row that is not there"])
+def test_a_worker_that_talks_nonsense_is_replaced(run: Play, undisturbed: Ended, task: str, lie: str) -> None:
+    fault = Fault("worker.send", lie, chunk=LAST, nth=SENT_BEFORE[task] + 2)
+    check(run(fault, options={"timeout": 2.0}), undisturbed, fault, LAST)
+
+
+@SLOW
+@TASKS
+@pytest.mark.parametrize("more", [1, 2])
+def test_what_is_said_twice_counts_once(run: Play, undisturbed: Ended, task: str, more: int) -> None:
+    fault = Fault("worker.send", "twice", chunk=LAST, nth=SENT_BEFORE[task] + more)
+    check(run(fault), undisturbed, fault)
+
+
+@SLOW
+@TASKS
+def test_all_workers_die_at_once(run: Play, undisturbed: Ended, task: str) -> None:
+    faults = [Fault("worker.order", "SIGKILL", who=rank, nth=BEFORE[task] + 1) for rank in range(2)]
+    ended = run(*faults)
+    assert "error" not in ended.outcome, ended.outcome["error"]
+    assert ended.fired == [1, 1] and equal(ended.outcome["results"], undisturbed.outcome["results"])
+
+
+@SLOW
+@TASKS
+def test_a_stopped_worker_is_not_waited_for(run: Play, undisturbed: Ended, task: str) -> None:
+    """What it writes when it goes on is in no result."""
+    ended = run(Fault("worker.forward", "stop and continue", chunk=LAST, nth=BEFORE[task] + 1), late=True)
+    assert ended.fired == [1] and equal(ended.outcome["results"], undisturbed.outcome["results"])
+    assert ended.outcome["restarts"] == [0, 0]
+
+
+@pytest.mark.parametrize("task", ["collect", pytest.param("total", marks=SLOW)])
+@pytest.mark.parametrize("way, ended_workers", [("segfault", 3), ("SIGKILL", 6)])
+def test_a_chunk_that_ends_workers_again_and_again_is_poison(
+    run: Play, undisturbed: Ended, task: str, way: str, ended_workers: int
+) -> None:
+    ended = run(Fault("worker.forward", way, chunk=2, times=ended_workers), calls=[task], again=True)
+    assert ended.outcome["error"].startswith(f"PoisonChunkError: chunk 2 (samples 16..23) ended {ended_workers} work")
+    assert ended.fired == [ended_workers] and ended.outcome["unchanged"]
+    (result,) = ended.outcome["results"]
+    assert equal(result, undisturbed.outcome["results"][BEFORE[task]])
+
+
+ERRORS = {
+    "raise ValueError('bad')": "WorkerError: ValueError in worker 1, samples 40..47: bad",
+    "raise Untold": "WorkerError: Untold in worker 1, samples 40..47: <its __str__ raised KeyError>",
+    "raise SystemExit(0)": "WorkerError: SystemExit in worker 1, samples 40..47: 0",
+    "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt in worker 1, samples 40..47: ",
+    "raise StopIteration": "WorkerError: ",
+    "raise MemoryError": "WorkerError: MemoryError in worker 1, samples 40..47:  (a smaller chunk_size",
+}
+
+
+@SLOW
+@TASKS
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("point", ["worker.forward", "worker.merge"])
+def test_an_exception_arrives_and_the_task_can_be_done_again(
+    run: Play, undisturbed: Ended, task: str, point: str, error: str
+) -> None:
+    ended = run(Fault(point, error, chunk=LAST, nth=BEFORE[task] + 1), again=True)
+    assert ended.fired == [1] and ended.outcome["at"] == task
+    assert ended.outcome["error"].startswith(ERRORS[error])
+    assert ended.outcome["restored"] and ended.outcome["unchanged"] and ended.outcome["restarts"] == [0, 0]
+    assert equal(ended.outcome["results"], undisturbed.outcome["results"])
+
+
+@SLOW
+@TASKS
+@pytest.mark.parametrize("what", ["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.answers"])
+def test_an_interrupt_in_the_parent_leaves_everything_as_it_was(
+    run: Play, undisturbed: Ended, task: str, point: str, what: str
+) -> None:
+    """Killed, it leaves no process."""
+    fault = Fault(point, what, who="parent", nth=5 if point == "parent.heard" else 1)
+    ended = run(fault, calls=[task, "last"], again=True, alone=what == "SIGKILL")
+    if what == "SIGKILL":
+        assert ended.returncode == -9 and len(ended.pids) == 2
+        return
+    assert ended.fired == [1] and ended.outcome["at"] == task
+    assert ended.outcome["error"].startswith("KeyboardInterrupt")
+    assert ended.outcome["restored"] and ended.outcome["unchanged"] and ended.outcome["restarts"] == [0, 0]
+    expected = undisturbed.outcome["results"]
+    assert equal(ended.outcome["results"], [expected[BEFORE[task]], expected[-1]])
