@@ -10,6 +10,7 @@ from batchopt_workers.batch import Piece
 from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradients
 from batchopt_workers.messages import Cut
 from batchopt_workers.task import Surroundings
+from batchopt_workers.worker import Worker
 from tests.workloads import Mlp
 
 X = torch.linspace(-1.0, 2.0, 30, dtype=torch.float64).view(5, 6).sin()
@@ -25,7 +26,8 @@ def surroundings(module: nn.Module, piece: Piece, weight: float = 1.0) -> Surrou
     def evaluate(cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
         return (loss().item(),), torch.cat([p.detach().flatten() for p in module.parameters()])
 
-    return Surroundings(module, list(module.parameters()), loss, weight, evaluate)
+    worker = Worker(0, 1, torch.device("cpu"), module)
+    return Surroundings(worker, module, list(module.parameters()), loss, weight, evaluate)
 
 
 def test_gradients_with_respect_to_inputs_keep_their_structure() -> None:

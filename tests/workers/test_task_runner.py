@@ -30,7 +30,8 @@ class Bench:
         self.module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
         program, worker = Program(self.module, None, (None,), 0), Worker(0, 1, torch.device("cpu"), self.module, None)
         evaluator = Evaluator(program, worker, list(self.module.parameters()), StepBuffers(self.module))
-        self.tasks, self.bounds, self.evaluations = evaluator.tasks, bounds, 0
+        self.evaluator, self.bounds, self.evaluations = evaluator, bounds, 0
+        self.tasks = evaluator.tasks
         part = Part(Columns(X) if data is None else Samples(data), None, None, Weighting("mean", SIZE))
         self.batch = Batch((part,))
 
@@ -41,7 +42,7 @@ class Bench:
         self.tasks.loaded.cut = Cut(self.bounds)
         self.evaluations += 1
         for first, last in runs or [(0, len(self.bounds) - 1)]:
-            for done in self.tasks.evaluate(Order(self.evaluations, 0, first, last, kind)):
+            for done in self.tasks.evaluate(Order(self.evaluations, 0, first, last, kind), self.evaluator):
                 report, form = done.report, done.form
         if kind is Kind.COLLECT:
             assert form is not None
