@@ -42,17 +42,22 @@ class SeededLoader(LoaderSource):
         for sampler in _samplers(self._loader):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+        with _with_generators(_samplers(self._loader), _derived(self._seed, epoch)):
+            yield from self._read(epoch, start)
+
+    def _read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
         with seeded(_derived(self._seed, epoch)):
             batches = iter(self._loader)
-        ahead = enumerate(self._drawn(batches, epoch))
-        number, batch = next(ahead, (0, None))
-        for following, next_batch in ahead:
+        nothing, number = object(), 0
+        ahead = self._drawn(batches, epoch)
+        batch = next(ahead, nothing)
+        while batch is not nothing:
+            following = next(ahead, nothing)
             if number >= start:
-                yield batch, False
-            number, batch = following, next_batch
-        if number < start or batch is None:
+                yield batch, following is nothing
+            number, batch = number + 1, following
+        if number <= start:
             raise ValueError(f"the loader ({type(self._loader).__name__}) has no batch {start} in epoch {epoch}")
-        yield batch, True
 
     def _drawn(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         nothing, number = object(), 0
@@ -83,6 +88,20 @@ def generators_of(loader: Any) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
             found.append(generator)
     return found
+
+
+@contextmanager
+def _with_generators(samplers: list[Any], seed: int) -> Iterator[None]:
+    """In the body samplers that draw from the generators of the process draw from their own: so what they draw does not
+    depend on how many workers the loader has."""
+    without = [sampler for sampler in samplers if getattr(sampler, "generator", sampler) is None]
+    for sampler in without:
+        sampler.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        for sampler in without:
+            sampler.generator = None
 
 
 def _derived(*numbers: int) -> int:
