@@ -1,5 +1,8 @@
 """Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
 
+import importlib
+import typing
+
 from batchopt._data.epochs import Batches as Batches
 from batchopt._data.terms import Term as Term
 from batchopt._mapreduce.split import split_batch as split_batch
@@ -23,4 +26,14 @@ from batchopt.optimizer import BatchOptimizer as BatchOptimizer
 from batchopt_workers.worker import Sample as Sample
 from batchopt_workers.worker import Worker as Worker
 
+if typing.TYPE_CHECKING:
+    from batchopt import ignite as ignite
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`batchopt.ignite` is imported when it is first used: it needs pytorch-ignite."""
+    if name == "ignite":
+        return importlib.import_module("batchopt.ignite")
+    raise AttributeError(f"module 'batchopt' has no attribute {name!r}")

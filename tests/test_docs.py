@@ -6,8 +6,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import batchopt
+import batchopt.ignite
 from batchopt import errors
 from batchopt_workers.messages import HEAD, Order
 from benchmarks.findings import RESULTS, read
@@ -164,6 +167,20 @@ def defaults(kind: type) -> Iterator[tuple[str, str]]:
         yield name, "" if parameter.default is parameter.empty else repr(parameter.default)
 
 
+def test_the_table_of_fit_has_every_argument_and_its_default() -> None:
+    (table,) = [t for t in tables(ROOT / "docs" / "training.md") if t.heading == "fit"]
+    parameters = inspect.signature(batchopt.ignite.fit).parameters
+    assert sorted(column(ROOT / "docs" / "training.md", "fit")) == sorted(set(parameters) - {"opt"})
+    for row in table.rows:
+        names, values = (re.findall(r"`([^`]+)`", row[i]) for i in (0, 2))
+        defaults = [
+            parameters[name].default for name in names if parameters[name].default is not inspect.Parameter.empty
+        ]
+        assert [repr(value).replace("'", '"') for value in defaults] == (
+            values * len(defaults) if len(values) == 1 else values
+        )
+
+
 def test_every_error_is_in_the_table() -> None:
     documented = set(column(ROOT / "docs" / "faults.md", "What is reported", 1))
     raised = {
@@ -303,3 +320,24 @@ def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
     before, after = map(float, re.findall(r"\d+\.\d+", ended.stdout))
     assert after < before / 10
+
+
+@pytest.mark.slow
+def test_the_training_that_is_killed_and_started_again_ends_with_the_same_bits(tmp_path: Path) -> None:
+    def started(name: str) -> subprocess.Popen[str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = [sys.executable, "-W", "error", str(ROOT / "docs" / "examples" / "digits_fit.py")]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path / name)
+
+    killed = started("killed")
+    until = time.monotonic() + 60
+    while not list((tmp_path / "killed").glob("digits/0000003*.batchopt")):
+        assert killed.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    printed = [process.communicate(timeout=100)[0] for process in (started("killed"), started("whole"))]
+    assert printed[0] == printed[1] and "falls" in printed[0]
+    logs = [(tmp_path / name / "digits.jsonl").read_text().splitlines() for name in ("killed", "whole")]
+    assert len(logs[0]) == len(logs[1]) == 30

@@ -44,6 +44,27 @@ def test_the_public_names_are_these() -> None:
     }
 
 
+def test_the_public_names_of_the_training_loop_are_these() -> None:
+    loop = import_module("batchopt.ignite")
+    names = {n for n, value in vars(loop).items() if not n.startswith("_") and not isinstance(value, ModuleType)}
+    assert names == {
+        "fit",
+        "Moment",
+        "create_trainer",
+        "create_evaluator",
+        "StepEvents",
+        "Evaluation",
+        "guarded",
+        "Checkpoint",
+        "Record",
+        "Monitor",
+        "EveryEpoch",
+        "EverySeconds",
+        "Best",
+        "EarlyStopping",
+    }
+
+
 def modules(package: ModuleType) -> Iterator[ModuleType]:
     yield package
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

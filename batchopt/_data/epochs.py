@@ -89,7 +89,7 @@ class Batches:
         samples, pick = _picking(data, collate_fn)
         if pick is None:
             given = {"batch_size": size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-            self._source: Source = _Loader(data, {**given, "collate_fn": collate_fn})
+            self._source: Source = LoaderSource(data, {**given, "collate_fn": collate_fn})
         else:
             self._source = _Cut(samples, pick, size, seed if shuffle else None, drop_last)
         self._epoch = self._index = self._iteration = 0
@@ -217,7 +217,7 @@ class _Cut:
         return {"length": self._samples, "batch_size": self._size, **order}
 
 
-class _Loader:
+class LoaderSource:
     """The batches of the user's loader, each epoch an iteration of its own; one is read ahead, to know the last."""
 
     def __init__(self, loader: Any, others: Mapping[str, Any]) -> None:
@@ -241,6 +241,7 @@ class _Loader:
         return len(self._loader)
 
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
+        """The batches of an epoch from number `start` on, and whether each is the last one."""
         if start:
             warnings.warn(
                 f"going on in epoch {epoch} of a loader ({type(self._loader).__name__}): its first {start} batches are "
@@ -262,9 +263,11 @@ class _Loader:
             batch = following
 
     def done(self, index: int) -> float:
+        """The part of an epoch that so many batches are."""
         return index / len(self)
 
     def identity(self) -> dict[str, int]:
+        """The length, if there is one."""
         try:
             return {"length": len(self)}
         except TypeError:  # an IterableDataset's DataLoader says so only when it is asked

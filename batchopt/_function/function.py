@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -116,6 +116,10 @@ class BatchFunction:
         if self._closed:
             raise BatchoptError("this BatchOptimizer was closed: build a new one")
         self.subject.follow()
+
+    def without_bar(self) -> AbstractContextManager[None]:
+        """The progress bar of evaluations rests in the body."""
+        return self._reporter.without_bar()
 
     def follow(self) -> FlatModule:
         """The module, with X as it has it; after `close`, as it was then."""

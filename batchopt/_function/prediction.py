@@ -14,7 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import Reading, read_part
 from batchopt._data.prefetch import Ahead, as_arguments
 from batchopt._function.function import BatchFunction, ReadsAhead
-from batchopt._function.metrics import read_metrics, values
+from batchopt._function.metrics import Measure, read_metrics, values
 from batchopt._function.prepared import whole
 from batchopt._function.tasks import collect, select
 from batchopt._mapreduce.results import common_form
@@ -44,7 +44,9 @@ def predict(function: BatchFunction, data: Any, transform: Transform | None) -> 
         return found[None] if None in found else found
     if _is_batch(data):
         return _outputs(function, _read(function, data, None), Predicted(transform))
-    return _joined([(found, asked.batch.size) for found, asked in _ask(function, data, transform)], "outputs")
+    batches = [(outputs, asked.batch.size) for outputs, asked in _ask(function, data, transform)]
+    _check_any(batches)
+    return _joined(batches, "outputs")
 
 
 def iter_predict(
@@ -61,42 +63,77 @@ def iter_predict(
     return ((found, asked.given) for found, asked in _ask(function, batches, transform))
 
 
-def _ask(function: BatchFunction, batches: Iterable[Any], transform: Transform | None) -> Iterator[tuple[Any, _Asked]]:
+def _ask(
+    function: BatchFunction, batches: Iterable[Any], transform: Transform | None, targets: bool = False
+) -> Iterator[tuple[Any, _Asked]]:
+    """The outputs for each batch; with `targets` those that workers read of a dataset, too."""
+
     def read(given: Any) -> _Asked:
         return _Asked(given, _read(function, *as_arguments(given)[:2]))
 
     ahead = Ahead(whole(batches), read)
     for asked in ahead:
         with function.observers.including(ReadsAhead(ahead)):
-            found = _outputs(function, asked.batch, Predicted(transform))
+            predicted = Predicted(transform, targets=targets and isinstance(asked.given, Dataset))
+            found = _outputs(function, asked.batch, predicted)
         yield found, asked
+
+
+class Scored(NamedTuple):
+    """The outputs and targets of a batch of so many samples."""
+
+    outputs: Any
+    targets: Any
+    samples: int
 
 
 def score(function: BatchFunction, data: Any, metrics: Any, transform: Transform | None) -> Any:
     """Each metric of all outputs and targets, by name; of a metric without a name, its value."""
     measures = read_metrics(metrics)
-    _check_transform(transform)
-    function.check_open()
-    outputs, targets = _outputs_and_targets(function, data, transform)
+    return measured(measures, list(scored(function, data, transform)))
+
+
+def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
+    """Each metric of the outputs and targets of all batches at once."""
+    _check_any(found)
+    outputs, targets = (
+        found[0][:2]
+        if len(found) == 1
+        else (
+            _joined([(batch.outputs, batch.samples) for batch in found], "outputs"),
+            _joined([(batch.targets, batch.samples) for batch in found], "targets"),
+        )
+    )
     return values(measures, outputs, targets)
 
 
-def _outputs_and_targets(function: BatchFunction, data: Any, transform: Transform | None) -> tuple[Any, Any]:
+def scored(function: BatchFunction, data: Any, transform: Transform | None) -> Iterator[Scored]:
+    """The outputs and targets of `data`: of one batch, or of each one of a loader, the next being read meanwhile."""
+    _check_transform(transform)
+    function.check_open()
     if isinstance(data, Dataset) and not isinstance(data, Iterator):
-        found = _outputs(function, _read(function, data, None), Predicted(transform, targets=True))
-        return _pair(found)
+        return iter([_scored_of_dataset(function, _read(function, data, None), transform)])
     if _is_batch(data):
         inputs, targets, _ = as_arguments(data)
         if targets is None:
             raise ValueError("`data` must be (inputs, targets), a loader of such, or a dataset: there are no targets")
-        return _outputs(function, _read(function, inputs, targets), Predicted(transform)), targets
-    outputs, targets = [], []
-    for found, asked in _ask(function, data, transform):
-        outputs.append((found, asked.batch.size))
-        targets.append((as_arguments(asked.given)[1], asked.batch.size))
-    if any(found is None for found, _ in targets):
-        raise ValueError("the batches of `data` must be (inputs, targets): there are no targets")
-    return _joined(outputs, "outputs"), _joined(targets, "targets")
+        batch = _read(function, inputs, targets)
+        return iter([Scored(_outputs(function, batch, Predicted(transform)), targets, batch.size)])
+    return _scored_of_loader(function, data, transform)
+
+
+def _scored_of_loader(function: BatchFunction, data: Iterable[Any], transform: Transform | None) -> Iterator[Scored]:
+    for found, asked in _ask(function, data, transform, targets=True):
+        if isinstance(asked.given, Dataset):
+            yield Scored(*_pair(found), asked.batch.size)
+        elif (targets := as_arguments(asked.given)[1]) is not None:
+            yield Scored(found, targets, asked.batch.size)
+        else:
+            raise ValueError("the batches of `data` must be (inputs, targets): there are no targets")
+
+
+def _scored_of_dataset(function: BatchFunction, batch: Batch, transform: Transform | None) -> Scored:
+    return Scored(*_pair(_outputs(function, batch, Predicted(transform, targets=True))), batch.size)
 
 
 def _pair(found: Any) -> tuple[Any, Any]:
@@ -122,6 +159,11 @@ def _outputs(function: BatchFunction, batch: Batch, predicted: Predicted) -> Any
     return collect(function, Task(predicted, aside=True, train=False), batch)
 
 
+def _check_any(found: Sequence[Any]) -> None:
+    if not found:
+        raise ValueError("there is no sample: the loader yields no batch")
+
+
 def _check_transform(transform: Transform | None) -> None:
     if transform is not None:
         arguments.check_callable("transform", transform, ("outputs",))
@@ -130,8 +172,6 @@ def _check_transform(transform: Transform | None) -> None:
 def _joined(found: Sequence[tuple[Any, int]], what: str) -> Any:
     """What batches of so many samples have, as one: tensors one after the other, in their structure; or a list with one
     object a sample."""
-    if not found:
-        raise ValueError("there is no sample: the loader yields no batch")
     try:
         forms, tensors = zip(*(rows_form(item, samples) for item, samples in found), strict=True)
         bounds = [0, *accumulate(samples for _, samples in found)]

@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
@@ -18,7 +19,9 @@ from batchopt_workers.inspection import name_of, normalises_by_chunk
 logger = logging.getLogger("batchopt")
 
 
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
+class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
+    """On stderr."""
+
     monitor_interval = 0  # no thread that outlives the bar
 
 
@@ -30,7 +33,8 @@ class Reporter(Observer):
         self._verbose = verbose
         self._warned = False
         self._said_idle = False
-        self._bar: _Bar | None = None
+        self._shows_bar = True
+        self._bar: ProgressBar | None = None
         self._level = logger.level
         self._handler: logging.Handler | None = None
         if verbose >= 2:
@@ -43,9 +47,9 @@ class Reporter(Observer):
 
     def evaluated(self, found: Evaluated) -> None:
         """Say what was found, and how long it took."""
-        if self._verbose == 1:
+        if self._verbose == 1 and self._shows_bar:
             if self._bar is None:
-                self._bar = _Bar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
+                self._bar = ProgressBar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
             self._bar.set_postfix_str(f"batch {found.batch}, loss {found.loss:.6g}", refresh=False)
             self._bar.update()
         if self._verbose >= 2:
@@ -56,6 +60,15 @@ class Reporter(Observer):
         if self._verbose >= 3:
             for answer in found.answers:
                 logger.info("  worker %d: %d samples, %.3f ms", answer.rank, answer.samples, answer.seconds * 1e3)
+
+    @contextmanager
+    def without_bar(self) -> Iterator[None]:
+        """The bar rests in the body."""
+        self._shows_bar = False
+        try:
+            yield
+        finally:
+            self._shows_bar = True
 
     def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:
         """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""

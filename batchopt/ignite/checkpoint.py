@@ -1,0 +1,153 @@
+"""The checkpoints of a training: a folder with files of `opt.save`, which have the position and the loop, too."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchopt._checkpoint import file
+from batchopt._data import arguments
+from batchopt.errors import CheckpointError
+from batchopt.ignite.triggers import read_interval
+from batchopt.optimizer import BatchOptimizer
+
+# What the loop adds to the state of a BatchOptimizer.
+ENTRY = "fit"
+
+_NAME = re.compile(r"(\d{8,})(?:,score=([^,]+))?\.batchopt")
+
+
+class Saved(NamedTuple):
+    """A file: of which iteration, and with which score."""
+
+    iteration: int
+    score: float | None
+    path: Path
+
+
+class Checkpoint:
+    """Where, when and how many checkpoints `fit` writes.
+
+    A file is written whole or not at all, holds no code, and loads with `torch.load(path, weights_only=True)`;
+    `opt.load_checkpoint(path)` takes over parameters and optimizer from it.
+
+    Args:
+        folder: for the files, which are called by their iteration; it is made if it is missing.
+        every: a number of iterations, or a trigger such as `EveryEpoch(0.5)` or `EverySeconds(600)`. Default: each
+            epoch. Where it is due at the end of an epoch, validation and callbacks come first. The end of the run is
+            saved, too, unless it is an exception.
+        keep: how many to keep, the newest.
+        best: how many to keep beside them, those with the best `score`, a name of a number that an epoch ends with
+            (`"eval_accuracy"`). mode: `"max"` if more is better, or `"min"`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: Any = None,
+        keep: int = 1,
+        best: int = 0,
+        score: str = "eval_loss",
+        mode: str = "min",
+    ) -> None:
+        self.folder = Path(folder)
+        self.interval = read_interval("every", every)
+        self.keep = arguments.read_optional_count("keep", keep) or 1
+        self.best_of = arguments.read_optional_count("best", best or None) or 0
+        if mode not in ("min", "max"):
+            raise ValueError(f"`mode` must be 'min' or 'max'; got {mode!r}")
+        self.score, self._sign = score, -1.0 if mode == "min" else 1.0
+
+    def files(self) -> list[Saved]:
+        """The checkpoints that there are, the oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        saved = [Saved(int(m[1]), None if m[2] is None else float(m[2]), path) for m, path in found if m is not None]
+        return sorted(saved, key=lambda one: (one.iteration, one.path.name))
+
+    def newest(self) -> Path | None:
+        """The path of the newest checkpoint, if there is one."""
+        files = self.files()
+        return files[-1].path if files else None
+
+    def best(self) -> Path | None:
+        """The path of the checkpoint with the best score, if one has a score; the older one of equals."""
+        ranked = self._ranked()
+        return ranked[0].path if ranked else None
+
+    def _ranked(self) -> list[Saved]:
+        scored = [one for one in self.files() if one.score is not None]
+        return sorted(scored, key=lambda one: (-self._sign * (one.score or 0.0), one.iteration))
+
+    def save(self, opt: BatchOptimizer, iteration: int, state: Any, numbers: Mapping[str, Any]) -> None:
+        """Write the checkpoint of this iteration, with the `state` of the loop, and remove those that are too many.
+        Raises `CheckpointError`."""
+        score = numbers.get(self.score) if self.best_of else None
+        is_scored = isinstance(score, int | float) and math.isfinite(score)
+        name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
+        target = self.folder / (name or f"{iteration:08d}.batchopt")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make the folder of checkpoints '{self.folder}': {error.strerror}") from error
+        file.write(target, {**opt.state_dict(), ENTRY: state}, opt._function.subject.flat.layout)
+        kept = {target, *(one.path for one in self.files()[-self.keep :])}
+        kept |= {one.path for one in self._ranked()[: self.best_of]}
+        for one in self.files():
+            if one.path not in kept or (one.iteration == iteration and one.path != target):
+                one.path.unlink(missing_ok=True)
+
+    def choose(self, resume: str | os.PathLike[str]) -> Path | None:
+        """The file to go on from, by the argument `resume` of `fit`: `"never"`, `"auto"` (the newest) or a path.
+
+        Raises `ValueError` where files of another run would be taken for those of this one.
+        """
+        files = self.files()
+        if resume == "auto":
+            return files[-1].path if files else None
+        if resume == "never":
+            if files:
+                raise ValueError(
+                    f"'{self.folder}' has checkpoints, up to iteration {files[-1].iteration}: go on from there with "
+                    "resume='auto', or give a folder without any"
+                )
+            return None
+        path = Path(resume)
+        name = _NAME.fullmatch(path.name)
+        is_here = name is not None and path.resolve().parent == self.folder.resolve()
+        if name is not None and is_here and files and files[-1].iteration > int(name[1]):
+            raise ValueError(
+                f"'{self.folder}' has checkpoints after '{path.name}', which would be taken for newer ones of this "
+                "run: give another folder, or move them away"
+            )
+        return path
+
+
+def restore(opt: BatchOptimizer, path: Path, take: Callable[[Any], None]) -> None:
+    """Go on from a file: `take` the loop's state, then that of `opt`. Raises `CheckpointError`."""
+    state = file.read(path, opt._function.subject.flat.layout)
+    if ENTRY not in state:
+        raise CheckpointError(
+            f"cannot go on from checkpoint '{path}': it was not written by fit(), and has no position in the data; "
+            "opt.load_checkpoint() takes over parameters and optimizer"
+        )
+    try:
+        take(state[ENTRY])
+        opt.load_state_dict(state)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot go on from checkpoint '{path}': {error}") from error
+
+
+def plain(state: Any) -> Any:
+    """The same where subclasses of dict, such as the milestones of schedulers, are dicts."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [plain(value) for value in state] if isinstance(state, list) else tuple(plain(value) for value in state)
+    return state

@@ -1,0 +1,84 @@
+"""Events in the middle of a step: evaluations of the closure, and iterations of batchopt's own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from ignite.engine import Engine, EventEnum
+
+from batchopt._function.observer import Evaluated, Observer
+from batchopt.optim.descent import Descent
+from batchopt.optim.status import Iteration
+from batchopt.optimizer import BatchOptimizer
+
+
+# Events are equal if their names are, so these must not be called as ignite's own are.
+class StepEvents(EventEnum):
+    """`EVALUATED`: f and df/dX were evaluated; `engine.state.evaluation` tells about it. `ACCEPTED`: `LBFGS`, `CG` or
+    `SSBroyden` has accepted a point; `engine.state.iterate` is its `Iteration`. `engine.terminate()` in a handler of
+    the latter ends the step, too.
+
+    Filters count all evaluations, and all iterations, of the optimizer: `StepEvents.EVALUATED(every=10)`.
+    """
+
+    EVALUATED = "evaluated"
+    ACCEPTED = "accepted"
+
+
+COUNTS = {StepEvents.EVALUATED: "evaluations", StepEvents.ACCEPTED: "iterates"}
+
+
+class Evaluation(NamedTuple):
+    """The `number`-th evaluation of all found `loss`, and that of each term by name; it took so many `seconds`."""
+
+    number: int
+    loss: float
+    terms: Mapping[str, float]
+    seconds: float
+
+
+class _Evaluations(Observer):
+    """Tells an engine of each evaluation."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def evaluated(self, found: Evaluated) -> None:
+        """Fire the event."""
+        state: Any = self._engine.state
+        state.evaluations = found.number
+        state.evaluation = Evaluation(found.number, found.loss, found.terms, found.ended - found.began)
+        self._engine.fire_event(StepEvents.EVALUATED)
+
+
+@contextmanager
+def telling(engine: Engine, opt: BatchOptimizer) -> Iterator[None]:
+    """The engine is told of what happens in steps of `opt` in the body, where somebody listens."""
+    evaluations = _Evaluations(engine) if engine._event_handlers.get(StepEvents.EVALUATED) else Observer()
+    optimizer = opt.optimizer
+    listens = isinstance(optimizer, Descent) and engine._event_handlers.get(StepEvents.ACCEPTED)
+    with opt._function.observers.including(evaluations):
+        if not listens or not isinstance(optimizer, Descent):
+            yield
+            return
+        own = optimizer.callback
+        optimizer.callback = _and_the_engine(own, engine)
+        try:
+            yield
+        finally:
+            optimizer.callback = own
+
+
+def _and_the_engine(own: Callable[[Iteration], object] | None, engine: Engine) -> Callable[[Iteration], bool]:
+    """The user's own callback, which is asked first, and the engine's event; whether one of them ends the step."""
+
+    def accepted(iteration: Iteration) -> bool:
+        ends = own is not None and bool(own(iteration))
+        state: Any = engine.state
+        state.iterates, state.iterate = iteration.number, iteration
+        engine.fire_event(StepEvents.ACCEPTED)
+        return ends or bool(engine.should_terminate)
+
+    return accepted

@@ -1,0 +1,77 @@
+"""What an engine iterates over: batches that are read and placed while the workers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from batchopt._data.epochs import Batches, Turn
+from batchopt._function.prepared import PreparedBatch
+from batchopt.optimizer import BatchOptimizer
+
+# Makes what `opt.step` takes of what a loader yields.
+Prepare = Callable[[Any], Any]
+
+
+class Feed:
+    """Each iteration is one over `opt.prepared(data)`; of `Batches`, the rest of their epoch."""
+
+    def __init__(self, opt: BatchOptimizer, data: Iterable[Any], prepare: Prepare | None) -> None:
+        self._opt = opt
+        self.batches = data if isinstance(data, Batches) else None
+        self.data = data if prepare is None else _converted(data, prepare)
+        self._present: Iterator[PreparedBatch] | None = None
+
+    def __iter__(self) -> Iterator[PreparedBatch]:
+        self.close()
+        self._present = self._opt.prepared(self.data)
+        return self._present
+
+    def __len__(self) -> int:
+        """Batches in an epoch; raises `TypeError` where nobody knows."""
+        return len(self.data)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """End the present iteration, and with it what reads ahead."""
+        present, self._present = self._present, None
+        if present is not None:
+            present.close()  # type: ignore[attr-defined]  # it is a generator
+
+
+def _converted(data: Iterable[Any], prepare: Prepare) -> Iterable[Any]:
+    return _ConvertedBatches(data, prepare) if isinstance(data, Batches) else _Converted(data, prepare)
+
+
+class _Converted:
+    """Each of the batches, converted."""
+
+    def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
+        self._data, self._prepare = data, prepare
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._prepare, self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type]
+
+
+class _ConvertedBatches(Batches):
+    """The batches of others, converted: with their position."""
+
+    def __init__(self, batches: Batches, prepare: Prepare) -> None:
+        self._batches, self._prepare = batches, prepare
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def turns(self) -> Iterator[Turn]:
+        """The rest of the epoch."""
+        return (turn._replace(batch=self._prepare(turn.batch)) for turn in self._batches.turns())
+
+    def finish(self, turn: Turn) -> None:
+        """Count this batch there."""
+        self._batches.finish(turn)
+
+    def whole(self) -> Iterator[Any]:
+        """All batches of the present epoch."""
+        return map(self._prepare, self._batches.whole())

@@ -1,0 +1,177 @@
+"""A whole training in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import Engine, State
+
+from batchopt._data import arguments
+from batchopt._data.epochs import Batches
+from batchopt.ignite.checkpoint import Checkpoint, restore
+from batchopt.ignite.evaluator import create_evaluator
+from batchopt.ignite.loop import Log, Loop, Parts
+from batchopt.ignite.moment import Moment as Moment
+from batchopt.ignite.moment import read_callbacks
+from batchopt.ignite.monitor import Monitor
+from batchopt.ignite.progress import progress
+from batchopt.ignite.record import Record
+from batchopt.ignite.schedule import Schedule
+from batchopt.ignite.tensorboard import TensorBoard
+from batchopt.ignite.train_data import batches_of
+from batchopt.ignite.trainer import create_trainer, length_of
+from batchopt.ignite.triggers import EarlyStopping
+from batchopt.optimizer import BatchOptimizer
+
+
+def fit(
+    opt: BatchOptimizer,
+    train: Any,
+    *,
+    epochs: int,
+    eval_data: Any = None,
+    metrics: Any = {},  # noqa: B006  # never changed
+    begin_epoch: int = 0,
+    score_every: int = 1,
+    on_batch: Any = (),
+    on_epoch: Any = (),
+    on_eval_batch: Any = (),
+    on_eval: Any = (),
+    monitor: Monitor | None = None,
+    scheduler: Any = None,
+    scheduler_step: str = "epoch",
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    keep: int = 1,
+    resume: str | os.PathLike[str] = "never",
+    log: Any = None,
+    patience: int | EarlyStopping | None = None,
+    epoch_0: bool = False,
+    time_limit: float | None = None,
+) -> State:
+    """Step with `opt` on all batches of `train` until `epochs` epochs are done, those of an earlier run included.
+
+    After each batch: scheduler (if by batch), monitor, `on_batch`, log and checkpoint if they are due then. After each
+    epoch: validation, with `on_eval_batch` after each of its batches and `on_eval` at its end; scheduler; early
+    stopping; log; `on_epoch`; checkpoint. So `on_epoch` comes with the numbers of the validation.
+
+    Args:
+        train: `Batches`, which go on from their position; else tensors or a Dataset, as one batch; or a `DataLoader`,
+            whose order is then a function of the seed of `opt` and the epoch.
+        eval_data, metrics: as for `opt.score`. The values are called `eval_` and the name of the metric. Without
+            `eval_data` metrics are of the training data, by a forward at the end of the epoch, under their own names.
+        begin_epoch: epochs that are taken as done at the start.
+        score_every: epochs from one validation to the next.
+        on_batch, on_epoch, on_eval_batch, on_eval: a function of a `Moment`, or several; one that returns True stops.
+        monitor: a `Monitor`. scheduler: one of torch or ignite over `opt.optimizer`, stepped by `scheduler_step`,
+            `"epoch"` or `"batch"`; `ReduceLROnPlateau` watches `eval_loss`, or `loss` where there is none.
+        checkpoint: a folder for checkpoints, of which the newest `keep` are kept; or a `Checkpoint`.
+        resume: `"never"`; `"auto"`, from the newest checkpoint if there is one; or the path of one.
+        log: the path of a record, `"log.jsonl"`; a folder for TensorBoard, `"runs/"`; a `Record`; or several.
+        patience: stop if `eval_loss` (or `loss`, without validation) was not better for so many epochs; or an
+            `EarlyStopping` of another number.
+        epoch_0: validate, write a line and call `on_epoch` before the first epoch, too.
+        time_limit: stop after so many seconds, with those of the runs that this one goes on from.
+
+    Returns the state of the engine; `metrics` has the numbers of the last epoch. Whatever is raised in a step or by a
+    callback is raised. A run that was killed at any batch, and resumed, has the bits of one that was not; with
+    `chunk_size`, with any number of workers.
+    """
+    batches = _positioned(batches_of(train, opt._function.settings.seed), begin_epoch)
+    trainer = create_trainer(opt)
+    parts = Parts(
+        arguments.read_optional_count("epochs", epochs) or 1,
+        score_every=arguments.read_optional_count("score_every", score_every) or 1,
+        on_batch=read_callbacks("on_batch", on_batch),
+        on_epoch=read_callbacks("on_epoch", on_epoch),
+        on_eval_batch=read_callbacks("on_eval_batch", on_eval_batch),
+        on_eval=read_callbacks("on_eval", on_eval),
+        monitor=monitor,
+        schedule=None if scheduler is None else Schedule(scheduler, scheduler_step),
+        checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint, keep=keep),
+        logs=_read_logs(log),
+        epoch_0=arguments.read_bool("epoch_0", epoch_0),
+        time_limit=time_limit,
+    )
+    _read_metrics(parts, opt, eval_data, metrics)
+    parts.stopping = _read_patience(patience, parts)
+    if resume != "never" and parts.checkpoint is None:
+        raise ValueError("`resume` needs `checkpoint`, the folder to go on from")
+    with progress(opt, parts.epochs) as shown:
+        loop = Loop(opt, trainer, batches, parts, shown)
+        loop.attach()
+        try:
+            return _run(trainer, batches, parts, loop, opt, resume)
+        finally:
+            for one in parts.logs:
+                one.close()
+
+
+def _run(
+    trainer: Engine, batches: Batches, parts: Parts, loop: Loop, opt: BatchOptimizer, resume: str | os.PathLike[str]
+) -> State:
+    path = None if parts.checkpoint is None else parts.checkpoint.choose(resume)
+    if path is not None:
+        before = batches.state_dict()
+        try:
+            restore(opt, path, loop.load_state_dict)
+        except BaseException:
+            batches.load_state_dict(before)
+            raise
+        if loop.is_over:
+            trainer.state.epoch, trainer.state.iteration = batches.epoch, batches.iteration
+            return trainer.state
+    return trainer.run(batches, max_epochs=parts.epochs)
+
+
+def _positioned(batches: Batches, begin_epoch: int) -> Batches:
+    """The same, after so many epochs. Raises `ValueError` if they are elsewhere already, or have no length."""
+    begin = arguments.read_optional_count("begin_epoch", begin_epoch or None) or 0
+    if begin and batches.iteration == 0:
+        length = length_of(batches)
+        if length is None:
+            raise ValueError("`begin_epoch` needs the number of batches in an epoch, which this data does not tell")
+        batches.load_state_dict({**batches.state_dict(), "epoch": begin, "iteration": begin * length})
+    elif begin and (batches.epoch, batches.is_new_epoch) != (begin, True):
+        raise ValueError(f"`begin_epoch` is {begin}, but these Batches are in epoch {batches.epoch}: leave it out")
+    return batches
+
+
+def _read_logs(log: Any) -> list[Log]:
+    given = log if isinstance(log, list | tuple) else [] if log is None else [log]
+    found: list[Log] = []
+    for one in given:
+        if isinstance(one, str | os.PathLike):
+            found.append(Record(one) if os.fspath(one).endswith(".jsonl") else TensorBoard(one))
+        elif isinstance(one, Record | TensorBoard):
+            found.append(one)
+        else:
+            raise TypeError(f"`log` must be a file '*.jsonl', a folder for TensorBoard or a Record; got {one!r}")
+    return found
+
+
+def _read_metrics(parts: Parts, opt: BatchOptimizer, eval_data: Any, metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"`metrics` must be a dict of metrics by name; got {type(metrics).__name__}")
+    if eval_data is not None and not metrics:
+        raise ValueError("`eval_data` needs `metrics`: {'loss': torch.nn.functional.cross_entropy}, say")
+    parts.metrics = metrics
+    if eval_data is not None:
+        parts.evaluator, parts.eval_data = create_evaluator(opt, metrics), eval_data
+
+
+def _read_patience(patience: Any, parts: Parts) -> EarlyStopping | None:
+    """Raises `ValueError` for a number that no epoch ends with."""
+    prefix = "" if parts.evaluator is None else "eval_"
+    known = ["loss", *(f"{prefix}{name}" for name in parts.metrics)]
+    if patience is None or isinstance(patience, EarlyStopping):
+        stopping: EarlyStopping | None = patience
+    else:
+        stopping = EarlyStopping(f"{prefix}loss", patience)
+    if stopping is not None and stopping.key not in known:
+        raise ValueError(
+            f"early stopping watches {stopping.key!r}, and epochs end with {known}: "
+            "give patience=EarlyStopping('eval_accuracy', mode='max'), say, or a metric 'loss'"
+        )
+    return stopping

@@ -1,0 +1,294 @@
+"""The parts of a training in their order: what happens after each batch and each epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from ignite.engine import Engine, Events
+
+from batchopt._data.epochs import Batches
+from batchopt._function.prepared import PreparedBatch
+from batchopt.ignite.checkpoint import Checkpoint
+from batchopt.ignite.moment import Callback, Moment
+from batchopt.ignite.monitor import Monitor
+from batchopt.ignite.numbers import Mean, learning_rate, writable
+from batchopt.ignite.progress import Progress
+from batchopt.ignite.schedule import Schedule
+from batchopt.ignite.trainer import length_of
+from batchopt.ignite.triggers import EarlyStopping, Filter
+from batchopt.optimizer import BatchOptimizer
+
+
+class Log(Protocol):
+    """Where numbers are written: at the end of each epoch, or where `interval` says."""
+
+    interval: Filter | None
+
+    def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
+        """Begin to write; after what was written when `state_dict` returned this state, before an iteration."""
+
+    def batch(self, loss: float, iteration: int) -> None:
+        """A batch is done."""
+
+    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Write these."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the log is, as plain data."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+@dataclass
+class Parts:
+    """What a training is made of; `evaluator` runs over `eval_data` every `score_every` epochs."""
+
+    epochs: int
+    evaluator: Engine | None = None
+    eval_data: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    score_every: int = 1
+    on_batch: Sequence[Callback] = ()
+    on_epoch: Sequence[Callback] = ()
+    on_eval_batch: Sequence[Callback] = ()
+    on_eval: Sequence[Callback] = ()
+    monitor: Monitor | None = None
+    schedule: Schedule | None = None
+    checkpoint: Checkpoint | None = None
+    logs: Sequence[Log] = ()
+    stopping: EarlyStopping | None = None
+    epoch_0: bool = False
+    time_limit: float | None = None
+
+
+class Loop:
+    """Goes through the parts, as the events of a trainer come."""
+
+    def __init__(
+        self, opt: BatchOptimizer, trainer: Engine, batches: Batches, parts: Parts, progress: Progress
+    ) -> None:
+        self._opt, self._trainer, self._batches, self._parts = opt, trainer, batches, parts
+        self._progress = progress
+        self._mean, self._log_means = Mean(), [Mean() for _ in parts.logs]
+        self._log_states: list[dict[str, Any]] | None = None  # where each log goes on
+        self._due: set[int] = set()  # logs that get a line, and -1 for the checkpoint, at the end of the epoch
+        self._stops = False
+        self._elapsed, self._began = 0.0, time.monotonic()
+        self._closed = batches.epoch  # epochs whose end is done with
+        self._saved: int | None = None  # the iteration of the last checkpoint
+        self._numbers: dict[str, Any] = {}
+        self._number = self._index  # of the last batch in its epoch
+
+    def attach(self) -> None:
+        """Follow the trainer and the evaluator."""
+        add = self._trainer.add_event_handler
+        add(Events.STARTED, self._started)
+        add(Events.EPOCH_STARTED, self._epoch_begins)
+        add(Events.ITERATION_STARTED, self._batch_begins)
+        add(Events.ITERATION_COMPLETED, self._batch_done)
+        add(Events.EPOCH_COMPLETED, self._epoch_done)
+        add(Events.COMPLETED, self._save_the_end)
+        if self._parts.evaluator is not None:
+            self._parts.evaluator.add_event_handler(Events.ITERATION_COMPLETED, self._eval_batch_done)
+
+    # ---- events
+
+    def _started(self) -> None:
+        iteration = self._trainer.state.iteration
+        self._saved = iteration if self._log_states is not None else None
+        for number, log in enumerate(self._parts.logs):
+            log.begin(None if self._log_states is None else self._log_states[number], iteration)
+        self._began = time.monotonic()
+        if self._parts.epoch_0 and iteration == 0:
+            numbers = self._evaluated()
+            self._trainer.state.metrics = numbers
+            for log in self._parts.logs:
+                self._write(log, numbers)
+            self._progress.epoch(0, writable(numbers))
+            self._call(self._parts.on_epoch, 0, numbers, None)
+            self._stop_if_asked()
+
+    def _epoch_begins(self) -> None:
+        self._number = self._index
+        if self._parts.schedule is not None and self._parts.schedule.by == "epoch" and not self._index:
+            self._parts.schedule.before(self._trainer)
+
+    def _batch_begins(self) -> None:
+        if self._parts.schedule is not None and self._parts.schedule.by == "batch":
+            self._parts.schedule.before(self._trainer)
+
+    def _batch_done(self) -> None:
+        parts, state = self._parts, self._trainer.state
+        batch, loss, ended = cast(PreparedBatch, state.batch), cast(float, state.output), self._batches.is_new_epoch
+        number = self._count(ended)
+        for mean in (self._mean, *self._log_means):
+            mean.add(loss, len(batch))
+        if parts.schedule is not None and parts.schedule.by == "batch":
+            parts.schedule.after({"loss": loss})
+        if parts.monitor is not None and self._is_due(parts.monitor.interval, ended):
+            parts.monitor.look(self._opt)
+        self._progress.batch(state.epoch, number, length_of(self._batches), loss)
+        for log in parts.logs:
+            log.batch(loss, state.iteration)
+        self._call(parts.on_batch, number, {"loss": loss}, loss)
+        self._write_and_save_what_is_due(ended)
+        if parts.time_limit is not None and self._seconds() > parts.time_limit:
+            self._stops = True
+        self._stop_if_asked(at_the_end=ended)
+
+    def _epoch_done(self) -> None:
+        parts, epoch = self._parts, self._trainer.state.epoch
+        numbers: dict[str, Any] = dict(self._mean.take())
+        if epoch % parts.score_every == 0:
+            numbers |= self._evaluated()
+        self._trainer.state.metrics = self._numbers = numbers
+        if parts.schedule is not None and parts.schedule.by == "epoch":
+            parts.schedule.after(numbers)
+        if parts.stopping is not None and parts.stopping(self._trainer, epoch):
+            self._stops = True
+        for number, log in enumerate(parts.logs):
+            if number in self._due:
+                self._write(log, numbers)
+        self._progress.epoch(epoch, writable(numbers))
+        self._call(parts.on_epoch, 0, numbers, None)
+        self._closed = self._batches.epoch
+        if -1 in self._due or (parts.checkpoint is not None and parts.checkpoint.score in numbers):
+            self._save(numbers)
+        self._due.clear()
+        self._stop_if_asked()
+
+    def _save_the_end(self) -> None:
+        is_done_with = not self._batches.is_new_epoch or self._closed == self._batches.epoch
+        if self._saved != self._trainer.state.iteration and is_done_with:
+            self._save({})
+
+    def _eval_batch_done(self, evaluator: Engine) -> None:
+        self._call(self._parts.on_eval_batch, evaluator.state.iteration, {}, evaluator.state.output)
+
+    # ---- what they do
+
+    @property
+    def _index(self) -> int:
+        return self._batches.state_dict()["index"]
+
+    def _count(self, ended: bool) -> int:
+        """Of the batch that is done, in its epoch, from 1 on."""
+        self._number = self._number + 1 if ended else self._index
+        return self._number
+
+    def _is_due(self, interval: Filter | None, ended: bool) -> bool:
+        return ended if interval is None else interval(self._trainer, self._trainer.state.iteration)
+
+    def _write_and_save_what_is_due(self, ended: bool) -> None:
+        """At the end of an epoch that is done later, with the numbers that it ends with."""
+        for number, log in enumerate(self._parts.logs):
+            if self._is_due(log.interval, ended):
+                if ended:
+                    self._due.add(number)
+                else:
+                    self._write(log, {})
+        checkpoint = self._parts.checkpoint
+        if checkpoint is not None and self._is_due(checkpoint.interval, ended):
+            if ended:
+                self._due.add(-1)
+            else:
+                self._save({})
+
+    def _write(self, log: Log, numbers: Mapping[str, Any]) -> None:
+        state, monitor = self._trainer.state, self._parts.monitor
+        mean = self._log_means[self._parts.logs.index(log)].take()
+        position = {"epoch": self._epochs(), "iteration": state.iteration, "elapsed_time": self._seconds()}
+        watched = {} if monitor is None else monitor.values
+        line = {**position, **learning_rate(self._opt.optimizer), **numbers, **mean, **watched}
+        log.write(writable(line), state.iteration)
+
+    def _epochs(self) -> float:
+        """Epochs that are finished, with the finished part of the present one."""
+        if self._index == 0:
+            return self._batches.epoch
+        length = self._trainer.state.epoch_length
+        return self._batches.epoch + (self._index / length if length else 0)
+
+    def _evaluated(self) -> dict[str, Any]:
+        parts = self._parts
+        if parts.evaluator is None:
+            return dict(self._opt.score(self._batches, parts.metrics)) if parts.metrics else {}
+        found = parts.evaluator.run(parts.eval_data).metrics
+        numbers = {f"eval_{name}": found[name] for name in parts.metrics}
+        self._call(parts.on_eval, 0, numbers, None)
+        return numbers
+
+    def _call(self, callbacks: Sequence[Callback], batch: int, numbers: Mapping[str, Any], output: Any) -> None:
+        if callbacks:
+            state = self._trainer.state
+            moment = Moment(state.epoch, batch, state.iteration, numbers, output, self._opt, self._trainer)
+            for callback in callbacks:
+                if callback(moment) is True:
+                    self._stops = True
+
+    def _stop_if_asked(self, at_the_end: bool = False) -> None:
+        """Stop; after the last batch of an epoch, once the epoch is done with, which ignite would leave out."""
+        self._stops = self._stops or bool(self._trainer.should_terminate)
+        if self._stops:
+            self._trainer.should_terminate = not at_the_end
+
+    def _seconds(self) -> float:
+        return self._elapsed + time.monotonic() - self._began
+
+    # ---- checkpoints
+
+    def _save(self, numbers: Mapping[str, Any]) -> None:
+        if self._parts.checkpoint is not None:
+            iteration = self._saved = self._trainer.state.iteration
+            self._parts.checkpoint.save(self._opt, iteration, self.state_dict(), numbers)
+
+    def _named(self) -> dict[str, Any]:
+        """The parts that have a state, but for the batches and the logs."""
+        parts = self._parts
+        intervals = {
+            "checkpoint every": parts.checkpoint and parts.checkpoint.interval,
+            "monitor every": parts.monitor and parts.monitor.interval,
+            **{f"log {number} every": log.interval for number, log in enumerate(parts.logs)},
+        }
+        found = {"scheduler": parts.schedule, "stopping": parts.stopping, "mean": self._mean, **intervals}
+        found |= {f"log {number} mean": mean for number, mean in enumerate(self._log_means)}
+        return {name: part for name, part in found.items() if hasattr(part, "state_dict")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is: plain data."""
+        state = self._trainer.state
+        return {
+            "batches": self._batches.state_dict(),
+            "engine": {"iteration": state.iteration, "epoch": state.epoch, "epoch_length": state.epoch_length},
+            "parts": {name: part.state_dict() for name, part in self._named().items()},
+            "logs": [log.state_dict() for log in self._parts.logs],
+            "elapsed": self._seconds(),
+            "numbers": writable(self._numbers),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Raises `ValueError` for another data set or a scheduler more or less; changes nothing
+        then."""
+        named = self._named()
+        if ("scheduler" in named) != ("scheduler" in state["parts"]):
+            there = "with" if "scheduler" in state["parts"] else "without"
+            raise ValueError(f"it was written {there} a scheduler: give fit() the same `scheduler`")
+        self._batches.load_state_dict(state["batches"])
+        for name, part in named.items():
+            if name in state["parts"]:
+                part.load_state_dict(state["parts"][name])
+        logs = self._parts.logs
+        self._log_states = state["logs"] if len(state["logs"]) == len(logs) else [{"position": 0} for _ in logs]
+        self._elapsed, self._numbers = state["elapsed"], dict(state["numbers"])
+        self._trainer.state.epoch_length = state["engine"]["epoch_length"]
+        self._trainer.state.metrics = self._numbers
+        self._closed = self._batches.epoch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was stopped because nothing got better."""
+        return self._parts.stopping is not None and self._parts.stopping.reached

@@ -1,0 +1,70 @@
+"""Statistics of parameters, gradients and what inner layers return."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from batchopt._data import arguments
+from batchopt.ignite.triggers import read_interval
+from batchopt.optimizer import BatchOptimizer
+from batchopt_workers.structures import items_of
+
+Statistic = Callable[[torch.Tensor], Any]
+
+
+def norm_by_size(tensor: torch.Tensor) -> float:
+    """The Euclidean norm over the square root of the size: how large an element is."""
+    return float(tensor.double().norm()) / math.sqrt(max(tensor.numel(), 1))
+
+
+class Monitor:
+    """Computes a statistic of each tensor whose name matches.
+
+    Names are those of the module: `0.weight` is a parameter, `0.weight.grad` its gradient in the last evaluation, and
+    `0.output` what a layer, a part without parts, returns for the batch with the parameters that the step has left: one
+    forward on the workers. `values` has the numbers by name, and lines of logs have them, too.
+
+    Args:
+        pattern: a regular expression that the whole name must match. Default: all. Layers that return something else
+            than a row for each sample cannot be monitored, and must not match.
+        statistic: makes a number of a tensor. Default: its norm over the square root of its size.
+        every: a number of iterations, or a trigger such as `EveryEpoch(0.5)`.
+    """
+
+    def __init__(self, pattern: str = ".*", statistic: Statistic = norm_by_size, every: Any = 1) -> None:
+        self._pattern = re.compile(pattern)
+        arguments.check_callable("statistic", statistic, ("tensor",))
+        self._statistic = statistic
+        self.interval = read_interval("every", every)
+        self.values: dict[str, float] = {}
+
+    def look(self, opt: BatchOptimizer) -> dict[str, float]:
+        """The numbers of now, between two steps of `opt`; they are in `values`, too."""
+        found = {name: float(self._statistic(tensor)) for name, tensor in self._tensors(opt)}
+        self.values = found
+        return found
+
+    def _tensors(self, opt: BatchOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in opt.module.named_parameters():
+            if self._pattern.fullmatch(name):
+                yield name, parameter.detach()
+            if parameter.grad is not None and self._pattern.fullmatch(f"{name}.grad"):
+                yield f"{name}.grad", parameter.grad.detach()
+        parts = [name for name, part in opt.module.named_modules() if name and not any(part.children())]
+        layers = [name for name in parts if self._pattern.fullmatch(f"{name}.output")]
+        if layers:
+            yield from _leaves("", opt.collect(layers=layers))
+
+
+def _leaves(path: str, found: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what was collected, by the names of layers, or of terms and layers."""
+    if isinstance(found, torch.Tensor):
+        yield f"{path}.output", found
+        return
+    for key, item in items_of(found):
+        yield from _leaves(f"{path}.{key}" if path else str(key), item)

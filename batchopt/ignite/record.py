@@ -1,0 +1,113 @@
+"""The record of a training: a file with a line of JSON for each epoch, or another interval."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from batchopt.ignite.triggers import read_interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Record:
+    """A file with a JSON object a line, which can be read while it is written.
+
+    Args:
+        path: of the file. A new run overwrites it; one that is resumed goes on after the line of its checkpoint, and
+            lines that a killed run wrote after that are written again.
+        every: a number of iterations, or a trigger such as `EveryEpoch(0.5)`. Default: each epoch. `loss` is the mean
+            since the last line.
+        keys: the numbers to write, beside `epoch`, `iteration` and `elapsed_time`. Default: all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: Any = None, keys: Sequence[str] | None = None) -> None:
+        self.path, self.keys = Path(path), None if keys is None else list(keys)
+        self.interval = read_interval("every", every)
+        self._file: IO[bytes] | None = None
+
+    def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
+        """Open the file: a new one, or as it was when `state_dict` was called."""
+        position = 0 if state is None else state["position"]
+        if position and self.path.exists():
+            self._file = self.path.open("r+b")
+            self._file.truncate(min(position, os.fstat(self._file.fileno()).st_size))
+            self._file.seek(0, os.SEEK_END)
+        else:
+            self._file = self.path.open("wb")
+
+    def batch(self, loss: float, iteration: int) -> None:
+        """Nothing."""
+
+    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Write a line, at once. What is not finite is null, since JSON has no name for it."""
+        assert self._file is not None
+        always = ("epoch", "iteration", "elapsed_time")
+        line = {
+            name: value if math.isfinite(value) else None
+            for name, value in numbers.items()
+            if self.keys is None or name in self.keys or name in always
+        }
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def state_dict(self) -> dict[str, int]:
+        """How long the file is."""
+        return {"position": 0 if self._file is None else self._file.tell()}
+
+    def close(self) -> None:
+        """Close the file; it can be read as before."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines that are complete, of this run or another one."""
+        *complete, _ = self.path.read_text().split("\n")
+        return [json.loads(line) for line in complete]
+
+    def table(self, keys: Sequence[str] | None = None) -> str:
+        """The lines as a table, for `print`; of these numbers, or of all."""
+        lines = self.lines()
+        names = list(keys) if keys is not None else list(dict.fromkeys(name for line in lines for name in line))
+        rows = [names, *([_shown(line.get(name)) for name in names] for line in lines)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, keys: Sequence[str] | None = None) -> Figure:
+        """A picture, saved to `path` if one is given: numbers over epochs. Default: all but learning rate and time.
+
+        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plotting a record needs matplotlib: pip install 'batchopt[plot]'") from error
+        lines = self.lines()
+        if keys is None:
+            others = ("epoch", "iteration", "elapsed_time", "lr")
+            keys = list(dict.fromkeys(name for line in lines for name in line if name not in others))
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for key in keys:
+            points = [(line["epoch"], line[key]) for line in lines if line.get(key) is not None]
+            axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
+        axes.set_xlabel("epoch")
+        if keys:
+            axes.legend(frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else str(value)

@@ -1,0 +1,124 @@
+"""The engine whose process function is a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ignite.engine import Engine, Events, State
+
+from batchopt._data import arguments
+from batchopt._data.prefetch import as_arguments, as_batch_of_terms
+from batchopt._function.prepared import PreparedBatch
+from batchopt.ignite.errors import guarded
+from batchopt.ignite.events import COUNTS, StepEvents, telling
+from batchopt.ignite.feed import Feed, Prepare
+from batchopt.optimizer import BatchOptimizer
+
+
+class Trainer(Engine):
+    """See `create_trainer`."""
+
+    def __init__(self, opt: BatchOptimizer, prepare: Prepare | None, transform: Callable[[float], Any] | None) -> None:
+        super().__init__(self._process)
+        self.opt, self._prepare, self._transform = opt, prepare, transform
+        self.register_events(*StepEvents, event_to_attr=COUNTS)
+        self.add_event_handler(Events.EPOCH_STARTED, Trainer._begin_pass)
+
+    def _process(self, _: Engine, batch: Any) -> Any:
+        with telling(self, self.opt):
+            loss = self.opt.step(*self._arguments(batch))
+        return loss if self._transform is None else self._transform(loss)
+
+    def _arguments(self, batch: Any) -> tuple[Any, ...]:
+        if isinstance(batch, PreparedBatch):
+            return (batch,)
+        return as_arguments(batch) if self.opt._function.terms is None else as_batch_of_terms(batch)
+
+    def run(
+        self,
+        data: Iterable[Any] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> State:
+        """As of any engine. `Batches` go on from their position, by which epochs and iterations are counted."""
+        feed = None if data is None else Feed(self.opt, data, self._prepare)
+        if feed is not None and feed.batches is not None and self._internal_run_generator is None:
+            if self._follow(feed, max_epochs, max_iters):
+                return self.state
+            max_epochs, max_iters = self.state.max_epochs, self.state.max_iters
+        try:
+            return super().run(feed, max_epochs, max_iters, epoch_length)
+        finally:
+            present = self.state.dataloader
+            if isinstance(present, Feed) and self._internal_run_generator is None:  # else it was interrupted
+                present.close()
+
+    def _follow(self, feed: Feed, max_epochs: int | None, max_iters: int | None) -> bool:
+        """Count from the position of the feed's `Batches`; returns whether there is nothing left to do."""
+        assert feed.batches is not None
+        state, position = self.state, feed.batches.state_dict()
+        length = state.epoch_length = length_of(feed)
+        epoch, index = position["epoch"], position["index"]
+        state.epoch, state.iteration = epoch, position["iteration"] if length is None else epoch * length + index
+        if max_iters is None:
+            state.max_epochs, state.max_iters = max_epochs or state.max_epochs or epoch + 1, None
+            over = epoch >= state.max_epochs
+        else:
+            state.max_epochs, state.max_iters = None, max_iters
+            over = state.iteration >= max_iters
+        self.should_terminate, self._init_iter = False, index
+        return over
+
+    def _begin_pass(self) -> None:
+        """Tell SVRG, and whatever else takes snapshots at the start of a pass over the data, that one begins; not where
+        an epoch goes on that was begun before."""
+        begin, feed, state = getattr(self.opt.optimizer, "begin_pass", None), self.state.dataloader, self.state
+        if begin is None or not isinstance(feed, Feed):
+            return
+        if feed.batches is not None:
+            begun = feed.batches.state_dict()["index"] > 0
+        else:
+            begun = bool(state.epoch_length and state.iteration % state.epoch_length)
+        if not begun:
+            begin(lambda: self.opt.full_gradient(feed.data))
+
+
+def length_of(feed: Any) -> int | None:
+    """Batches in an epoch; None where nobody knows."""
+    try:
+        return len(feed)
+    except TypeError:
+        return None
+
+
+def create_trainer(
+    opt: BatchOptimizer,
+    *,
+    prepare_batch: Callable[[Any], Any] | None = None,
+    output_transform: Callable[[float], Any] | None = None,
+) -> Engine:
+    """An `ignite.engine.Engine` that steps with `opt` on each batch; `engine.state.output` is the loss, as `opt.step`
+    returns it.
+
+    `engine.run(data, max_epochs=20)` takes what `opt.steps` does: `Batches`, a `DataLoader`, a list of batches. The
+    next batch is read and placed while the workers compute. `Batches` have a position: a run goes on from there, to the
+    sample, in mid-epoch too, and their epochs are counted, so that nothing is left to do where they are past
+    `max_epochs`.
+
+    prepare_batch: makes what `opt.step` takes, `(inputs, targets)` say, of what the data yields.
+    output_transform: makes `engine.state.output` of the loss.
+
+    It has the events of `StepEvents`, beside ignite's own. An optimizer with `begin_pass` (`SVRG`) is told at the start
+    of each epoch, with `opt.full_gradient` of the data; not where an epoch goes on that was begun before. An exception
+    is raised as it is, after all handlers of it were called: see `guarded`. A step that failed is undone, and does not
+    move `Batches`: so `run` may be called again.
+    """
+    if not isinstance(opt, BatchOptimizer):
+        raise TypeError(f"`opt` must be a BatchOptimizer; got {type(opt).__name__}")
+    if prepare_batch is not None:
+        arguments.check_callable("prepare_batch", prepare_batch, ("batch",))
+    if output_transform is not None:
+        arguments.check_callable("output_transform", output_transform, ("loss",))
+    return guarded(Trainer(opt, prepare_batch, output_transform))

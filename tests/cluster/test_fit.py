@@ -1,0 +1,23 @@
+"""A training that is killed on one backend goes on on a cluster, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.ignite.common import Killed
+from tests.ignite.test_resume import run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [(2, 5), (4, 8)])
+def test_from_this_process_to_a_cluster_to_worker_processes(
+    two_nodes: Cluster, killed: tuple[int, int], tmp_path: Path
+) -> None:
+    expected = run(tmp_path / "whole")
+    for backend, parallelize, last in (("process", 1, killed[0]), ("ray", 3, killed[1])):
+        with pytest.raises(Killed):
+            run(tmp_path / "run", parallelize=parallelize, killed=last, backend=backend)
+    assert run(tmp_path / "run", parallelize=2) == expected

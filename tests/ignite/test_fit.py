@@ -1,0 +1,310 @@
+"""A training in one call: the order of its parts, and each of its options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.handlers import PiecewiseLinear
+from torch.nn.functional import l1_loss, mse_loss
+from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import batchopt
+from batchopt import Batches, BatchOptimizer
+from batchopt.ignite import Checkpoint, EarlyStopping, Moment, Monitor, fit
+from tests.ignite.common import Killed, batches, data, optimizer
+
+METRICS = {"loss": mse_loss, "l1": l1_loss}
+
+
+def trained(train: Any = None, **options: Any) -> tuple[str, Any]:
+    """The fingerprint, and the state of the engine."""
+    with optimizer() as opt:
+        state = fit(opt, batches() if train is None else train, **options)
+        return opt.fingerprint(), state
+
+
+def test_the_order_of_callbacks_is_mxnets_but_an_epoch_ends_after_its_validation() -> None:
+    events: list[tuple[str, int, int, int, list[str]]] = []
+
+    def note(name: str) -> Callable[[Moment], None]:
+        def callback(moment: Moment) -> None:
+            assert moment.opt.batch_counter == moment.iteration == moment.trainer.state.iteration
+            events.append((name, moment.epoch, moment.batch, moment.iteration, sorted(moment.numbers)))
+            if name == "eval batch":
+                assert [len(rows) for rows in moment.output] == [25, 25]
+
+        return callback
+
+    state = trained(
+        Batches(data(), 25),
+        epochs=2,
+        eval_data=Batches(data(), 25),
+        metrics=METRICS,
+        on_batch=[note("batch"), note("batch again")],
+        on_epoch=note("epoch"),
+        on_eval_batch=note("eval batch"),
+        on_eval=note("eval"),
+    )[1]
+    found = ["eval_l1", "eval_loss"]
+    assert events == [
+        event
+        for epoch, first in ((1, 1), (2, 3))
+        for event in [
+            ("batch", epoch, 1, first, ["loss"]),
+            ("batch again", epoch, 1, first, ["loss"]),
+            ("batch", epoch, 2, first + 1, ["loss"]),
+            ("batch again", epoch, 2, first + 1, ["loss"]),
+            ("eval batch", epoch, 1, first + 1, []),
+            ("eval batch", epoch, 2, first + 1, []),
+            ("eval", epoch, 0, first + 1, found),
+            ("epoch", epoch, 0, first + 1, [*found, "loss"]),
+        ]
+    ]
+    assert (state.epoch, state.iteration, sorted(state.metrics)) == (2, 4, [*found, "loss"])
+
+
+def test_a_fit_makes_the_steps_of_a_loop() -> None:
+    with optimizer() as opt:
+        epochs = batches()
+        while epochs.epoch < 2:
+            list(opt.steps(epochs))
+        expected = opt.fingerprint()
+    assert trained(epochs=2)[0] == expected
+    assert trained(epochs=2, eval_data=data(), metrics=METRICS, monitor=Monitor(), epoch_0=True)[0] == expected
+
+
+def test_data_of_other_kinds() -> None:
+    x, y = data()
+    whole = trained((x, y), epochs=2)
+    assert whole[1].iteration == 2
+    assert trained(TensorDataset(x, y), epochs=2)[0] == whole[0]
+    assert trained(DataLoader(TensorDataset(x, y), 50), epochs=2)[0] == whole[0]
+
+
+def test_a_loaders_order_depends_on_the_seed_and_the_epoch_alone() -> None:
+    def order(seed: int, used: int) -> str:
+        torch.manual_seed(used)
+        before = torch.get_rng_state()
+        with optimizer(seed=seed) as opt:
+            torch.set_rng_state(before)
+            fit(opt, DataLoader(TensorDataset(*data()), 10, shuffle=True), epochs=2)
+            assert torch.equal(torch.get_rng_state(), before)
+            return opt.fingerprint()
+
+    assert order(0, 1) == order(0, 2) != order(1, 1)
+
+
+def test_a_metric_without_other_data_is_of_the_training_data() -> None:
+    with optimizer() as opt:
+        state = fit(opt, batches(), epochs=1, metrics=METRICS)
+        assert state.metrics["l1"] == pytest.approx(opt.score(data(), l1_loss), rel=1e-12)
+
+
+def test_validation_every_second_epoch_and_an_epoch_0_on_request() -> None:
+    seen: list[tuple[int, list[str]]] = []
+    trained(
+        epochs=4,
+        eval_data=data(),
+        metrics=METRICS,
+        score_every=2,
+        epoch_0=True,
+        on_epoch=lambda moment: seen.append((moment.epoch, sorted(moment.numbers))),
+    )
+    found = ["eval_l1", "eval_loss"]
+    assert seen == [(0, found), (1, ["loss"]), (2, [*found, "loss"]), (3, ["loss"]), (4, [*found, "loss"])]
+
+
+def test_epochs_that_are_taken_as_done() -> None:
+    seen: list[Any] = []
+
+    def note(moment: Moment) -> None:
+        seen.append((moment.epoch, moment.batch, moment.iteration))
+
+    position = batches()
+    state = trained(position, epochs=4, begin_epoch=3, on_batch=note)[1]
+    assert seen == [(4, number, 15 + number) for number in range(1, 6)]
+    assert (state.epoch, position.epoch, position.iteration) == (4, 4, 20)
+    assert trained(position, epochs=4)[1].iteration == 20  # nothing is left to do
+    with pytest.raises(ValueError, match="`begin_epoch` is 3, but these Batches are in epoch 4"):
+        trained(position, epochs=5, begin_epoch=3)
+
+
+@pytest.mark.parametrize("which", ["on_batch", "on_epoch", "on_eval_batch", "on_eval"])
+def test_any_callback_can_stop(which: str) -> None:
+    for stop in (lambda moment: True, lambda moment: moment.trainer.terminate()):
+        options = {"eval_data": data(), "metrics": METRICS, which: stop}
+        state = trained(epochs=3, **options)[1]
+        assert (state.epoch, state.iteration) == (1, 1 if which == "on_batch" else 5)
+
+
+@pytest.mark.parametrize("stop", [lambda moment: moment.iteration == 5, lambda moment: _terminate(moment, 5)])
+def test_an_epoch_that_is_stopped_at_its_last_batch_is_done_with(stop: Any) -> None:
+    seen: list[int] = []
+    state = trained(epochs=3, on_batch=stop, on_epoch=lambda moment: seen.append(moment.epoch))[1]
+    assert (state.iteration, seen) == (5, [1]) and "loss" in state.metrics
+
+
+def _terminate(moment: Moment, iteration: int) -> None:
+    if moment.iteration == iteration:
+        moment.trainer.terminate()
+
+
+def test_a_time_limit_stops_and_what_was_reached_is_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    state = trained(epochs=3, time_limit=0.0, checkpoint=folder)[1]
+    assert state.iteration == 1
+    assert [one.iteration for one in Checkpoint(folder).files()] == [1]
+    assert trained(epochs=3, checkpoint=folder, resume="auto")[0] == trained(epochs=3)[0]
+
+
+def test_early_stopping() -> None:
+    values = iter([5.0, 4.0, 4.5, 4.0, 9.0, 1.0])
+    state = trained(epochs=6, eval_data=data(), metrics={"loss": lambda outputs, targets: next(values)}, patience=3)[1]
+    assert state.epoch == 5
+    values = iter([5.0, 4.0, 4.5, 4.0, 9.0, 1.0])
+    stopping = EarlyStopping("eval_a", 2, mode="max")
+    assert trained(epochs=6, eval_data=data(), metrics={"a": lambda *_: next(values)}, patience=stopping)[1].epoch == 3
+
+
+# Schedules
+
+
+def rates(scheduler: Callable[[Any], Any], step: str, epochs: int = 3) -> list[float]:
+    """The learning rate after each batch."""
+    found: list[float] = []
+    with optimizer() as opt:
+        fit(
+            opt,
+            Batches(data(), 25),
+            epochs=epochs,
+            scheduler=scheduler(opt.optimizer),
+            scheduler_step=step,
+            on_batch=lambda moment: found.append(moment.opt.optimizer.param_groups[0]["lr"]),
+        )
+    return found
+
+
+def test_schedules_by_epoch_and_by_batch() -> None:
+    assert rates(lambda adam: StepLR(adam, 1, 0.1), "epoch") == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
+    assert rates(lambda adam: StepLR(adam, 2, 0.1), "batch") == pytest.approx([1e-3, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
+    by_ignite = rates(lambda adam: PiecewiseLinear(adam, "lr", [(0, 1.0), (4, 0.0)]), "batch")
+    assert by_ignite == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    by_ignite = rates(lambda adam: PiecewiseLinear(adam, "lr", [(0, 1.0), (2, 0.0)]), "epoch")
+    assert by_ignite == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+def test_a_plateau_is_one_of_the_validation() -> None:
+    with optimizer() as opt:
+        plateau = ReduceLROnPlateau(opt.optimizer, factor=0.5, patience=0)  # type: ignore[arg-type]
+        constant = {"loss": lambda outputs, targets: 1.0}
+        fit(opt, batches(), epochs=3, eval_data=data(), metrics=constant, scheduler=plateau)
+        assert opt.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 4)  # type: ignore[union-attr]
+
+
+SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "torch, epoch": (lambda adam: StepLR(adam, 1, 0.1), "epoch"),
+    "torch, batch": (lambda adam: MultiStepLR(adam, [2, 7], 0.1), "batch"),
+    "a plateau": (lambda adam: ReduceLROnPlateau(adam, factor=0.5, patience=0, threshold=1.0), "epoch"),
+    "ignite, batch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (10, 0.01)]), "batch"),
+    "ignite, epoch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (2, 0.01)]), "epoch"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedules_go_on_after_a_resume(name: str, tmp_path: Path) -> None:
+    make, step = SCHEDULERS[name]
+
+    def run(folder: str, on_batch: Any = ()) -> str:
+        with optimizer() as opt:
+            schedule = {"scheduler": make(opt.optimizer), "scheduler_step": step}
+            checkpoint = Checkpoint(tmp_path / folder, every=1)
+            fit(opt, batches(), epochs=2, checkpoint=checkpoint, resume="auto", on_batch=on_batch, **schedule)
+            return opt.fingerprint()
+
+    expected = run("whole")
+    for killed in range(2, 11):
+
+        def kill(moment: Moment, killed: int = killed) -> None:
+            if moment.iteration == killed:
+                raise Killed
+
+        with pytest.raises(Killed):
+            run(str(killed), kill)
+        assert run(str(killed)) == expected
+    with optimizer() as opt, pytest.raises(batchopt.CheckpointError, match="it was written with a scheduler"):
+        fit(opt, batches(), epochs=3, checkpoint=tmp_path / "whole", resume="auto")
+
+
+# What is said
+
+
+def test_verbose_1_is_a_bar_an_epoch_and_2_a_record(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(verbose: int) -> str:
+        with optimizer(verbose=verbose) as opt:
+            fit(opt, batches(), epochs=2, eval_data=data(), metrics=METRICS)
+        return capsys.readouterr().err
+
+    assert run(0) == ""
+    said = run(1)
+    assert "epoch 1/2" in said and "epoch 2/2: 100%" in said and "eval_l1" in said and "evaluations" not in said
+    with caplog.at_level(logging.INFO, "batchopt"):
+        run(2)
+    assert [r.getMessage().split(":")[0] for r in caplog.records if r.getMessage().startswith("epoch")] == [
+        "epoch 1/2",
+        "epoch 2/2",
+    ]
+
+
+# Errors
+
+
+def test_what_a_callback_raises_is_raised() -> None:
+    def fail(moment: Moment) -> None:
+        raise Killed
+
+    for which in ("on_batch", "on_epoch", "on_eval", "on_eval_batch"):
+        with pytest.raises(Killed):
+            trained(epochs=1, eval_data=data(), metrics=METRICS, **{which: fail})
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"epochs": 0}, ValueError, "`epochs` must be >= 1"),
+        ({"epochs": 1, "score_every": 0}, ValueError, "`score_every` must be >= 1"),
+        ({"epochs": 1, "begin_epoch": -1}, ValueError, "`begin_epoch` must be >= 1, got -1"),
+        ({"epochs": 1, "keep": 0, "checkpoint": "c"}, ValueError, "`keep` must be >= 1"),
+        ({"epochs": 1, "on_batch": 3}, TypeError, "`on_batch` must be callable"),
+        ({"epochs": 1, "on_epoch": [lambda: 1]}, TypeError, "`on_epoch` must be callable"),
+        ({"epochs": 1, "on_epoch": None}, TypeError, "`on_epoch` must be a function of a Moment"),
+        ({"epochs": 1, "eval_data": data()}, ValueError, "`eval_data` needs `metrics`"),
+        ({"epochs": 1, "metrics": mse_loss}, TypeError, "`metrics` must be a dict"),
+        ({"epochs": 1, "scheduler": 3}, TypeError, "`scheduler` must be one of torch.optim"),
+        ({"epochs": 1, "patience": EarlyStopping("eval_x")}, ValueError, "watches 'eval_x', and epochs end with"),
+        ({"epochs": 1, "eval_data": data(), "metrics": {"l1": l1_loss}, "patience": 2}, ValueError, "'eval_loss'"),
+        ({"epochs": 1, "resume": "auto"}, ValueError, "`resume` needs `checkpoint`"),
+        ({"epochs": 1, "unknown": 1}, TypeError, "unexpected keyword argument 'unknown'"),
+    ],
+)
+def test_wrong_arguments_are_named(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trained(**options)
+
+
+def test_svrg_and_an_optimizer_with_a_closure() -> None:
+    for make in (lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.01)), lambda p: batchopt.LBFGS(p, max_iter=2)):
+        with optimizer(optimizer=make) as opt:
+            assert fit(opt, batches(), epochs=3).iteration == 15
+
+
+def test_none_is_evaluated_only() -> None:
+    with BatchOptimizer(torch.nn.Linear(3, 1).double(), mse_loss, optimizer=None) as opt:
+        assert "lr" not in fit(opt, batches(), epochs=1).metrics
