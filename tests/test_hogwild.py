@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, WorkerError
+from batchopt import BatchOptimizer, WorkerError, hogwild
 from batchopt._data.epochs import permutation
 from tests.workloads import Mlp, Pairs
 
@@ -57,6 +57,18 @@ def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> Non
     assert found.losses == [losses]
     for one, other in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_in_one_call_it_is_the_same() -> None:
+    expected, losses = plain(2, shuffle=True)
+    module = network()
+    found = hogwild(
+        module, nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, epochs=2, threads_per_worker=1, seed=0
+    )
+    assert found.losses == [losses]
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    two = hogwild(network(), nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, parallelize=2)
+    assert sum(map(len, two.losses)) == 10
 
 
 def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
@@ -127,6 +139,9 @@ def test_what_cannot_be() -> None:
             opt.hogwild(([*X], [*Y]), momentum, batch_size=8)
         with pytest.raises(WorkerError, match="ZeroDivisionError"):
             opt.hogwild((X, Y), lambda parameters: 1 // 0, batch_size=8)  # type: ignore[arg-type, return-value]
+    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None, devices=["cpu", "cpu"]) as opt:
+        with pytest.raises(ValueError, match="needs workers that share memory: backend='process' without `devices`"):
+            opt.hogwild((X, Y), momentum, batch_size=8)
     norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
     with BatchOptimizer(norm, nn.MSELoss(), optimizer=None) as opt:
         with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) keeps running statistics"):
