@@ -20,6 +20,16 @@ from batchopt._function.full_gradient import full_gradient
 from batchopt._function.function import BatchFunction
 from batchopt._function.graph import loss_with_graph
 from batchopt._function.hogwild import HogwildResult, hogwild
+from batchopt._function.least_squares import (
+    LARGEST,
+    Normal,
+    gauss_newton_product,
+    gram,
+    jacobian_product,
+    normal,
+    residuals,
+    transposed_product,
+)
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.prediction import iter_predict, predict, score
 from batchopt._function.prepared import PreparedBatch
@@ -226,6 +236,53 @@ class BatchOptimizer:
         cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
         """
         return hessian_products(self._function, v)
+
+    # ---- least squares
+
+    def residuals(self, inputs: Any = None, targets: Any = None) -> Any:
+        """The residuals in the order of samples: shape `(samples, d)`, their dtype; a dict where there are terms.
+
+        For a criterion that is `torch.nn.MSELoss`, whose residuals are output less target, or terms that are
+        `Term(residual=...)`: f is the sum over the terms of `weight` times the mean square of the term's residuals.
+        Default: those of the loaded batch; else of other data, as in `collect`. Raises `ValueError` where f is not
+        known to be a sum of squares, and what `collect` raises.
+        """
+        return residuals(self._function, inputs, targets)
+
+    def jvp(self, v: torch.Tensor) -> Any:
+        """J times `v` (shape `(n,)`), where J is the Jacobian of the residuals of the loaded batch with respect to X:
+        in the shape of `residuals`. Raises what that raises."""
+        return jacobian_product(self._function, v)
+
+    def vjp(self, u: Any) -> torch.Tensor:
+        """Jᵀ times `u`, which is like `residuals`: shape `(n,)`, X's dtype, summed in float64 along the tree of chunks.
+        Raises what `residuals` raises, and `NonFiniteError`."""
+        return transposed_product(self._function, u)
+
+    def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
+        """JᵀWJ times `v`, shape `(n,)`, or times each column of it, shape `(n, k)`: the same shape, X's dtype.
+
+        f is rᵀWr: W has the weight of each square in f, the term's by the number of its residuals. Twice this is the
+        Hessian of f without the curvature of the residuals, and never negative. No matrix is made. Raises what `vjp`
+        raises.
+        """
+        return gauss_newton_product(self._function, v)
+
+    def normal(self, *, limit: int = LARGEST) -> Normal:
+        """f, JᵀWr and JᵀWJ of the loaded batch at X in one pass over the samples: see `Normal`.
+
+        Workers make rows of J (by `torch.func`, or the module with parameters for each sample), some MB at a time, and
+        sum their products in float64. What neither way can evaluate takes a backward a row, and a warning. With
+        `chunk_size` the same bits for any number of workers, as in `total`. Raises `ValueError` for more than `limit`
+        parameters, with the size of the matrix; `NonFiniteError`; and what `residuals` raises.
+        """
+        return normal(self._function, limit)
+
+    def gram(self, *, limit: int = LARGEST) -> torch.Tensor:
+        """JJᵀ of the loaded batch, without weights: shape `(N, N)`, float64, for the N residuals in the order of
+        `residuals`, one term after the other. For few residuals: all rows of J are held at a time. Raises `ValueError`
+        for more than `limit` of them, and what `residuals` raises."""
+        return gram(self._function, limit)
 
     def evaluate_many(
         self, points: torch.Tensor | Sequence[torch.Tensor], gradients: bool = False

@@ -430,7 +430,7 @@ def test_a_step_that_fails_leaves_the_losses_as_they_were() -> None:
         (lambda: {3: Term(misfit)}, TypeError, "the names in `terms` must be strings, got int 3"),
         (lambda: {"a": misfit}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, .*did you mean Term\(misfit\)\?"),
         (lambda: {"a": 3}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, got int$"),
-        (lambda: {"a": Term(None)}, TypeError, "got None"),  # type: ignore[arg-type]
+        (lambda: {"a": Term(None)}, TypeError, "got None"),
         (lambda: {"a": Term(nn.MSELoss)}, TypeError, "got the class MSELoss"),  # type: ignore[arg-type]
         (lambda: {"a": Term(lambda x: x)}, TypeError, "must be callable as loss_fn"),  # type: ignore[arg-type,misc]
         (lambda: {"a": Term(misfit, math.inf)}, ValueError, "`weight` of a Term must be a finite number >= 0, got inf"),

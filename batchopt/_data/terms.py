@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -13,6 +13,7 @@ from batchopt._data.denominators import resolve_reduction
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
+from batchopt_workers.squares import MeanSquare, ResidualFunction
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Term:
 
     Args:
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`; `targets` is None where the term's data has none.
+        residual: instead of it, `residual(module, inputs, targets)`, shape `(samples, ...)`: the loss is the mean of
+            the squares of all these numbers (or, with the reduction `"sum"`, their sum), and least squares know its
+            Jacobian. Each row has to depend on its own sample alone.
         weight: finite and >= 0. With 0 the term's loss is evaluated, and adds nothing to f and df/dX.
         reduction: `"mean"`, the default, or `"sum"`: what the loss of some of the term's samples is.
         denominators, collate_fn: of this term, as in `BatchOptimizer`.
@@ -29,18 +33,32 @@ class Term:
     Raises `TypeError` or `ValueError` for anything else.
     """
 
-    loss_fn: LossFunction
+    loss_fn: LossFunction | None = None
     weight: float = 1.0
     reduction: str = "mean"
     denominators: Denominators | None = None
     collate_fn: Collate | None = None
+    residual: InitVar[ResidualFunction | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        if self.loss_fn is None:
-            raise TypeError("`loss_fn` of a Term must be a function of (module, inputs, targets); got None")
+    def __post_init__(self, residual: ResidualFunction | None) -> None:
+        if (self.loss_fn is None) == (residual is None):
+            raise TypeError(
+                "`loss_fn` of a Term must be a function of (module, inputs, targets), or `residual` one in its place; "
+                f"got {'None' if residual is None else 'both'}"
+            )
+        if residual is not None:
+            arguments.check_callable("residual", residual, ("module", "inputs", "targets"))
+            object.__setattr__(self, "loss_fn", MeanSquare(residual))
         arguments.check_loss_fn(self.loss_fn)
         object.__setattr__(self, "weight", _read_weight("`weight` of a Term", self.weight))
         object.__setattr__(self, "reduction", resolve_reduction(self.reduction, None))
+        if isinstance(self.loss_fn, MeanSquare):
+            if self.denominators is not None:
+                raise ValueError(
+                    "`denominators` of a Term with a `residual`: its mean is over the residuals; put the square root "
+                    "of a weight into the residual"
+                )
+            object.__setattr__(self, "loss_fn", replace(self.loss_fn, reduction=self.reduction))
         arguments.check_callable("denominators", self.denominators, ("inputs", "targets"))
         arguments.check_callable("collate_fn", self.collate_fn, ("samples",))
 

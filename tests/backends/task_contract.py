@@ -16,6 +16,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Term, WorkerError
+from tests.backends.least_squares_contract import LeastSquaresContract
 from tests.workloads import Mlp, rnn
 
 Make = Callable[..., BatchOptimizer]
@@ -77,7 +78,7 @@ def moments(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> t
     return outputs.T @ outputs, {"count": len(inputs), "positive": (inputs > 0).sum(0)}
 
 
-class TaskContract:
+class TaskContract(LeastSquaresContract):
     """What holds for any backend. A subclass gives `backend`, `parallelize`, and whether workers are `processes`."""
 
     backend: str

@@ -11,7 +11,7 @@ from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradien
 from batchopt_workers.messages import Cut
 from batchopt_workers.task import Surroundings
 from batchopt_workers.worker import Worker
-from tests.workloads import Mlp
+from tests.workloads import Mlp, no_residuals
 
 X = torch.linspace(-1.0, 2.0, 30, dtype=torch.float64).view(5, 6).sin()
 CUT = Cut((0, 5))
@@ -27,7 +27,7 @@ def surroundings(module: nn.Module, piece: Piece, weight: float = 1.0) -> Surrou
         return (loss().item(),), torch.cat([p.detach().flatten() for p in module.parameters()])
 
     worker = Worker(0, 1, torch.device("cpu"), module)
-    return Surroundings(worker, module, list(module.parameters()), loss, weight, evaluate)
+    return Surroundings(worker, module, list(module.parameters()), loss, no_residuals, weight, evaluate)
 
 
 def test_gradients_with_respect_to_inputs_keep_their_structure() -> None:

@@ -10,14 +10,16 @@ from batchopt_workers.batch import Piece
 from batchopt_workers.layout import Layout, Slot
 from batchopt_workers.task import Applied, ParameterWatch, Predicted, PrivateTotals, Surroundings, in_mode
 from batchopt_workers.worker import Worker
-from tests.workloads import Mlp
+from tests.workloads import Mlp, no_residuals
 
 X = torch.linspace(-1.0, 1.0, 30).view(5, 6)
 
 
 def around(module: nn.Module) -> Surroundings:
     worker, parameters = Worker(0, 1, torch.device("cpu"), module), list(module.parameters())
-    return Surroundings(worker, module, parameters, lambda: torch.zeros(()), 1.0, lambda cut, gradient: ((), X))
+    return Surroundings(
+        worker, module, parameters, lambda: torch.zeros(()), no_residuals, 1.0, lambda cut, gradient: ((), X)
+    )
 
 
 def piece(targets: torch.Tensor | None = None) -> Piece:

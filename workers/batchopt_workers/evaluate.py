@@ -16,12 +16,14 @@ from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.collector import GradientCollector, grads_kept
 from batchopt_workers.forms import Form
+from batchopt_workers.jacobian import Jacobian, PieceResiduals
 from batchopt_workers.layout import Layout
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.objective import LossFunction, Objective
 from batchopt_workers.output import Output, write_results
 from batchopt_workers.rows import Row, Rows
+from batchopt_workers.squares import squares_of
 from batchopt_workers.sums import PartialSum, Sums
 from batchopt_workers.task_runner import ChunkDone, TaskRunner
 from batchopt_workers.tree import most_held
@@ -81,6 +83,8 @@ class Evaluator:
         self._parameters = parameters
         self._buffers = buffers
         self._objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
+        self._module = program.module
+        self._jacobians: dict[int, Jacobian] = {}  # by term
         self.tasks = TaskRunner(self.walk, program.module, parameters)
 
     @property
@@ -208,9 +212,24 @@ class Evaluator:
 
     def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
         """The loss of a piece, of that term, with its graph."""
+        return self._forward(replace(piece, term=term), self._sample(piece, term))
+
+    def residuals_of(self, piece: Piece, term: int) -> PieceResiduals:
+        """The residuals whose mean square is the loss of a piece, of that term."""
+        if term not in self._jacobians:
+            objective = self._objectives[term]
+            squares = squares_of(objective.criterion, objective.loss_fn)
+            assert squares is not None  # else nobody would have asked
+            self._jacobians[term] = Jacobian(self._module, self._parameters, squares)
+        sample = self._sample(piece, term)
+        if self.prehook is not None and self.hooked:
+            self.prehook(self.worker, sample)
+        samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
+        return PieceResiduals(self._jacobians[term], sample.inputs, sample.targets, samples)
+
+    def _sample(self, piece: Piece, term: int) -> Sample:
         names = [None] * len(self.weights) if self._loaded is None else self._loaded.batch.numbering.names
-        sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[term])
-        return self._forward(replace(piece, term=term), sample)
+        return Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[term])
 
     def weight_of(self, term: int) -> float:
         """The weight of that term in f."""

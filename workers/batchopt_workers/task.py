@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from batchopt_workers.batch import Piece
+from batchopt_workers.jacobian import PieceResiduals
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut
 from batchopt_workers.rows import Rows
@@ -22,13 +23,14 @@ ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 class Surroundings(NamedTuple):
     """The worker, its module and the trainable parameters; `loss` of a piece, which the prehook has seen, as it counts
-    `weight` in f; and `evaluate`: the losses of the terms, and df/dX, of the loaded batch as it is cut there, at the
-    parameters as they are."""
+    `weight` in f, and the `residuals` whose mean square it is; and `evaluate`: the losses of the terms, and df/dX, of
+    the loaded batch as it is cut there, at the parameters as they are."""
 
     worker: Worker
     module: torch.nn.Module
     parameters: Sequence[torch.Tensor]
     loss: Callable[[], torch.Tensor]
+    residuals: Callable[[], PieceResiduals]
     weight: float
     evaluate: Callable[[Cut, bool], tuple[tuple[float, ...], torch.Tensor]]
 

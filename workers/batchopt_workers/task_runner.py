@@ -13,6 +13,7 @@ from batchopt_workers import faults
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.collector import grads_kept
 from batchopt_workers.forms import Form, real, sums_form, sums_layout
+from batchopt_workers.jacobian import PieceResiduals
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.messages import Cut, Kind, Order, Report
 from batchopt_workers.output import MemoryOutput, Output, write_results
@@ -37,6 +38,9 @@ class F(Protocol):
 
     def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
         """The loss of a piece, of that term, with its graph."""
+
+    def residuals_of(self, piece: Piece, term: int) -> PieceResiduals:
+        """The residuals whose mean square is the loss of a piece, of that term."""
 
     def weight_of(self, term: int) -> float:
         """The weight of that term in f."""
@@ -94,15 +98,17 @@ class TaskRunner:
             with self._walk.restoring(loaded), grads_kept(self._parameters), in_mode(self._module, task.train):
                 results = []
                 try:
-                    for piece in self._walk.pieces(loaded, order.step, chunk):
+                    for number, piece in enumerate(self._walk.pieces(loaded, order.step, chunk)):
                         faults.point("worker.forward", chunk)
-                        results.append(task.function(piece, self._around(piece, order.step, f)))
+                        result = task.function(piece, self._around(piece, order.step, f))
+                        if totals:
+                            form = self._total(result, needed, row, number == 0)
+                        else:
+                            results.append(result)
                 finally:
                     if watch is not None:
                         watch.check()
-                if totals:
-                    form = self._total(results, needed, row)
-                else:
+                if not totals:
                     form = write_results(self.output, results, loaded.batch.parts[0], self._walk.current)
             faults.point("worker.merge", chunk)
             sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
@@ -117,27 +123,26 @@ class TaskRunner:
             self._module,
             self._parameters,
             partial(f.loss_of, piece, term),
+            partial(f.residuals_of, piece, term),
             piece.weight * f.weight_of(term),
             partial(f.evaluate_all, step),
         )
 
-    def _total(self, results: Sequence[Any], needed: int, row: int) -> Form:
-        """Sum the results of a chunk in a row, and return their form."""
-        for number, result in enumerate(results):
-            form, tensors = sums_form(result)
-            if self._form is None:
-                self._form, self._rows = form, None
-            if form.columns != self._form.columns:
-                raise ValueError(
-                    f"the function returned {_listed(form)} here, and {_listed(self._form)} for other samples: sums "
-                    "need one structure, with the same shapes and dtypes"
-                )
-            if self._rows is None or len(self._rows) < needed:
-                self._rows = self.totals.rows(sums_layout(form.columns), needed)
-            with torch.no_grad():
-                for view, tensor in zip(self._rows[row].views, tensors, strict=True):
-                    view.copy_(real(tensor)) if number == 0 else view.add_(real(tensor))
-        assert self._form is not None
+    def _total(self, result: Any, needed: int, row: int, first: bool) -> Form:
+        """Add the result of a piece, the first of its chunk or not, to a row, and return its form."""
+        form, tensors = sums_form(result)
+        if self._form is None:
+            self._form, self._rows = form, None
+        if form.columns != self._form.columns:
+            raise ValueError(
+                f"the function returned {_listed(form)} here, and {_listed(self._form)} for other samples: sums "
+                "need one structure, with the same shapes and dtypes"
+            )
+        if self._rows is None or len(self._rows) < needed:
+            self._rows = self.totals.rows(sums_layout(form.columns), needed)
+        with torch.no_grad():
+            for view, tensor in zip(self._rows[row].views, tensors, strict=True):
+                view.copy_(real(tensor)) if first else view.add_(real(tensor))
         return self._form
 
 

@@ -1,0 +1,169 @@
+"""Residuals, their Jacobian and the normal equations, where f is a sum of squares."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt._data import arguments
+from batchopt._function.function import BatchFunction
+from batchopt._function.tasks import Selection, collect, plain, select, total
+from batchopt_workers.least_squares import (
+    GaussNewtonProducts,
+    JacobianProduct,
+    JacobianRows,
+    NormalSums,
+    Residuals,
+    TransposedProduct,
+    stripes,
+)
+from batchopt_workers.squares import squares_of
+from batchopt_workers.task import PieceFunction, Task
+
+# Parameters of the largest matrix that is made unless a larger one is asked for.
+LARGEST = 5_000
+
+
+class Normal(NamedTuple):
+    """The normal equations of f = rᵀWr, in float64: `loss` is f; `vector` JᵀWr, half of df/dX, shape `(n,)`; `matrix`
+    JᵀWJ, shape `(n, n)`. W has the weights of the squares in f: that of the term, by the number of its residuals."""
+
+    loss: float
+    vector: torch.Tensor
+    matrix: torch.Tensor
+
+
+def residuals(function: BatchFunction, inputs: Any, targets: Any) -> Any:
+    """The residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms."""
+    return _rows(function, Residuals(), select(function, inputs, targets, _readings(function)))
+
+
+def jacobian_product(function: BatchFunction, v: Any) -> Any:
+    """J times `v`."""
+    task = JacobianProduct(_vector(function, "v", v))
+    return _rows(function, task, _loaded(function))
+
+
+def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
+    """Jᵀ times `u`, shape `(n,)`, X's dtype."""
+    selections = _loaded(function)
+    given = u if isinstance(u, Mapping) else {None: u}
+    names = [s.name for s in selections]
+    if set(given) != set(names):
+        raise ValueError(
+            f"`u` must be as residuals() returns them: {'a tensor' if names == [None] else f'a dict with {names}'}"
+        )
+    x = function.subject.x
+    whole = torch.zeros(len(x), dtype=torch.float64)
+    for s in selections:
+        weights = _floating("u", given[s.name])
+        if weights.shape[:1] != (s.batch.size,):
+            raise ValueError(
+                f"`u` must have a row for each of {s.batch.size} samples, as residuals() has; got shape "
+                f"{tuple(weights.shape)}"
+            )
+        task = s.task(TransposedProduct(weights.detach().to(x.dtype).contiguous()))
+        whole += total(function, task, s.batch, "product with the transposed Jacobian")
+    return whole.to(x.dtype)
+
+
+def gauss_newton_product(function: BatchFunction, v: Any) -> torch.Tensor:
+    """JᵀWJ times a vector, shape `(n,)`, or each column of a matrix, shape `(n, k)`; X's dtype."""
+    _check(function)
+    columns = _floating("v", v)
+    size = len(function.parameters)
+    if columns.shape[:1] != (size,) or columns.dim() > 2:
+        raise ValueError(f"`v` must have shape ({size},), as `parameters`, or ({size}, k); got {tuple(columns.shape)}")
+    directions = columns.detach().to(function.subject.x.dtype).reshape(size, -1).T.contiguous()
+    task = Task(GaussNewtonProducts(directions), term=None)
+    found = total(function, task, function.ready().batch, "Gauss-Newton product")
+    product: torch.Tensor = found.T.to(function.subject.x.dtype).reshape(columns.shape)
+    return product
+
+
+def normal(function: BatchFunction, limit: int) -> Normal:
+    """The normal equations of the loaded batch. Raises `ValueError` for more than `limit` parameters."""
+    _check(function)
+    size = len(function.parameters)
+    if size > arguments.read_count("limit", limit):
+        raise ValueError(
+            f"the matrix of {size:,} parameters would have {8 * size**2 / 1e9:,.1f} GB, and some in each worker: use "
+            f"gauss_newton(v), its product with a vector, or give `limit`, which is {limit:,}"
+        )
+    step = function.ready()
+    found = total(function, Task(NormalSums(stripes(size)), term=None), step.batch, "matrix of the normal equations")
+    if found["each"]:
+        warnings.warn(
+            f"{int(found['each']):,} rows of the Jacobian took a backward each, which is slow: neither the residual "
+            "nor the module can be evaluated sample by sample (torch.func.vmap). Residuals should be made of their own "
+            "sample alone, by calling the module and torch's functions on whole tensors",
+            stacklevel=3,
+        )
+    matrix = torch.empty(size, size, dtype=torch.float64)
+    for (start, stop), stripe in zip(stripes(size), found["matrix"], strict=True):
+        matrix[start:stop, start:] = stripe
+        matrix[start:, start:stop] = stripe.T
+    return Normal(float(found["loss"]), found["vector"].clone(), matrix)
+
+
+def gram(function: BatchFunction, limit: int) -> torch.Tensor:
+    """JJᵀ of the loaded batch, float64; its rows in the order of residuals, one term after the other."""
+    found = _rows(function, Residuals(), _loaded(function))
+    count = sum(one.numel() for one in (found.values() if isinstance(found, Mapping) else [found]))
+    if count > arguments.read_count("limit", limit):
+        raise ValueError(
+            f"the matrix of {count:,} residuals would have {8 * count**2 / 1e9:,.1f} GB: load fewer samples, use jvp() "
+            f"and vjp(), or give `limit`, which is {limit:,}"
+        )
+    rows = _rows(function, JacobianRows(), _loaded(function))
+    parts = rows.values() if isinstance(rows, Mapping) else [rows]
+    jacobian = torch.cat([part.flatten(0, 1) for part in parts]).double()
+    return jacobian @ jacobian.T
+
+
+def _rows(function: BatchFunction, task: PieceFunction, selections: list[Selection]) -> Any:
+    found = {s.name: collect(function, s.task(task), s.batch) for s in selections}
+    return found[None] if None in found else found
+
+
+def _loaded(function: BatchFunction) -> list[Selection]:
+    return select(function, None, None, _readings(function))
+
+
+def _readings(function: BatchFunction) -> Any:
+    _check(function)
+    return plain(function.readings)
+
+
+def _check(function: BatchFunction) -> None:
+    """Raise `BatchoptError` after `close`, `ValueError` where f is no sum of squares."""
+    function.check_open()
+    settings = function.settings
+    names = [None] if settings.terms is None else [*settings.terms]
+    for name, loss_fn in zip(names, settings.loss_fns, strict=True):
+        if squares_of(settings.criterion, loss_fn) is None or settings.denominators is not None:
+            which = "f" if name is None else f"the term {name!r}"
+            raise ValueError(
+                f"{which} is not known to be a sum of squares: use criterion=torch.nn.MSELoss() without "
+                "`denominators`, or batchopt.Term(residual=...), whose loss is the mean square of what it returns"
+            )
+
+
+def _vector(function: BatchFunction, name: str, given: Any) -> torch.Tensor:
+    """A vector like X. Raises `TypeError` or `ValueError`."""
+    _check(function)
+    x = function.parameters
+    vector = _floating(name, given)
+    if vector.shape != x.shape:
+        raise ValueError(f"`{name}` must have shape ({len(x)},), as `parameters`; got {tuple(vector.shape)}")
+    return vector.detach().to(x.dtype).contiguous()
+
+
+def _floating(name: str, given: Any) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        kind = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise TypeError(f"`{name}` must be a tensor of floating-point numbers; got {kind}")
+    return given

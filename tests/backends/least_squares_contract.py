@@ -1,0 +1,203 @@
+"""The contract of every backend for least squares: residuals, their Jacobian's products, and the normal equations."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, NonFiniteError, Term
+from tests.workloads import Mlp
+
+Make = Callable[..., BatchOptimizer]
+X = torch.linspace(-2.0, 2.0, 37 * 2, dtype=torch.float64).reshape(37, 2).sin()
+Y = torch.linspace(-1.0, 3.0, 37, dtype=torch.float64).reshape(37, 1).cos()
+WEIGHTS = {"pde": 2.0, "data": 0.5}
+
+
+class Flow(nn.Module):
+    """A small network, and two coefficients that residuals use by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp(2, 5, 1)
+        self.speed = nn.Parameter(torch.tensor(1.3))
+        self.viscosity = nn.Parameter(torch.tensor([0.2]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u: torch.Tensor = self.net(x)
+        return u
+
+
+def equation(module: Any, points: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+    """A differential equation, by torch.autograd.grad."""
+    points = points.detach().requires_grad_()
+    u = module(points)
+    (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
+    residual: torch.Tensor = slope[:, 1:] + module.speed * u * slope[:, :1] - module.viscosity * second[:, :1]
+    return residual
+
+
+def misfit(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Two numbers a sample."""
+    u = module(inputs)
+    return torch.cat([u - targets, u.square() * targets], dim=1)
+
+
+def terms() -> dict[str, Term]:
+    return {
+        "pde": Term(residual=equation, weight=WEIGHTS["pde"]),
+        "data": Term(residual=misfit, weight=WEIGHTS["data"]),
+    }
+
+
+DATA = {"pde": X, "data": (X[:20], Y[:20])}
+
+
+def flow() -> Flow:
+    torch.manual_seed(0)
+    return Flow().double()
+
+
+def jacobian(module: nn.Module, residuals: torch.Tensor) -> torch.Tensor:
+    """Row by row, by torch alone."""
+    rows = []
+    for residual in residuals.reshape(-1):
+        found = torch.autograd.grad(residual, [*module.parameters()], retain_graph=True, allow_unused=True)
+        pairs = zip(found, module.parameters(), strict=True)
+        rows.append(torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.flatten() for g, p in pairs]))
+    return torch.stack(rows)
+
+
+def reference(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All residuals, their weights in f, and the Jacobian."""
+    found = [equation(module, X, None), misfit(module, X[:20], Y[:20])]
+    weights = [
+        torch.full((r.numel(),), w / r.numel(), dtype=r.dtype) for r, w in zip(found, WEIGHTS.values(), strict=True)
+    ]
+    return (
+        torch.cat([r.detach().flatten() for r in found]),
+        torch.cat(weights),
+        torch.cat([jacobian(module, r) for r in found]),
+    )
+
+
+def alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """To 1e-12 of the largest."""
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+
+
+class LeastSquaresContract:
+    """What holds for any backend where f is a sum of squares."""
+
+    backend: str
+    parallelize: int
+    processes = True
+
+    @pytest.mark.parametrize("chunk_size", [None, 5])
+    def test_the_normal_equations_and_products_are_those_of_one_jacobian(
+        self, make: Make, chunk_size: int | None
+    ) -> None:
+        module = flow()
+        opt = make(module, terms=terms(), optimizer=None, chunk_size=chunk_size)
+        opt.load(DATA)
+        f = opt.evaluate().item()
+        gradient = opt.grad_parameters.clone()
+        r, w, j = reference(module)
+        found = opt.normal()
+        assert found.loss == pytest.approx(f, rel=1e-13)
+        assert f == pytest.approx(float(w @ r.square()), rel=1e-13)
+        alike(found.vector, gradient / 2)
+        alike(found.vector, j.T @ (w * r))
+        alike(found.matrix, j.T @ (w[:, None] * j))
+        assert torch.equal(found.matrix, found.matrix.T)
+        v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
+        alike(opt.gauss_newton(v), found.matrix @ v)
+        block = torch.stack([v, v.sin(), v * 0], dim=1)
+        alike(opt.gauss_newton(block), found.matrix @ block)
+        values, along = opt.residuals(), opt.jvp(v)
+        assert values["pde"].shape == (37, 1) and values["data"].shape == (20, 2)
+        alike(torch.cat([values["pde"].flatten(), values["data"].flatten()]), r)
+        alike(torch.cat([along["pde"].flatten(), along["data"].flatten()]), j @ v)
+        alike(opt.vjp(values), j.T @ r)
+        alike(opt.gram(), j @ j.T)
+        if chunk_size is not None:  # else shares follow the speeds
+            assert opt.evaluate().item() == f and torch.equal(opt.grad_parameters, gradient)
+
+    def test_the_mean_squared_error_knows_its_residuals(self, make: Make) -> None:
+        module = Mlp(2, 5, 1).double()
+        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=6)
+        opt.load(X, Y)
+        torch.testing.assert_close(opt.residuals(), module(X).detach() - Y, rtol=1e-13, atol=1e-14)
+        others = opt.residuals(X[3:30], Y[3:30])
+        torch.testing.assert_close(others, (module(X) - Y)[3:30].detach(), rtol=1e-13, atol=1e-14)
+        j = jacobian(module, module(X) - Y)
+        alike(opt.normal().matrix, j.T @ j / 37)
+        alike(opt.vjp(torch.ones(37, 1, dtype=torch.float64)), j.sum(0))
+
+    def test_least_squares_have_the_bits_of_one_process(self, make: Make) -> None:
+        found: list[Any] = []
+        for workers in (1, self.parallelize):
+            opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
+            opt.load(DATA)
+            normal = opt.normal()
+            v = torch.ones_like(opt.parameters)
+            found.append(
+                (normal.vector, normal.matrix, opt.gauss_newton(v), opt.jvp(v)["pde"], opt.vjp(opt.residuals()))
+            )
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+    def test_a_residual_that_is_not_finite_names_its_sample(self, make: Make) -> None:
+        points = X.clone()
+        points[13, 0] = torch.nan
+        opt = make(flow(), terms=terms(), optimizer=None, chunk_size=5)
+        opt.load({**DATA, "pde": points})
+        with pytest.raises(NonFiniteError, match=r"normal equations is not finite.*sample 13 of term 'pde'") as caught:
+            opt.normal()
+        assert caught.value.samples == range(13, 14)
+        opt.load(DATA)
+        assert opt.normal().matrix.isfinite().all()
+
+    @pytest.mark.parametrize("what", ["residuals", "normal", "gauss_newton", "jvp", "vjp", "gram"])
+    def test_a_worker_killed_in_least_squares_changes_no_bit(self, make: Make, tmp_path: Path, what: str) -> None:
+        if not self.processes:
+            pytest.skip("its workers cannot be killed")
+        found: list[Any] = []
+        maker = os.getpid()
+        for kills in (False, True):
+            marker = tmp_path / f"{what}-{kills}"
+
+            def residual(
+                module: Any, inputs: torch.Tensor, targets: Any, marker: Path = marker, kills: bool = kills
+            ) -> torch.Tensor:
+                if kills and os.getpid() != maker and (tmp_path / "armed").exists() and not marker.exists():
+                    marker.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return equation(module, inputs, targets)
+
+            opt = make(flow(), terms={"pde": Term(residual=residual)}, optimizer=None, chunk_size=3)
+            opt.load({"pde": X})
+            opt.evaluate()
+            (tmp_path / "armed").touch()
+            if what == "gauss_newton":
+                result = opt.gauss_newton(torch.ones_like(opt.parameters))
+            elif what == "jvp":
+                result = opt.jvp(torch.ones_like(opt.parameters))["pde"]
+            elif what == "vjp":
+                result = opt.vjp({"pde": torch.ones(37, 1, dtype=torch.float64)})
+            elif what == "residuals":
+                result = opt.residuals()["pde"]
+            else:
+                result = opt.normal().matrix if what == "normal" else opt.gram()
+            (tmp_path / "armed").unlink()
+            assert marker.exists() == kills
+            found.append(result)
+        assert torch.equal(found[0], found[1])

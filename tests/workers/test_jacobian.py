@@ -1,0 +1,189 @@
+"""The rows of a Jacobian, and products with it, are those of one backward a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchopt_workers.jacobian as jacobian_module
+from batchopt_workers.jacobian import Jacobian
+from batchopt_workers.squares import MeanSquare
+from tests.workloads import Mlp
+
+torch.manual_seed(0)
+X = torch.randn(23, 6, dtype=torch.float64)
+Y = torch.randn(23, 4, dtype=torch.float64)
+
+
+def difference(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
+    found: torch.Tensor = module(inputs) - targets
+    return found
+
+
+def slopes(module: Any, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    """torch.func cannot differentiate this one."""
+    inputs = inputs.detach().requires_grad_()
+    (found,) = torch.autograd.grad(module(inputs).square().sum(), inputs, create_graph=True)
+    return found
+
+
+def branching(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Looks at the numbers of each sample, which torch.func cannot."""
+    outputs = module(inputs)
+    return torch.stack([row * 2 if float(row.detach().sum()) > 0 else row * 3 for row in outputs])
+
+
+def by_method(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Asks the module for something else than its output."""
+    found: torch.Tensor = module.scores(inputs) - targets
+    return found
+
+
+class Scoring(Mlp):
+    """Its method looks at the numbers, too."""
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self(row) if float(row.sum()) > 0 else self(row).square() for row in x])
+
+
+def by_layer(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Calls parts of the module, and uses a parameter by itself."""
+    inputs = inputs.detach().requires_grad_()
+    u = module.second(torch.tanh(module.first(inputs)))
+    (slope,) = torch.autograd.grad(u.sum(), inputs, create_graph=True)
+    found: torch.Tensor = slope[:, :2] * module.factor + targets[:, :2] * module.shift
+    return found
+
+
+class WithFactors(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.shift = nn.Parameter(torch.tensor([1.5])), nn.Parameter(torch.tensor(0.3))
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+        self.last = nn.Linear(6, 4)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(torch.tanh(self.two(torch.tanh(self.one(x)))))
+        return found
+
+
+def rows(module: nn.Module, residuals: torch.Tensor) -> torch.Tensor:
+    found = []
+    for residual in residuals.reshape(-1):
+        gradients = torch.autograd.grad(residual, trained(module), retain_graph=True, allow_unused=True)
+        pairs = zip(gradients, trained(module), strict=True)
+        found.append(torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in pairs]))
+    return torch.stack(found)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+CASES: dict[str, tuple[type[nn.Module], Any, str]] = {
+    "by torch.func": (Mlp, difference, "_mapped"),
+    "tied and not trained": (Tied, difference, "_mapped"),
+    "with parameters for each sample": (Mlp, slopes, "_apart"),
+    "parts of the module": (WithFactors, by_layer, "_apart"),
+    "with branches": (Mlp, branching, "_apart"),
+    "row by row": (Scoring, by_method, ""),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_products(case: str, dtype: torch.dtype) -> None:
+    make, residual, way = CASES[case]
+    torch.manual_seed(1)
+    module = make().to(dtype)
+    inputs, targets = X.to(dtype), Y.to(dtype)
+    jacobian = Jacobian(module, trained(module), MeanSquare(residual))
+    blocks = [*jacobian.blocks(inputs, targets, 23)]
+    assert [method.__name__ for method in jacobian._ways][:1] == ([way] if way else [])
+    assert (jacobian.one_by_one > 0) == (not way)
+    expected = residual(module, inputs, targets)
+    j = rows(module, expected)
+    rtol, atol = (1e-12, 1e-13) if dtype == torch.float64 else (1e-4, 1e-5)
+    torch.testing.assert_close(
+        torch.cat([b.residuals for b in blocks]), expected.detach().flatten(), rtol=rtol, atol=atol
+    )
+    torch.testing.assert_close(torch.cat([b.rows for b in blocks]), j, rtol=rtol, atol=atol)
+    v = torch.linspace(-1.0, 2.0, j.shape[1]).to(dtype)
+    u = torch.linspace(-1.0, 1.0, j.shape[0]).to(dtype).view_as(expected)
+    values = jacobian.residuals(inputs, targets, 23)
+    torch.testing.assert_close(jacobian.times(values, v).flatten(), j @ v, rtol=rtol, atol=atol)
+    product = jacobian.transposed_times(values, u, keep=True)
+    torch.testing.assert_close(product, (j.T @ u.flatten()).double(), rtol=rtol, atol=atol)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_memory_bounds_the_rows_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Mlp().double()
+    size = sum(parameter.numel() for parameter in module.parameters())
+    monkeypatch.setattr(jacobian_module, "ROOM", 8 * size * 12)
+    monkeypatch.setattr(jacobian_module, "FIRST", 2)
+    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
+    assert [len(block.rows) for block in jacobian.blocks(X, Y, 23)] == [8, 12, 12, 12, 12, 12, 12, 12]
+
+
+def test_inputs_of_any_structure() -> None:
+    class Fields(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, fields: dict[str, Any]) -> torch.Tensor:
+            found: torch.Tensor = self.mlp(fields["x"] * fields["scale"]) * fields["weights"][0]
+            return found
+
+    module = Fields().double()
+    inputs = {"x": X, "weights": (Y[:, :1],), "scale": torch.tensor(2.0, dtype=torch.float64), "name": "a"}
+    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
+    (block,) = jacobian.blocks(inputs, Y, 23)
+    assert jacobian.one_by_one == 0
+    torch.testing.assert_close(block.rows, rows(module, difference(module, inputs, Y)), rtol=1e-12, atol=1e-13)
+
+
+def test_a_sample_that_is_not_one_of_several() -> None:
+    module = Mlp().double()
+    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
+    (block,) = jacobian.blocks(X[0], Y[0], None)
+    torch.testing.assert_close(block.rows, rows(module, difference(module, X[0], Y[0])), rtol=1e-12, atol=1e-13)
+
+
+def test_what_is_no_residual() -> None:
+    module = Mlp().double()
+
+    def of(residual: Any) -> list[Any]:
+        return [*Jacobian(module, trained(module), MeanSquare(residual)).blocks(X, Y, 23)]
+
+    with pytest.raises(ValueError, match=r"`residual` returned shape \(\) for 16 samples"):
+        of(lambda module, inputs, targets: module(inputs).sum())
+    with pytest.raises(TypeError, match="`residual` must return a tensor"):
+        of(lambda module, inputs, targets: [module(inputs)])
+    with pytest.raises(TypeError, match=r"got torch.complex128: return torch.view_as_real of it"):
+        of(lambda module, inputs, targets: torch.complex(module(inputs), targets))
+    with pytest.raises(ValueError, match="depend on the other samples of its chunk, or on random numbers"):
+        of(lambda module, inputs, targets: module(inputs) - module(inputs).mean())
+    with pytest.raises(ValueError, match="depend on the other samples of its chunk, or on random numbers"):
+        of(lambda module, inputs, targets: nn.functional.dropout(module(inputs)))
+    with pytest.raises(ArithmeticError, match="mine"):
+        of(raises)
+    constant = of(lambda module, inputs, targets: targets)
+    assert not any(block.rows.any() for block in constant)
+
+
+def raises(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
+    raise ArithmeticError("mine")

@@ -1,0 +1,315 @@
+"""The Jacobian of residuals with respect to X: its rows, and products with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.func import functional_call, jacrev, vmap
+
+from batchopt_workers.batch import Columns
+from batchopt_workers.layout import Layout
+from batchopt_workers.squares import MeanSquare, checked
+from batchopt_workers.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
+
+# Rows of a Jacobian that are held at a time: bytes; rows, where each is a backward.
+ROOM = 32 * 2**20
+EACH = 32
+# Samples of the first rows.
+FIRST = 16
+# Residuals and gradients found in two ways are the same to so many digits of their dtype.
+SAME = 0.5
+
+
+class Block(NamedTuple):
+    """The residuals of some samples, shape `(rows,)`, and their Jacobian, shape `(rows, n)`."""
+
+    residuals: torch.Tensor
+    rows: torch.Tensor
+
+
+class PieceResiduals(NamedTuple):
+    """The residuals of one piece, as functions of X."""
+
+    jacobian: Jacobian
+    inputs: Any
+    targets: Any
+    samples: int | None  # None: one, which is not one of several
+
+    def values(self) -> torch.Tensor:
+        """Shape `(samples, ...)`, with their graph."""
+        return self.jacobian.residuals(self.inputs, self.targets, self.samples)
+
+    def blocks(self) -> Iterator[Block]:
+        """With their rows, so many at a time that there is room for them."""
+        return self.jacobian.blocks(self.inputs, self.targets, self.samples)
+
+
+class Unmappable(Exception):
+    """Samples cannot be evaluated one by one in this way."""
+
+
+class Jacobian:
+    """The residuals of a term and their derivatives with respect to X, whose tensors are `parameters`.
+
+    Rows are found in one of three ways, the first that works and agrees with a plain backward: `torch.func` over the
+    samples; the residuals of all samples at once, the module evaluating each with parameters of its own (for residuals
+    that use `torch.autograd.grad` themselves); a backward for each row, of as few samples as possible.
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], squares: MeanSquare) -> None:
+        self.squares = squares
+        self.one_by_one = 0  # rows that took a backward each
+        self._module = module
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._layout = Layout.of([(str(i), p) for i, p in enumerate(parameters)], parameters[0].dtype)
+        places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+        self._slots = [self._layout.slots[i] for i in places]
+        self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
+        self._ways: list[Callable[[Any, Any, int], Block]] = [self._mapped, self._apart]
+        self._agreed = False  # whether the first of these did with a plain backward
+
+    def residuals(self, inputs: Any, targets: Any, samples: int | None) -> torch.Tensor:
+        """Shape `(samples, ...)`, with their graph; samples None: of a sample that is not one of several."""
+        with torch.enable_grad():
+            return checked(self.squares.residual(self._module, inputs, targets), samples)
+
+    # ---- rows
+
+    def blocks(self, inputs: Any, targets: Any, samples: int | None) -> Iterator[Block]:
+        """Residuals and rows, so many samples at a time that there is room for them."""
+        if samples is None or not _sliceable((inputs, targets), samples):
+            yield self._block((inputs, targets), samples)
+            return
+        whole = Columns((inputs, targets))
+        start, size = 0, FIRST  # which tells how many residuals a sample has
+        while start < samples:
+            stop = min(start + size, samples)
+            block = self._block(whole.slice(start, stop), stop - start)
+            if not self._ways and start == 0:
+                self._refuse_coupled(block, inputs, targets, samples)
+            yield block
+            each = max(len(block.residuals) // (stop - start), 1)
+            room = ROOM // (8 * self._layout.size) if self._ways else EACH
+            start, size = stop, max(room // each, 1)
+
+    def _block(self, data: tuple[Any, Any], samples: int | None) -> Block:
+        inputs, targets = data
+        while self._ways and samples is not None:
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    block = self._ways[0](inputs, targets, samples)
+                    if not self._agreed:
+                        self._compare(block, inputs, targets, samples)
+                self._agreed = True
+                return block
+            except Exception:  # whatever torch, the module or the function has against being evaluated so
+                self._ways.pop(0)
+                self._agreed = False
+        return self._each(inputs, targets, samples)
+
+    def _refuse_coupled(self, block: Block, inputs: Any, targets: Any, samples: int) -> None:
+        """Raise `ValueError` for residuals that are others among more samples."""
+        among_all = self.residuals(inputs, targets, samples).detach().reshape(-1)
+        if not _alike(block.residuals, among_all[: len(block.residuals)]):
+            raise ValueError(
+                "the residuals of a sample depend on the other samples of its chunk, or on random numbers: there is no "
+                "Jacobian by rows. Make each row of its own sample alone (normalisation layers in evaluation mode, no "
+                "dropout, no means over samples)"
+            )
+
+    def _compare(self, block: Block, inputs: Any, targets: Any, samples: int) -> None:
+        """Raise `Unmappable` unless residuals, and rows summed over them, are those of a plain forward and backward."""
+        if block.rows.numel() == 0:
+            return
+        residuals = self.residuals(inputs, targets, samples)
+        found = torch.autograd.grad(residuals.square().sum(), [*self._trained.values()], allow_unused=True)
+        gradient = self._joined([g if g is None else g.reshape(1, -1) for g in found], 1)[0]
+        flat = residuals.detach().reshape(-1)
+        if not (_alike(block.residuals, flat) and _alike(2 * (block.residuals @ block.rows), gradient)):
+            raise Unmappable
+
+    def _joined(self, gradients: Sequence[torch.Tensor | None], rows: int) -> torch.Tensor:
+        """One matrix of these, each shape `(rows, its size)`; columns of no gradient are 0."""
+        first = next(iter(self._trained.values()))
+        if len(self._slots) == len(self._layout.slots) and all(g is not None for g in gradients):
+            return torch.cat([g for g in gradients if g is not None], dim=1)
+        whole = torch.zeros(rows, self._layout.size, dtype=first.dtype, device=first.device)
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            if gradient is not None:
+                whole[:, slot.offset : slot.offset + slot.numel] = gradient
+        return whole
+
+    def _mapped(self, inputs: Any, targets: Any, samples: int) -> Block:
+        """By `torch.func`, sample by sample."""
+        leaves, rebuild = _per_sample((inputs, targets), samples)
+        called = _Called(self._module, self.squares)
+
+        def one(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = functional_call(called, dict(parameters), rebuild([row.unsqueeze(0) for row in rows]))
+            flat = checked(found, 1).reshape(-1)
+            return flat, flat
+
+        parameters = {f"module.{name}": parameter.detach() for name, parameter in self._trained.items()}
+        places = (None, *[0] * len(leaves))
+        found, residuals = vmap(jacrev(one, has_aux=True), in_dims=places)(parameters, *leaves)
+        rows = residuals.numel()
+        return Block(residuals.reshape(-1), self._joined([found[name].reshape(rows, -1) for name in parameters], rows))
+
+    def _apart(self, inputs: Any, targets: Any, samples: int) -> Block:
+        """All samples at once, through a module that has parameters for each of them."""
+        parameters = {
+            name: parameter.detach().expand(samples, *parameter.shape).clone().requires_grad_()
+            for name, parameter in self._trained.items()
+        }
+        module: Any = _Apart(self._module, "", parameters, samples)
+        with torch.enable_grad():
+            residuals = checked(self.squares.residual(module, inputs, targets), samples).reshape(samples, -1)
+        columns = []
+        for column in residuals.unbind(1):
+            found = torch.autograd.grad(column.sum(), [*parameters.values()], retain_graph=True, allow_unused=True)
+            columns.append(self._joined([g if g is None else g.reshape(samples, -1) for g in found], samples))
+        rows = columns[0] if len(columns) == 1 else torch.stack(columns, 1).flatten(0, 1)
+        return Block(residuals.detach().reshape(-1), rows)
+
+    def _each(self, inputs: Any, targets: Any, samples: int | None) -> Block:
+        """By a backward for each row."""
+        residuals = self.residuals(inputs, targets, samples).reshape(-1)
+        self.one_by_one += len(residuals)
+        rows = []
+        for residual in residuals:
+            found: Sequence[torch.Tensor | None] = [None] * len(self._trained)
+            if residual.requires_grad:
+                found = torch.autograd.grad(residual, [*self._trained.values()], retain_graph=True, allow_unused=True)
+            rows.append(self._joined([g if g is None else g.reshape(1, -1) for g in found], 1))
+        whole = torch.cat(rows) if rows else self._joined([None] * len(self._trained), 0)
+        return Block(residuals.detach(), whole)
+
+    # ---- products
+
+    def times(self, residuals: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+        """J times a vector (shape `(n,)`), in the shape of `residuals`, whose graph is kept.
+
+        The derivative of Jᵀu along the direction is linear in u, with J times the direction as its gradient: two
+        backwards, whatever the functions are.
+        """
+        if not residuals.requires_grad:
+            return torch.zeros_like(residuals)
+        weights = torch.zeros_like(residuals, requires_grad=True)
+        parameters = [*self._trained.values()]
+        with torch.enable_grad():
+            found = torch.autograd.grad(residuals, parameters, weights, create_graph=True, allow_unused=True)
+        pairs = [
+            (gradient, self._slot(direction, i).view_as(gradient))
+            for i, gradient in enumerate(found)
+            if gradient is not None and gradient.requires_grad
+        ]
+        if not pairs:
+            return torch.zeros_like(residuals)
+        (product,) = torch.autograd.grad(
+            [g for g, _ in pairs], weights, [v for _, v in pairs], retain_graph=True, allow_unused=True
+        )
+        return torch.zeros_like(residuals) if product is None else product.detach()
+
+    def transposed_times(self, residuals: torch.Tensor, weights: torch.Tensor, keep: bool = False) -> torch.Tensor:
+        """Jᵀ times numbers in the shape of `residuals`, whose graph is kept or not: shape `(n,)`, float64."""
+        product = torch.zeros(self._layout.size, dtype=torch.float64, device=residuals.device)
+        if residuals.requires_grad:
+            parameters = [*self._trained.values()]
+            found = torch.autograd.grad(residuals, parameters, weights, retain_graph=keep, allow_unused=True)
+            for slot, gradient in zip(self._slots, found, strict=True):
+                if gradient is not None:
+                    product[slot.offset : slot.offset + slot.numel] = gradient.reshape(-1)
+        return product
+
+    def _slot(self, vector: torch.Tensor, number: int) -> torch.Tensor:
+        slot = self._slots[number]
+        return vector[slot.offset : slot.offset + slot.numel]
+
+
+class _Called(torch.nn.Module):
+    """The residual function as a module, so that the user's one can be called with other parameters inside of it."""
+
+    def __init__(self, module: torch.nn.Module, squares: MeanSquare) -> None:
+        super().__init__()
+        self.module, self._squares = module, squares
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        return self._squares.residual(self.module, inputs, targets)
+
+
+class _Apart:
+    """Called like the module, or a part of it; evaluates each sample with parameters of its own, which are views of
+    `parameters`, shape `(samples, ...)`. Raises `Unmappable` for whatever else is asked of it."""
+
+    def __init__(
+        self, module: torch.nn.Module, prefix: str, parameters: Mapping[str, torch.Tensor], samples: int
+    ) -> None:
+        self._module, self._prefix, self._parameters, self._samples = module, prefix, parameters, samples
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves, rebuild = _per_sample(arguments, self._samples)
+        own = {
+            name.removeprefix(self._prefix): parameter
+            for name, parameter in self._parameters.items()
+            if name.startswith(self._prefix)
+        }
+
+        def one(parameters: dict[str, torch.Tensor], *rows: torch.Tensor) -> Any:
+            found = functional_call(self._module, parameters, tuple(rebuild([row.unsqueeze(0) for row in rows])))
+            return map_tensors(lambda tensor: tensor.squeeze(0), found)
+
+        return vmap(one, in_dims=(0, *[0] * len(leaves)))(own, *leaves)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, torch.nn.Parameter):
+            own = self._parameters.get(self._prefix + name)
+            if own is None or found.numel() != 1:
+                raise Unmappable
+            return own.reshape(self._samples, 1)
+        if type(found) in (bool, int, float, str):
+            return found
+        if isinstance(found, torch.nn.Module):
+            return _Apart(found, f"{self._prefix}{name}.", self._parameters, self._samples)
+        raise Unmappable
+
+
+def _per_sample(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """The tensors with a row for each sample, and what puts others in their places. Raises `Unmappable` where there is
+    something else for each sample."""
+
+    def is_leaf(item: Any) -> bool:
+        return is_tensor(item) or has_a_row_each(item, samples)
+
+    leaves = [*tensors_in(data)]
+    mapped = [leaf for leaf in leaves if leaf.dim() > 0 and leaf.shape[0] == samples]
+    if not mapped or any(leaf.dim() > 0 and leaf.shape[0] != samples for leaf in leaves):
+        raise Unmappable
+
+    def rebuild(rows: Sequence[torch.Tensor]) -> Any:
+        given = iter(rows)
+
+        def own(item: Any) -> Any:
+            if not is_tensor(item):
+                raise Unmappable
+            return next(given) if item.dim() > 0 else item
+
+        return map_tensors(own, data, is_leaf)
+
+    return mapped, rebuild
+
+
+def _sliceable(data: Any, samples: int) -> bool:
+    """Whether each tensor has a row for each sample, and there is one."""
+    leaves = [*tensors_in(data)]
+    return bool(leaves) and all(leaf.shape[:1] == (samples,) for leaf in leaves)
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.shape != two.shape:
+        return False
+    tolerance = float(torch.finfo(one.dtype).eps ** SAME)
+    scale = float(two.abs().max()) if two.numel() else 0.0
+    return bool(((one - two).abs() <= tolerance * scale).all()) or torch.equal(one, two)
