@@ -23,7 +23,8 @@ class EveryEpoch:
     """Due where the position in epochs passes a multiple of `period`: 0.5 is twice an epoch, 3 every third one.
 
     The position is that of `batches`, counted in samples, or else the engine's, counted in iterations. It has no state:
-    after a resume it is due where it would have been.
+    after a resume it is due where it would have been. It looks at the last iteration alone, so it is for events of
+    iterations: at the end of an epoch it does not see what was passed in the middle.
     """
 
     def __init__(self, period: float, batches: Batches | None = None) -> None:
