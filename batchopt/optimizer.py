@@ -48,7 +48,7 @@ from batchopt.backends.base import WorkerInfo
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
-from batchopt.optim.descent import Descent
+from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.rollback import Rollback
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.hogwild import Factory
@@ -531,11 +531,11 @@ class BatchOptimizer:
     @property
     def _tells(self) -> bool:
         """Whether the optimizer says which evaluation was of the parameters that it leaves: ours do."""
-        return isinstance(self.optimizer, Descent) and type(self).optimize is BatchOptimizer.optimize
+        return isinstance(self.optimizer, Minimizer) and type(self).optimize is BatchOptimizer.optimize
 
     def _left(self, trials: Trials) -> Trial | None:
         """The evaluation at the parameters that the step has left, if there was one."""
-        if self._tells and isinstance(self.optimizer, Descent) and self.optimizer.result is not None:
+        if self._tells and isinstance(self.optimizer, Minimizer) and self.optimizer.result is not None:
             return trials.number(self.optimizer.result.number, self.optimizer.result.evaluations)
         return trials.left(self._rollback.start)
 
@@ -579,11 +579,11 @@ class BatchOptimizer:
 
     @property
     def _fixes_threads(self) -> bool:
-        """Whether the optimizer's own sums would have other bits with other numbers of threads. `Descent`'s have not,
+        """Whether the optimizer's own sums would have other bits with other numbers of threads. `Minimizer`'s have not,
         and long vectors are worth more than equal bits."""
         function = self._function
         alike = not function.workers.alone or function.settings.fixed_bits
-        return alike and function.subject.x.numel() < LARGE and not isinstance(self.optimizer, Descent)
+        return alike and function.subject.x.numel() < LARGE and not isinstance(self.optimizer, Minimizer)
 
     @exclusive
     def full_gradient(self, data: Iterable[Any]) -> tuple[float, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ignite.engine import Engine, EventEnum
 
 from batchopt._function.observer import Evaluated, Observer
-from batchopt.optim.descent import Descent
+from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.status import Iteration
 from batchopt.optimizer import BatchOptimizer
 
@@ -58,9 +58,9 @@ def telling(engine: Engine, opt: BatchOptimizer) -> Iterator[None]:
     """The engine is told of what happens in steps of `opt` in the body, where somebody listens."""
     evaluations = _Evaluations(engine) if engine._event_handlers.get(StepEvents.EVALUATED) else Observer()
     optimizer = opt.optimizer
-    listens = isinstance(optimizer, Descent) and engine._event_handlers.get(StepEvents.ACCEPTED)
+    listens = isinstance(optimizer, Minimizer) and engine._event_handlers.get(StepEvents.ACCEPTED)
     with opt._function.observers.including(evaluations):
-        if not listens or not isinstance(optimizer, Descent):
+        if not listens or not isinstance(optimizer, Minimizer):
             yield
             return
         own = optimizer.callback

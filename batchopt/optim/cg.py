@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from batchopt.optim.algebra import add, dot, scaled
-from batchopt.optim.descent import Callback, Descent
+from batchopt.optim.descent import Descent
 from batchopt.optim.line import Point
+from batchopt.optim.minimizer import Callback
 from batchopt.optim.options import check_choice
 
 

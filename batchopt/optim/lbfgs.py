@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from batchopt.optim.curvature import Curvature
-from batchopt.optim.descent import Callback, Descent, Search
+from batchopt.optim.descent import Descent
 from batchopt.optim.line import Closure, Function, Line, Point
+from batchopt.optim.minimizer import Callback, Search
 from batchopt.optim.orthant import OrthantLine, PenalisedFunction, project, pseudo_gradient
 
 

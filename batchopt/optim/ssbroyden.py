@@ -10,8 +10,9 @@ import torch
 
 from batchopt.optim.algebra import add, dot, multiply, update
 from batchopt.optim.curvature import LEAST
-from batchopt.optim.descent import Callback, Descent
+from batchopt.optim.descent import Descent
 from batchopt.optim.line import Point
+from batchopt.optim.minimizer import Callback
 
 
 class SSBroyden(Descent):

@@ -1,0 +1,279 @@
+"""The base class of all these optimizers: from point to point, the best one kept, until there is a reason to stop."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from batchopt.optim.algebra import add, copy, largest, norm
+from batchopt.optim.curvature import Curvature
+from batchopt.optim.line import Closure, Function, Line, Point
+from batchopt.optim.options import as_numbers, check_options
+from batchopt.optim.status import Iteration, Result, Status
+from batchopt.optim.vector import Vector
+
+Callback = Callable[[Iteration], Any]
+
+# Differences of f that are a smaller multiple of its rounding than this say nothing.
+NOISE = 4.0
+# So many iterations that lower neither f nor the gradient are the last: both are nothing but rounding.
+STALE = 20
+# Of two functions with the same value and gradient, to so many digits, one is taken for the other.
+SAME_F, SAME_GRADIENT = 1e-3, 1e-2
+
+
+@dataclass
+class Search:
+    """The progress of one call of `step`."""
+
+    function: Function
+    here: Point
+    spare: list[Point]
+    iterations: int = 0
+    change: float = 0.0  # the length of the last step
+    line: Line | None = None  # that is searched along
+    forgotten: list[str] = field(default_factory=list)
+    lowest: Point | None = None  # a copy of the best point, where it is not `here`
+    least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
+    stale: int = 0  # iterations since
+    noise: float = 0.0  # of f, as far as searches in vain have shown it
+
+    @property
+    def best(self) -> float:
+        """The lowest f so far."""
+        return self.here.f if self.lowest is None else min(self.here.f, self.lowest.f)
+
+
+class Minimizer(torch.optim.Optimizer):
+    """Makes steps that lower f; a subclass says which.
+
+    All parameters are one vector, of one group. `result` tells how the last call of `step` went.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
+        defaults = as_numbers(defaults)
+        check_options(defaults)
+        super().__init__(params, defaults)
+        if len(self.param_groups) != 1:
+            raise ValueError(
+                f"{type(self).__name__} moves one vector, and has one group of parameters; got "
+                f"{len(self.param_groups)}: pass all parameters in one list"
+            )
+        self.callback = callback
+        self.result: Result | None = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Vectors to work in, and the parameters as one: of this object alone."""
+        self._vector = Vector(self._group["params"])
+        self._spare = [self._new_point(), self._new_point()]
+        self._change = self._vector.empty()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "callback": self.callback, "result": self.result}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of what was pickled."""
+        super().__setstate__(state)
+        self._make_room()
+
+    def _new_point(self) -> Point:
+        return Point(self._vector.empty(), self._vector.empty())
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self.param_groups[0]
+
+    @property
+    def _memory(self) -> dict[str, Any]:
+        """State kept between calls of `step`."""
+        memory: dict[str, Any] = self.state[self._group["params"][0]]
+        return memory
+
+    @abstractmethod
+    def _advance(self, run: Search) -> float | None:
+        """Go from `run.here` to a better point; returns the length of the step, as the method counts it, or None if
+        there is none."""
+
+    @abstractmethod
+    def _forget(self) -> bool:
+        """Drop what is known of the function beside its gradient here; returns whether there was something."""
+
+    def _stays(self, run: Search) -> bool:
+        """Whether too many iterations have found nothing better."""
+        return run.stale >= STALE
+
+    def _function(self, closure: Closure) -> Function:
+        return Function(self._vector, closure)
+
+    def _steepest(self, here: Point) -> torch.Tensor:
+        """The gradient: the direction of steepest ascent, zero at a minimum."""
+        return here.gradient
+
+    @torch.no_grad()
+    def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
+        """Go from the present parameters to better ones, until there is a reason to stop, which `result` tells.
+
+        `closure()` evaluates f at the parameters, puts df/dX into their `.grad`, and returns f. Returns what it
+        returned first. Whatever it raises is raised, and the parameters are the best ones seen; but a `NonFiniteError`,
+        like an infinite or NaN f, away from the start only makes the step shorter.
+        """
+        if not callable(closure):
+            raise TypeError(f"`closure` must be a function that evaluates f and df/dX and returns f; got {closure!r}")
+        function = self._function(closure)
+        begin = self._spare[0]
+        first = function.here(begin)
+        run = Search(function, begin, [self._spare[1], self._last_point()])
+        self._recognise(run)
+        try:
+            status = Status.NOT_FINITE if not begin.finite else self._why_stop(run) or self._descend(run)
+        finally:
+            self._settle(run)
+        gradient = largest(self._steepest(run.here))
+        self.result = Result(
+            status,
+            run.iterations,
+            function.evaluations,
+            run.here.f,
+            gradient,
+            run.change,
+            run.here.number,
+            function.not_finite,
+            tuple(run.forgotten),
+        )
+        return first
+
+    def _last_point(self) -> Point:
+        memory = self._memory
+        return Point(memory["x"], memory["gradient"], memory["f"]) if "x" in memory else self._new_point()
+
+    def _recognise(self, run: Search) -> None:
+        """Forget what belongs to another function: one that differs where the last step ended."""
+        here, last = run.here, run.spare[-1]
+        f = last.f
+        if math.isnan(f) or not torch.equal(here.x, last.x):
+            return
+        apart = norm(add(here.gradient, last.gradient, -1.0, out=self._change))
+        scale = max(norm(here.gradient), norm(last.gradient))
+        if apart > SAME_GRADIENT * scale or abs(here.f - f) > SAME_F * max(abs(here.f), abs(f)):
+            if self._forget():
+                run.forgotten.append("the function changed between two steps")
+
+    def _descend(self, run: Search) -> Status:
+        """From point to point, until there is a reason to stop."""
+        while True:
+            before = run.here
+            step = self._advance(run)
+            if step is not None:
+                status = self._accept(run, before.f, step) or self._why_stop(run)
+                if status is None and self._stays(run):
+                    status = Status.NO_DECREASE
+            elif run.function.evaluations >= limit(self._group["max_eval"]):
+                status = Status.EVALUATIONS
+            elif self._forget():
+                run.forgotten.append(f"iteration {run.iterations + 1} found no lower point")
+                status = None
+            else:
+                status = Status.NO_DECREASE
+            if status is not None:
+                return status
+
+    def _why_stop(self, run: Search) -> Status | None:
+        group = self._group
+        if largest(self._steepest(run.here)) <= group["tolerance_grad"]:
+            return Status.GRADIENT
+        if run.iterations >= limit(group["max_iter"]):
+            return Status.ITERATIONS
+        if run.function.evaluations >= limit(group["max_eval"]):
+            return Status.EVALUATIONS
+        return None
+
+    def _rounding(self, run: Search) -> float:
+        return NOISE * torch.finfo(self._vector.dtype).eps * abs(run.best)
+
+    def _keep_lowest(self, run: Search, before: Point) -> None:
+        if run.here.f <= min(before.f, math.inf if run.lowest is None else run.lowest.f):
+            run.lowest = None
+        elif run.lowest is None:
+            run.lowest = Point(before.x.clone(), before.gradient.clone(), before.f, before.number)
+        elif before.f < run.lowest.f:
+            copy(before.x, run.lowest.x)
+            copy(before.gradient, run.lowest.gradient)
+            run.lowest.f, run.lowest.number = before.f, before.number
+
+    def _accept(self, run: Search, f: float, step: float) -> Status | None:
+        """An iteration is over; `f` is what it began with."""
+        run.iterations += 1
+        here, memory = run.here, self._memory
+        gradient = largest(self._steepest(here))
+        run.stale = 0 if here.f < run.least[0] or gradient < run.least[1] else run.stale + 1
+        run.least = min(here.f, run.least[0]), min(gradient, run.least[1])
+        if self.callback is not None:
+            self._vector.write(here.x)  # which need not be the last one that was evaluated
+            numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
+            if self.callback(Iteration(*numbers, here.f, gradient, step, run.change)):
+                return Status.CALLBACK
+        tolerance = self._group["tolerance_change"]
+        if largest(self._change) <= tolerance or abs(here.f - f) < tolerance:
+            return Status.CHANGE
+        return None
+
+    def _settle(self, run: Search) -> None:
+        """Leave the best point, in the middle of a search too."""
+        if run.line is not None:
+            run.here, run.spare = run.line.take(None)
+        if run.lowest is not None and run.lowest.f < run.here.f:
+            run.here = run.lowest
+        self._vector.write(run.here.x)
+        memory = self._memory
+        memory["x"], memory["gradient"], memory["f"] = run.here.x, run.here.gradient, run.here.f
+        memory["n_iter"] = memory.get("n_iter", 0) + run.iterations
+        memory["func_evals"] = memory.get("func_evals", 0) + run.function.evaluations
+        self._spare = run.spare
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer of torch: tensors and numbers, no code."""
+        state = super().state_dict()
+        state["state"] = {
+            index: {key: value.state_dict() if isinstance(value, Curvature) else value for key, value in memory.items()}
+            for index, memory in state["state"].items()
+        }
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. Raises `ValueError` (or `TypeError`), and changes nothing, for another
+        number of parameters and for options that cannot work.
+
+        Of a state of `torch.optim.LBFGS` the options and counts are taken; the curvature is gathered anew.
+        """
+        memory = state_dict["state"].get(0, {})
+        for group in state_dict["param_groups"]:
+            check_options({key: value for key, value in group.items() if key in self.defaults})
+        size = len(memory.get("x", self._change))
+        if size != len(self._change):
+            raise ValueError(f"the state is of {size} parameters; here are {len(self._change)}")
+        before = dict(self._group)
+        super().load_state_dict({**state_dict, "state": {}})
+        for key, value in before.items():
+            self._group.setdefault(key, value)
+        self.state.clear()
+        self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
+
+    # What is remembered from step to step, beside what subclasses add.
+    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals")
+
+    def _unpacked(self, key: str, value: Any) -> Any:
+        return value.clone().to(self._change) if isinstance(value, torch.Tensor) else value
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self._group.items() if key != "params")
+        return f"{type(self).__name__}({options})"
+
+
+def limit(number: int | None) -> float:
+    return math.inf if number is None else number
