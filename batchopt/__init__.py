@@ -20,6 +20,7 @@ from batchopt.optim import CG as CG
 from batchopt.optim import LBFGS as LBFGS
 from batchopt.optim import SVRG as SVRG
 from batchopt.optim import Iteration as Iteration
+from batchopt.optim import LevenbergMarquardt as LevenbergMarquardt
 from batchopt.optim import Result as Result
 from batchopt.optim import SSBroyden as SSBroyden
 from batchopt.optim import Status as Status

@@ -14,6 +14,7 @@ from batchopt._checkpoint import file
 from batchopt._checkpoint.resumption import check_state, class_of
 from batchopt._data import arguments
 from batchopt._data.terms import Term, reweighed
+from batchopt._function.closure import Closure
 from batchopt._function.counters import Counters
 from batchopt._function.derivatives import evaluate_many, hessian_products, input_gradients
 from batchopt._function.full_gradient import full_gradient
@@ -69,9 +70,9 @@ class BatchOptimizer:
             into it at the next call; `BatchoptError` if it has another shape, dtype or device, is another Parameter
             (`load_state_dict(assign=True)`), or a tensor still views the memory that it had.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
-        optimizer: `"lbfgs"`, the default, `"cg"` or `"ssbroyden"` for those of batchopt; the name of another class of
-            `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or None to
-            only evaluate.
+        optimizer: `"lbfgs"`, the default, `"cg"`, `"ssbroyden"` or `"lm"` for those of batchopt; the name of another
+            class of `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or
+            None to only evaluate.
         parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each
         step
             anew. 1, the default, is this process itself, except on Ray.
@@ -568,6 +569,12 @@ class BatchOptimizer:
         """
         return self._function.prepared(batches)
 
+    @property
+    def closure(self) -> Closure:
+        """`evaluate` as an object: the closure of any optimizer, and for `LevenbergMarquardt` with the normal
+        equations: `optimizer.step(opt.closure)`."""
+        return Closure(self._function, self.evaluate)
+
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer,
         evaluate once."""
@@ -575,7 +582,7 @@ class BatchOptimizer:
             self.evaluate()
         else:
             with torch_threads(1 if self._fixes_threads else None):
-                self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # annotated as returning a float
+                self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
 
     @property
     def _fixes_threads(self) -> bool:

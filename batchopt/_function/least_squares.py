@@ -12,6 +12,7 @@ from batchopt._data import arguments
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import Selection, collect, plain, select, total
 from batchopt_workers.least_squares import (
+    Accelerations,
     GaussNewtonProducts,
     JacobianProduct,
     JacobianRows,
@@ -82,6 +83,13 @@ def gauss_newton_product(function: BatchFunction, v: Any) -> torch.Tensor:
     found = total(function, task, function.ready().batch, "Gauss-Newton product")
     product: torch.Tensor = found.T.to(function.subject.x.dtype).reshape(columns.shape)
     return product
+
+
+def acceleration(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
+    """JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
+    task = Task(Accelerations(_vector(function, "v", v)), term=None)
+    found: torch.Tensor = total(function, task, function.ready().batch, "second derivative of the residuals")
+    return found.to(function.subject.x.dtype)
 
 
 def normal(function: BatchFunction, limit: int) -> Normal:

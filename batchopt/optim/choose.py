@@ -8,12 +8,17 @@ from numbers import Real
 
 import torch
 
-from batchopt.optim import CG, LBFGS, SSBroyden
+from batchopt.optim import CG, LBFGS, LevenbergMarquardt, SSBroyden
 
 OptimizerChoice = str | torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
 
 # Ours go before those of torch that have the same name.
-_OURS: dict[str, type[torch.optim.Optimizer]] = {"lbfgs": LBFGS, "cg": CG, "ssbroyden": SSBroyden}
+_OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "lbfgs": LBFGS,
+    "cg": CG,
+    "ssbroyden": SSBroyden,
+    "lm": LevenbergMarquardt,
+}
 
 
 def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
@@ -44,8 +49,8 @@ def check_choice(choice: OptimizerChoice, parameters: Sequence[torch.nn.Paramete
 def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
     """The optimizer over `parameters` that `choice` names, makes or is.
 
-    A name is `"lbfgs"`, `"cg"` or `"ssbroyden"`, or that of another class of `torch.optim` in lower case, with its
-    defaults. It may leave out some of `parameters`: those stay as they are. Raises what `check_choice` raises,
+    A name is `"lbfgs"`, `"cg"`, `"ssbroyden"` or `"lm"`, or that of another class of `torch.optim` in lower case, with
+    its defaults. It may leave out some of `parameters`: those stay as they are. Raises what `check_choice` raises,
     `ValueError` for parameters that are not the module's and for a learning rate or a number of iterations that goes
     nowhere, and `TypeError` for a factory that returns no optimizer.
     """

@@ -276,4 +276,5 @@ class Minimizer(torch.optim.Optimizer):
 
 
 def limit(number: int | None) -> float:
+    """The number; infinity for None, which is no limit."""
     return math.inf if number is None else number

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 LINE_SEARCHES = ("strong_wolfe", "armijo", None)
+SCALINGS = ("diagonal", "identity")
 
 
 def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,6 +30,10 @@ def check_options(options: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"`lr` must be positive and finite: it is the first step of a line search; got {value}"
                 )
+        elif name == "damping":
+            _check_number(name, value)
+            if not 0 < value < math.inf:
+                raise ValueError(f"`damping` must be positive and finite; got {value}")
         elif name.startswith("tolerance") or name == "l1":
             _check_number(name, value)
             if not 0 <= value < math.inf:
@@ -46,6 +51,12 @@ def check_options(options: Mapping[str, Any]) -> None:
                 )
         elif name == "line_search_fn":
             check_choice(name, value, LINE_SEARCHES)
+        elif name == "scaling":
+            check_choice(name, value, SCALINGS)
+        elif name == "geodesic" and not isinstance(value, bool):
+            raise TypeError(f"`geodesic` must be a bool; got {value!r}")
+        elif name == "dense" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise TypeError(f"`dense` must be an int >= 0, a number of parameters; got {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

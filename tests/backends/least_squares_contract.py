@@ -58,7 +58,7 @@ def terms() -> dict[str, Term]:
     }
 
 
-DATA = {"pde": X, "data": (X[:20], Y[:20])}
+DATA: dict[str, Any] = {"pde": X, "data": (X[:20], Y[:20])}
 
 
 def flow() -> Flow:

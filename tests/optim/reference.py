@@ -104,3 +104,28 @@ def broyden(inverse: torch.Tensor, s: torch.Tensor, y: torch.Tensor) -> torch.Te
     updated = tau * (hessian - bs.outer(bs) / (s @ bs) + theta * w.outer(w)) + y.outer(y) / sy
     result: torch.Tensor = torch.linalg.inv(updated)
     return result
+
+
+def levenberg_marquardt(
+    residuals: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, damping: float, iterations: int
+) -> list[torch.Tensor]:
+    """The accepted points of Levenberg-Marquardt with the damping of Nielsen, 1999, scaled by the largest diagonals so
+    far; f is the mean of the squares."""
+    growth, scale, points = 2.0, torch.zeros_like(x), []
+    for _ in range(iterations):
+        r = residuals(x)
+        j = torch.func.jacrev(residuals)(x)
+        h, v, f = j.T @ j / len(r), j.T @ r / len(r), (r @ r / len(r)).item()
+        scale = torch.maximum(scale, h.diagonal())
+        while True:
+            step = torch.linalg.solve(h + damping * torch.diag(scale), -v)
+            tried = residuals(x + step)
+            lower = (tried @ tried / len(r)).item()
+            if lower < f:
+                break
+            damping, growth = damping * growth, growth * 2
+        gain = (f - lower) / -(2 * step @ v + step @ h @ step).item()
+        damping, growth = damping * max(1 / 3, 1 - (2 * gain - 1) ** 3), 2.0
+        x = x + step
+        points.append(x)
+    return points

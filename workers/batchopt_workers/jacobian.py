@@ -67,7 +67,7 @@ class Jacobian:
         places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         self._slots = [self._layout.slots[i] for i in places]
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
-        self._ways: list[Callable[[Any, Any, int], Block]] = [self._mapped, self._apart]
+        self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
         self._agreed = False  # whether the first of these did with a plain backward
 
     def residuals(self, inputs: Any, targets: Any, samples: int | None) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Jacobian:
             stop = min(start + size, samples)
             block = self._block(whole.slice(start, stop), stop - start)
             if not self._ways and start == 0:
-                self._refuse_coupled(block, inputs, targets, samples)
+                self._refuse_coupled(block, whole, stop)
             yield block
             each = max(len(block.residuals) // (stop - start), 1)
             room = ROOM // (8 * self._layout.size) if self._ways else EACH
@@ -98,10 +98,12 @@ class Jacobian:
         inputs, targets = data
         while self._ways and samples is not None:
             try:
+                if self._agreed:
+                    return self._ways[0](self._trained, inputs, targets, samples)
+                own = self._copies()
                 with torch.random.fork_rng(devices=[]):
-                    block = self._ways[0](inputs, targets, samples)
-                    if not self._agreed:
-                        self._compare(block, inputs, targets, samples)
+                    block = self._ways[0](own, inputs, targets, samples)
+                    self._compare(block, own, inputs, targets, samples)
                 self._agreed = True
                 return block
             except Exception:  # whatever torch, the module or the function has against being evaluated so
@@ -109,25 +111,53 @@ class Jacobian:
                 self._agreed = False
         return self._each(inputs, targets, samples)
 
-    def _refuse_coupled(self, block: Block, inputs: Any, targets: Any, samples: int) -> None:
-        """Raise `ValueError` for residuals that are others among more samples."""
-        among_all = self.residuals(inputs, targets, samples).detach().reshape(-1)
-        if not _alike(block.residuals, among_all[: len(block.residuals)]):
+    def _refuse_coupled(self, block: Block, data: Columns, stop: int) -> None:
+        """Raise `ValueError` for residuals of the first samples, the block's, that are others among all of them."""
+        own = self._copies()
+        inputs, targets = data.slice(0, stop)
+        few = self._plain(own, inputs, targets, stop)
+        inputs, targets = data.data
+        among_all = self._plain(own, inputs, targets, len(data))
+        try:
+            first = Block(few.detach().reshape(-1), block.rows)
+            self._same_residuals(first, own, among_all.detach()[:stop])
+        except Unmappable:
             raise ValueError(
                 "the residuals of a sample depend on the other samples of its chunk, or on random numbers: there is no "
                 "Jacobian by rows. Make each row of its own sample alone (normalisation layers in evaluation mode, no "
                 "dropout, no means over samples)"
-            )
+            ) from None
 
-    def _compare(self, block: Block, inputs: Any, targets: Any, samples: int) -> None:
-        """Raise `Unmappable` unless residuals, and rows summed over them, are those of a plain forward and backward."""
-        if block.rows.numel() == 0:
-            return
-        residuals = self.residuals(inputs, targets, samples)
-        found = torch.autograd.grad(residuals.square().sum(), [*self._trained.values()], allow_unused=True)
-        gradient = self._joined([g if g is None else g.reshape(1, -1) for g in found], 1)[0]
-        flat = residuals.detach().reshape(-1)
-        if not (_alike(block.residuals, flat) and _alike(2 * (block.residuals @ block.rows), gradient)):
+    def _copies(self) -> dict[str, torch.Tensor]:
+        """X as it is now: it may be written meanwhile, where somebody else was faster with this chunk, and nobody waits
+        for it."""
+        return {name: parameter.detach().clone().requires_grad_() for name, parameter in self._trained.items()}
+
+    def _plain(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> torch.Tensor:
+        """The residuals at these parameters, with their graph."""
+        called = _Called(self._module, self.squares)
+        with torch.enable_grad():
+            found = functional_call(called, {f"module.{name}": p for name, p in trained.items()}, (inputs, targets))
+        return checked(found, samples)
+
+    def _compare(
+        self, block: Block, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int
+    ) -> None:
+        """Raise `Unmappable` unless residuals and a sum of rows are those of a plain forward and backward."""
+        found = self._plain(trained, inputs, targets, samples)
+        self._same_residuals(block, trained, found)
+        weights = torch.linspace(1.0, 2.0, found.numel()).to(found)  # which no minimum makes cancel each other
+        gradients = torch.autograd.grad(found, [*trained.values()], weights.view_as(found), allow_unused=True)
+        whole = self._joined([g if g is None else g.reshape(1, -1) for g in gradients], 1)[0]
+        if not _alike(weights @ block.rows, whole, float((weights @ block.rows.abs()).max())):
+            raise Unmappable
+
+    def _same_residuals(self, block: Block, trained: Mapping[str, torch.Tensor], found: torch.Tensor) -> None:
+        """Raise `Unmappable` unless these are the block's, as far as their own rounding lets one tell: they may be
+        small differences of large numbers."""
+        x = self._joined([parameter.detach().reshape(1, -1) for parameter in trained.values()], 1)[0]
+        scale = float(found.detach().abs().max()) + float((block.rows.abs() @ x.abs()).max())
+        if not _alike(block.residuals, found.detach().reshape(-1), scale):
             raise Unmappable
 
     def _joined(self, gradients: Sequence[torch.Tensor | None], rows: int) -> torch.Tensor:
@@ -141,7 +171,7 @@ class Jacobian:
                 whole[:, slot.offset : slot.offset + slot.numel] = gradient
         return whole
 
-    def _mapped(self, inputs: Any, targets: Any, samples: int) -> Block:
+    def _mapped(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """By `torch.func`, sample by sample."""
         leaves, rebuild = _per_sample((inputs, targets), samples)
         called = _Called(self._module, self.squares)
@@ -151,17 +181,17 @@ class Jacobian:
             flat = checked(found, 1).reshape(-1)
             return flat, flat
 
-        parameters = {f"module.{name}": parameter.detach() for name, parameter in self._trained.items()}
+        parameters = {f"module.{name}": parameter.detach() for name, parameter in trained.items()}
         places = (None, *[0] * len(leaves))
         found, residuals = vmap(jacrev(one, has_aux=True), in_dims=places)(parameters, *leaves)
         rows = residuals.numel()
         return Block(residuals.reshape(-1), self._joined([found[name].reshape(rows, -1) for name in parameters], rows))
 
-    def _apart(self, inputs: Any, targets: Any, samples: int) -> Block:
+    def _apart(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """All samples at once, through a module that has parameters for each of them."""
         parameters = {
             name: parameter.detach().expand(samples, *parameter.shape).clone().requires_grad_()
-            for name, parameter in self._trained.items()
+            for name, parameter in trained.items()
         }
         module: Any = _Apart(self._module, "", parameters, samples)
         with torch.enable_grad():
@@ -307,9 +337,5 @@ def _sliceable(data: Any, samples: int) -> bool:
     return bool(leaves) and all(leaf.shape[:1] == (samples,) for leaf in leaves)
 
 
-def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if one.shape != two.shape:
-        return False
-    tolerance = float(torch.finfo(one.dtype).eps ** SAME)
-    scale = float(two.abs().max()) if two.numel() else 0.0
-    return bool(((one - two).abs() <= tolerance * scale).all()) or torch.equal(one, two)
+def _alike(one: torch.Tensor, two: torch.Tensor, scale: float) -> bool:
+    return one.shape == two.shape and bool(((one - two).abs() <= torch.finfo(one.dtype).eps ** SAME * scale).all())

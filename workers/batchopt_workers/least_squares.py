@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,6 +16,8 @@ from batchopt_workers.task import Surroundings
 # Blocks of columns of a symmetric matrix, of which only those on and above the diagonal are computed: of more, each is
 # too narrow to be fast.
 STRIPES = 8
+# The part of a step at which residuals are looked at for their second derivative.
+PROBE = 0.1
 
 
 def _each(piece: Piece, values: torch.Tensor) -> torch.Tensor:
@@ -91,6 +94,44 @@ class GaussNewtonProducts:
                 product = found.jacobian.transposed_times(values, along.mul_(weight), keep=True)
             products.append(product)
         return torch.stack(products)
+
+
+@dataclass(frozen=True)
+class Accelerations:
+    """JᵀW times the second derivative of the residuals along `direction` (shape `(n,)`): shape `(n,)`, float64.
+
+    By differences of the residuals over a tenth of the direction, as Transtrum and Sethna advise ("Improvements to the
+    Levenberg-Marquardt algorithm", 2012): a step is corrected by it, and not much of it has to be right.
+    """
+
+    direction: torch.Tensor
+
+    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
+        found = around.residuals()
+        values = found.values()
+        weight = _weight(around, found, values.numel())
+        direction = self.direction.to(values.device)
+        along = found.jacobian.times(values, direction)
+        with _moved(around.parameters, direction * PROBE), torch.no_grad():
+            ahead = found.values().detach()
+        second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE * weight)
+        return found.jacobian.transposed_times(values, second)
+
+
+@contextmanager
+def _moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[None]:
+    """The parameters are elsewhere in the body."""
+    before = [parameter.data for parameter in parameters]
+    start = 0
+    try:
+        for parameter in parameters:
+            moved = change[start : start + parameter.numel()].view_as(parameter)
+            parameter.data = parameter.data + moved
+            start += parameter.numel()
+        yield
+    finally:
+        for parameter, data in zip(parameters, before, strict=True):
+            parameter.data = data
 
 
 @dataclass(frozen=True)

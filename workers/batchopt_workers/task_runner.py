@@ -95,7 +95,12 @@ class TaskRunner:
         self._walk.watch.begin()
         for chunk in range(order.first, order.last):
             row = sums.free_row()
-            with self._walk.restoring(loaded), grads_kept(self._parameters), in_mode(self._module, task.train):
+            with (
+                self._walk.restoring(loaded),
+                grads_kept(self._parameters),
+                in_mode(self._module, task.train),
+                torch.enable_grad(),  # as in a process of its own
+            ):
                 results = []
                 try:
                     for number, piece in enumerate(self._walk.pieces(loaded, order.step, chunk)):

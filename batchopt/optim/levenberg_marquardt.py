@@ -1,0 +1,177 @@
+"""Levenberg-Marquardt, for functions that are sums of squares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from batchopt.optim.algebra import norm
+from batchopt.optim.line import Closure, Point
+from batchopt.optim.minimizer import Callback, Minimizer, Search, limit
+from batchopt.optim.quadratic import DenseModel, Model, ProductModel, Products
+
+# The damping at which a step is nothing but rounding, and the one that is as good as none.
+MOST, LEAST = 1e16, 1e-15
+# An acceleration that is a larger part of the step says that the second order does not describe the function there.
+BENT = 0.75
+# f and the sum of the squares that the normal equations have are the same to so many digits of the dtype.
+SAME = 0.5
+
+
+@runtime_checkable
+class Squares(Products, Protocol):
+    """A closure of f = rᵀWr that has the normal equations, too: `BatchOptimizer.closure`."""
+
+    def __call__(self) -> torch.Tensor | float:
+        """Evaluate f and df/dX at the parameters."""
+
+    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """f, JᵀWr and JᵀWJ there, in float64."""
+
+    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+        """JᵀW times the second derivative of r along `v`."""
+
+
+class LevenbergMarquardt(Minimizer):
+    """Levenberg-Marquardt: steps that minimise a damped model of a sum of squares.
+
+    f is rᵀWr; a step solves (JᵀWJ + damping D) step = -JᵀWr. Where the model describes f well, the damping falls, and
+    convergence is nearly quadratic for small residuals; where it does not, steps become short and turn to the steepest
+    descent. An iteration takes the normal equations once (`BatchOptimizer.normal`) and one evaluation a trial.
+
+    Args:
+        params: parameters of one dtype on one device; float64 is advised.
+        damping: of the first step, relative to D. Default 1e-3.
+        scaling: D. `"diagonal"`, the default: the diagonal of JᵀWJ, each at its largest so far (Moré 1978), so that
+            units of parameters do not matter. `"identity"`: the same number for all, the largest of the first diagonal.
+        geodesic: adds the second-order correction of Transtrum and Sethna to each step, at the cost of about three
+            evaluations. Default False.
+        dense: up to so many parameters the matrix is made and factorised; above, the steps are found by conjugate
+            gradients on its products, which need an evaluation's memory alone. Default 5,000.
+        max_iter: iterations in one call of `step`; None: no limit. Default 100. max_eval, tolerance_grad,
+            tolerance_change, callback: as of `LBFGS`.
+
+    `result`, and what becomes of the parameters, as of `LBFGS`: a point is accepted only if it is lower, and a trial
+    that is not finite only makes the next step shorter. `step(closure)` needs a closure that has the normal equations:
+    `BatchOptimizer.step` gives it one, for a criterion `torch.nn.MSELoss()` or terms `Term(residual=...)`; in a loop of
+    your own pass `BatchOptimizer.closure`. Raises `TypeError` for another one, `ValueError` or `TypeError` for options
+    that cannot work, and what `BatchOptimizer.normal` raises.
+
+    Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
+    1999-05; Moré, "The Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna,
+    "Improvements to the Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        damping: float = 1e-3,
+        scaling: str = "diagonal",
+        max_iter: int | None = 100,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        *,
+        geodesic: bool = False,
+        dense: int = 5_000,
+        callback: Callback | None = None,
+    ) -> None:
+        options = {
+            "damping": damping,
+            "scaling": scaling,
+            "max_iter": max_iter,
+            "max_eval": max_eval,
+            "tolerance_grad": tolerance_grad,
+            "tolerance_change": tolerance_change,
+            "geodesic": geodesic,
+            "dense": dense,
+        }
+        super().__init__(params, options, callback)
+
+    _kept = (*Minimizer._kept, "damping", "growth", "scale")
+
+    @torch.no_grad()
+    def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
+        """See `Minimizer.step`; `closure` has `normal`, `gauss_newton` and `acceleration`, too."""
+        if not isinstance(closure, Squares):
+            raise TypeError(
+                "LevenbergMarquardt needs a closure that has the normal equations: use BatchOptimizer.step, or pass "
+                f"BatchOptimizer.closure; got {closure!r}"
+            )
+        self._squares = closure
+        try:
+            return super().step(closure)
+        finally:
+            del self._squares
+
+    def _forget(self) -> bool:
+        memory = self._memory
+        return any([memory.pop(key, None) is not None for key in ("damping", "growth", "scale")])
+
+    def _advance(self, run: Search) -> float | None:
+        memory, here, after = self._memory, run.here, run.spare[0]
+        model = self._model(here)
+        damping, growth = memory.get("damping", self._group["damping"]), memory.get("growth", 2.0)
+        while damping <= MOST and run.function.evaluations < limit(self._group["max_eval"]):
+            step = self._step(model, damping)
+            if step is not None:
+                torch.add(here.x, step.to(here.x), out=after.x)
+                if torch.equal(after.x, here.x):
+                    break
+                run.function.at(after)
+                if not after.finite:
+                    run.function.not_finite += 1
+                elif self._is_better(run, here, after, model.scale):
+                    predicted = model.decrease(step)
+                    gain = (here.f - after.f) / predicted if predicted > self._rounding(run) else 1.0
+                    memory["damping"] = max(damping * max(1 / 3, 1 - (2 * gain - 1) ** 3), LEAST)
+                    memory["growth"] = 2.0
+                    torch.sub(after.x, here.x, out=self._change)
+                    run.here, run.spare, run.change = after, [here, *run.spare[1:]], norm(self._change)
+                    self._keep_lowest(run, here)
+                    return 1.0
+            damping, growth = damping * growth, growth * 2
+        if damping > MOST or run.function.evaluations < limit(self._group["max_eval"]):
+            self._forget()  # the next step begins with the first damping; this one has found nothing
+        else:
+            memory["damping"], memory["growth"] = damping, growth
+        return None
+
+    def _model(self, here: Point) -> Model:
+        """The model of f around the present point. Raises `ValueError` if f is not the sum of these squares."""
+        self._vector.write(here.x)  # which need not be the last one that was evaluated
+        memory, kind = self._memory, self._group["scaling"]
+        before: torch.Tensor | None = memory.get("scale")
+        model: Model
+        if self._vector.size > self._group["dense"]:
+            model = ProductModel(self._squares, here.gradient.double() / 2, before)
+        else:
+            loss, vector, matrix = self._squares.normal(self._group["dense"])
+            if abs(loss - here.f) > torch.finfo(self._vector.dtype).eps ** SAME * abs(here.f):
+                raise ValueError(
+                    f"the sum of the squares is {loss:.9g} where f is {here.f:.9g}: f has to be the mean squares of "
+                    "the terms and nothing else, and the same at each evaluation"
+                )
+            model = DenseModel(vector, matrix, before, each=kind == "diagonal")
+        memory["scale"] = model.scale
+        return model
+
+    def _step(self, model: Model, damping: float) -> torch.Tensor | None:
+        """The step at this damping; None if there is none, or none that can be trusted."""
+        step = model.solve(model.vector.neg(), damping)
+        if step is None or not self._group["geodesic"]:
+            return step
+        bend = model.solve(self._squares.acceleration(step.to(self._vector.dtype)).double().neg(), damping)
+        if bend is None:
+            return step
+        length, more = (float((model.scale * part.square()).sum().sqrt()) for part in (step, bend))
+        return step + bend / 2 if more <= BENT * length else step
+
+    def _is_better(self, run: Search, here: Point, after: Point, scale: torch.Tensor) -> bool:
+        """Whether the trial is lower; where rounding is all that differs, whether its gradient is smaller."""
+        if after.f < here.f - self._rounding(run):
+            return True
+        steep, steeper = (float((p.gradient.double().square() / scale).sum()) for p in (after, here))
+        return after.f <= here.f + self._rounding(run) and steep < steeper

@@ -1,0 +1,114 @@
+"""The quadratic model of a sum of squares around a point: its damped minimum, by a factorisation or by products."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+# Conjugate gradients end when the residual is this part of the right-hand side, or after so many products.
+ACCURACY, MOST = 1e-3, 250
+
+
+class Products(Protocol):
+    """Has products with JᵀWJ."""
+
+    def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
+        """JᵀWJ times `v`, shape `(n,)`."""
+
+
+class Model(Protocol):
+    """f(x + s) = f(x) + 2 sᵀ vector + sᵀ JᵀWJ s, and `scale`, the diagonal of D, by which steps are measured. All
+    shapes `(n,)`, float64."""
+
+    vector: torch.Tensor
+    scale: torch.Tensor
+
+    def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
+        """s with (JᵀWJ + damping D) s = right; None if the matrix is not positive definite, as far as rounding
+        tells."""
+
+    def decrease(self, step: torch.Tensor) -> float:
+        """By how much f falls, if it is as modelled."""
+
+
+class DenseModel:
+    """With the matrix; the scale is its diagonal where that is larger than `before` (`each`), or one number."""
+
+    def __init__(
+        self, vector: torch.Tensor, matrix: torch.Tensor, before: torch.Tensor | None, each: bool = True
+    ) -> None:
+        self.vector, self._matrix = vector, matrix
+        diagonal = matrix.diagonal()
+        if before is not None and not each:
+            self.scale = before
+        else:
+            largest = float(diagonal.max()) or 1.0
+            scale = diagonal if each else torch.full_like(diagonal, largest)
+            # a parameter on which nothing depends stays where it is, whatever its scale
+            scale = torch.where(scale > 0, scale, torch.full_like(scale, largest))
+            self.scale = scale.clone() if before is None else torch.maximum(scale, before)
+        self._roots = self.scale.sqrt()
+        self._scaled = matrix / self._roots / self._roots[:, None]
+        self._factors: tuple[float, torch.Tensor | None] = math.nan, None
+
+    def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
+        """See `Model`."""
+        if self._factors[0] != damping:
+            damped = self._scaled.clone()
+            damped.diagonal().add_(damping)
+            factor, info = torch.linalg.cholesky_ex(damped)
+            self._factors = damping, factor if int(info) == 0 else None
+        factor = self._factors[1]
+        if factor is None:
+            return None
+        found = torch.cholesky_solve((right / self._roots)[:, None], factor)[:, 0] / self._roots
+        return found if bool(found.isfinite().all()) else None
+
+    def decrease(self, step: torch.Tensor) -> float:
+        """See `Model`."""
+        return -float(2 * step @ self.vector + step @ (self._matrix @ step))
+
+
+class ProductModel:
+    """With products alone: the scale is one number, what the matrix does to the gradient first of all."""
+
+    def __init__(self, products: Products, vector: torch.Tensor, before: torch.Tensor | None) -> None:
+        self.vector, self._products = vector, products
+        if before is None:
+            length = float(vector @ vector)
+            along = float(vector @ self._times(vector)) / length if length else 0.0
+            before = torch.full_like(vector, along if 0 < along < math.inf else 1.0)
+        self.scale = before
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # a solution, and the matrix times it
+
+    def _times(self, v: torch.Tensor) -> torch.Tensor:
+        return self._products.gauss_newton(v).double()
+
+    def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
+        """See `Model`; to the accuracy that conjugate gradients reach: Hestenes and Stiefel, 1952."""
+        found, residual = torch.zeros_like(right), right.clone()
+        image, direction = torch.zeros_like(right), residual.clone()
+        length = start = float(residual @ residual)
+        for _ in range(MOST):
+            if not length > ACCURACY**2 * start:
+                break
+            along = self._times(direction)
+            damped = along + damping * self.scale * direction
+            curvature = float(direction @ damped)
+            if not 0 < curvature < math.inf:
+                return None
+            factor = length / curvature
+            found += factor * direction
+            image += factor * along
+            residual -= factor * damped
+            before, length = length, float(residual @ residual)
+            direction = residual + (length / before) * direction
+        self._last = found, image
+        return found if bool(found.isfinite().all()) else None
+
+    def decrease(self, step: torch.Tensor) -> float:
+        """See `Model`."""
+        image = self._last[1] if self._last is not None and step is self._last[0] else self._times(step)
+        return -float(2 * step @ self.vector + step @ image)

@@ -1,0 +1,279 @@
+"""Levenberg-Marquardt: its steps are those of a slow one, and it keeps what all optimizers here promise."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, NonFiniteError, Result, Status, Term
+from tests.backends.least_squares_contract import DATA, equation, flow, misfit, terms
+from tests.optim import reference
+from tests.workloads import Mlp
+
+Residuals = Callable[[torch.Tensor], torch.Tensor]
+TIMES = torch.linspace(0.0, 3.0, 20, dtype=torch.float64)
+START = torch.tensor([1.0, 0.2, 0.5], dtype=torch.float64)
+EXACT = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
+
+
+def decay(x: torch.Tensor) -> torch.Tensor:
+    """Of a curve that no parameters fit."""
+    return x[0] * torch.exp(-x[1] * TIMES) + x[2] - (2 * torch.exp(-1.3 * TIMES) + 0.1 * torch.sin(9 * TIMES))
+
+
+def rosenbrock(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([10 * (x[1] - x[0] ** 2), 1 - x[0]])
+
+
+class Plain:
+    """A closure with the normal equations, by torch.func in this process."""
+
+    def __init__(self, residuals: Residuals, start: torch.Tensor, **options: Any) -> None:
+        self.residuals, self.values = residuals, [math.nan]
+        self.parameter = nn.Parameter(start.clone())
+        self.optimizer = LevenbergMarquardt([self.parameter], **options)
+
+    def __call__(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        f = self.residuals(self.parameter).square().mean()
+        f.backward()  # type: ignore[no-untyped-call]
+        self.values.append(f.item())
+        return f
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self.parameter.detach().clone()
+
+    def _jacobian(self) -> torch.Tensor:
+        with torch.enable_grad():
+            found: torch.Tensor = torch.func.jacrev(self.residuals)(self.x)
+        return found
+
+    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+        r, j = self.residuals(self.x), self._jacobian()
+        return float(r @ r / len(r)), j.T @ r / len(r), j.T @ j / len(r)
+
+    def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
+        return self.normal(0)[2] @ v
+
+    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+        x, j = self.x, self._jacobian()
+
+        def along(t: torch.Tensor) -> torch.Tensor:
+            return self.residuals(x + t * v)
+
+        zero = torch.zeros((), dtype=torch.float64)
+        second = torch.func.jacrev(torch.func.jacrev(along))(zero)
+        found: torch.Tensor = j.T @ second / len(second)
+        return found
+
+    def step(self) -> Result:
+        self.optimizer.step(self)
+        assert self.optimizer.result is not None
+        return self.optimizer.result
+
+
+@pytest.mark.parametrize("residuals, start", [(decay, START), (rosenbrock, torch.tensor([-1.2, 1.0]).double())])
+def test_steps_are_those_of_a_slow_one(residuals: Residuals, start: torch.Tensor) -> None:
+    expected = reference.levenberg_marquardt(residuals, start, 0.01, 8)
+    found: list[torch.Tensor] = []
+    problem = Plain(residuals, start, damping=0.01, max_iter=8, **EXACT)
+    problem.optimizer.callback = lambda _: found.append(problem.x)
+    problem.step()
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("geodesic", [False, True])
+@pytest.mark.parametrize("scaling", ["diagonal", "identity"])
+@pytest.mark.parametrize("dense", [0, 5000])
+def test_the_minimum(dense: int, scaling: str, geodesic: bool) -> None:
+    problem = Plain(decay, START, dense=dense, scaling=scaling, geodesic=geodesic, **EXACT)
+    result = problem.step()
+    assert result.status in (Status.NO_DECREASE, Status.GRADIENT)
+    _, gradient = reference.value_and_gradient(lambda x: decay(x).square().mean(), problem.x)
+    assert gradient.abs().max() < 1e-9
+    assert result.f == min(problem.values[1:]) or result.f == pytest.approx(min(problem.values[1:]), rel=1e-14)
+    assert len(problem.values) - 1 == result.evaluations
+
+
+def test_the_second_order_turns_corners() -> None:
+    """The valley of Rosenbrock is a parabola, whose bend is all that is second order."""
+    start = torch.tensor([-1.2, 1.0]).double()
+    taken = [Plain(rosenbrock, start, geodesic=geodesic, **EXACT).step().iterations for geodesic in (False, True)]
+    assert taken[1] < taken[0]
+
+
+def test_result_callback_and_limits() -> None:
+    seen: list[Iteration] = []
+    problem = Plain(decay, START, max_iter=3, callback=seen.append, **EXACT)
+    result = problem.step()
+    assert result.status is Status.ITERATIONS and result.iterations == 3 == len(seen)
+    assert result.f == decay(problem.x).square().mean().item() == seen[-1].f
+    assert [one.number for one in seen] == [1, 2, 3] and seen[-1].change == result.change
+    problem.step()
+    assert seen[3].number == 4
+    for limit in (1, 2, 4):
+        problem = Plain(rosenbrock, torch.tensor([-1.2, 1.0]).double(), max_eval=limit, max_iter=None, **EXACT)
+        result = problem.step()
+        assert result.status is Status.EVALUATIONS and result.evaluations == limit == len(problem.values) - 1
+        assert result.f == min(problem.values[1:]) == rosenbrock(problem.x).square().mean().item()
+    problem = Plain(decay, START, callback=lambda _: True)
+    assert problem.step().status is Status.CALLBACK
+    problem = Plain(decay, START, tolerance_grad=1e-3, tolerance_change=0.0)
+    assert problem.step().status is Status.GRADIENT
+
+
+def test_a_trial_that_is_not_finite_makes_the_next_step_shorter() -> None:
+    def walled(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([10 * (torch.log(x[0]) + 1), (x[0] - math.exp(-1.0)) / 100])
+
+    problem = Plain(walled, torch.tensor([3.0]).double(), **EXACT, damping=1e-9)
+    result = problem.step()
+    assert result.not_finite > 0 and problem.x.item() == pytest.approx(math.exp(-1.0), rel=1e-12)
+    problem = Plain(lambda x: x / 0, START)
+    result = problem.step()
+    assert result.status is Status.NOT_FINITE and torch.equal(problem.x, START)
+
+
+def test_an_exception_leaves_the_best_point() -> None:
+    problem = Plain(decay, START, **EXACT)
+    original = problem.residuals
+
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        if len(problem.values) == 5:
+            raise ArithmeticError
+        return original(x)
+
+    problem.residuals = raises
+    with pytest.raises(ArithmeticError):
+        problem.step()
+    assert decay(problem.x).square().mean().item() == min(problem.values[1:])
+
+
+def test_a_state_goes_on_as_if_nothing_had_happened() -> None:
+    whole = Plain(decay, START, max_iter=4, **EXACT)
+    whole.step()
+    state = io.BytesIO()
+    torch.save(whole.optimizer.state_dict(), state)
+    half = Plain(decay, whole.x, max_iter=4, damping=77.0, **EXACT)
+    state.seek(0)
+    half.optimizer.load_state_dict(torch.load(state, weights_only=True))
+    twin = copy.deepcopy(whole.optimizer)
+    whole.step()
+    half.step()
+    assert torch.equal(whole.x, half.x) and twin.param_groups[0]["damping"] == 1e-3
+    with pytest.raises(ValueError, match="the state is of 3 parameters; here are 2"):
+        Plain(rosenbrock, START[:2]).optimizer.load_state_dict(whole.optimizer.state_dict())
+
+
+def test_another_function_is_recognised() -> None:
+    problem = Plain(decay, START, max_iter=3, **EXACT)
+    problem.step()
+    problem.residuals = lambda x: 100 * decay(x * 0.9)
+    result = problem.step()
+    assert result.forgotten == ("the function changed between two steps",)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"damping": 0.0}, ValueError, "`damping` must be positive and finite; got 0.0"),
+        ({"damping": "a"}, TypeError, "`damping` must be a number"),
+        ({"scaling": "unit"}, ValueError, "`scaling` must be one of 'diagonal', 'identity'; got 'unit'"),
+        ({"geodesic": 1}, TypeError, "`geodesic` must be a bool; got 1"),
+        ({"dense": 1.5}, TypeError, "`dense` must be an int >= 0"),
+        ({"max_iter": 0}, ValueError, "`max_iter` must be >= 1"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LevenbergMarquardt([nn.Parameter(START.clone())], **options)
+
+
+def test_closures_without_normal_equations() -> None:
+    problem = Plain(decay, START)
+    with pytest.raises(TypeError, match=r"use BatchOptimizer.step, or pass BatchOptimizer.closure"):
+        problem.optimizer.step(problem.__call__)
+    with BatchOptimizer(Mlp(), nn.CrossEntropyLoss(), optimizer="lm") as opt:
+        before = opt.parameters.clone()
+        with pytest.raises(ValueError, match="f is not known to be a sum of squares"):
+            opt.step(torch.randn(8, 6), torch.randint(0, 4, (8,)))
+        assert torch.equal(opt.parameters, before)
+
+
+# On workers
+
+
+def run(parallelize: int, **options: Any) -> tuple[float, str, Result]:
+    with BatchOptimizer(
+        flow(),
+        terms=terms(),
+        parallelize=parallelize,
+        chunk_size=5,
+        optimizer=lambda params: LevenbergMarquardt(params, max_iter=6, **options),
+    ) as opt:
+        loss = opt.step(DATA)
+        assert isinstance(opt.optimizer, LevenbergMarquardt) and opt.optimizer.result is not None
+        return loss, opt.fingerprint(), opt.optimizer.result
+
+
+@pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
+def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
+    loss, fingerprint, result = run(1, **options)
+    assert result.f == loss and result.iterations > 1
+    for workers in (2, 3):
+        assert run(workers, **options) == (loss, fingerprint, result)
+
+
+def test_products_find_what_the_matrix_finds() -> None:
+    one, other = (run(1, dense=dense, scaling="identity", tolerance_change=0.0)[0] for dense in (5000, 0))
+    before = run(1, damping=1e12)[0]
+    assert one < before / 2 and other < before / 2
+
+
+def test_accelerations_are_second_derivatives() -> None:
+    module = Mlp(2, 5, 1).double()
+    x, y = DATA["data"]
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=6) as opt:
+        opt.load(x, y)
+        v = torch.linspace(-0.01, 0.02, len(opt.parameters), dtype=torch.float64)
+        names = [name for name, _ in module.named_parameters()]
+        shapes = [p.shape for p in module.parameters()]
+
+        def residuals(flat: torch.Tensor) -> torch.Tensor:
+            parts = torch.split(flat, [shape.numel() for shape in shapes])
+            own = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+            found: torch.Tensor = (torch.func.functional_call(module, own, (x,)) - y)[:, 0]
+            return found
+
+        expected = Plain(residuals, opt.parameters).acceleration(v)
+        torch.testing.assert_close(opt.closure.acceleration(v), expected, rtol=0.05, atol=1e-9)
+        assert opt.closure().item() == opt.output
+
+
+def test_a_loss_that_is_no_sum_of_squares_alone_is_told() -> None:
+    class Penalised(BatchOptimizer):
+        def reduce(self, answers: Any) -> torch.Tensor:
+            return super().reduce(answers) + 1.0
+
+    with Penalised(flow(), terms={"a": Term(residual=misfit)}, optimizer="lm") as opt:
+        with pytest.raises(ValueError, match=r"the sum of the squares is .* where f is"):
+            opt.step({"a": DATA["data"]})
+
+
+def test_a_step_that_fails_is_undone() -> None:
+    points = DATA["pde"].clone()
+    with BatchOptimizer(flow(), terms={"pde": Term(residual=equation)}, optimizer="lm", parallelize=2) as opt:
+        opt.step({"pde": points})
+        before = opt.fingerprint()
+        points[3] = torch.nan
+        with pytest.raises(NonFiniteError):
+            opt.step({"pde": points})
+        assert opt.fingerprint() == before
