@@ -608,7 +608,8 @@ class BatchOptimizer:
 
     def objective(self) -> FlatObjective:
         """f of the loaded batch as a function of a flat NumPy vector, for solvers outside of torch: `FlatObjective`,
-        with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`."""
+        with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`; `least_squares()` of it has the
+        residuals and their Jacobian."""
         return FlatObjective(self._function, self.evaluate)
 
     @exclusive

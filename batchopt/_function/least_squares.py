@@ -126,10 +126,25 @@ def gram(function: BatchFunction, limit: int) -> torch.Tensor:
             f"the matrix of {count:,} residuals would have {8 * count**2 / 1e9:,.1f} GB: load fewer samples, use jvp() "
             f"and vjp(), or give `limit`, which is {limit:,}"
         )
-    rows = _rows(function, JacobianRows(), _loaded(function))
+    rows = jacobian(function)
     parts = rows.values() if isinstance(rows, Mapping) else [rows]
-    jacobian = torch.cat([part.flatten(0, 1) for part in parts]).double()
-    return jacobian @ jacobian.T
+    whole = torch.cat([part.flatten(0, 1) for part in parts]).double()
+    return whole @ whole.T
+
+
+def jacobian(function: BatchFunction) -> Any:
+    """The rows of the Jacobian: shape `(samples, d, n)`; by term where there are terms."""
+    return _rows(function, JacobianRows(), _loaded(function))
+
+
+def square_weights(function: BatchFunction, sizes: Mapping[str | None, int]) -> dict[str | None, float]:
+    """The weight in f of each square, by term, which has so many residuals."""
+    settings, found = function.settings, {}
+    for (name, size), loss_fn, weight in zip(sizes.items(), settings.loss_fns, function.weights, strict=True):
+        squares = squares_of(settings.criterion, loss_fn)
+        assert squares is not None  # as `_check` has seen to
+        found[name] = squares.weight(weight, size)
+    return found
 
 
 def _rows(function: BatchFunction, task: PieceFunction, selections: list[Selection]) -> Any:

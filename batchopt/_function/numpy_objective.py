@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchopt._function.function import BatchFunction
+from batchopt._function.numpy_least_squares import FlatLeastSquares
+from batchopt._function.numpy_types import Doubles
 from batchopt._machine.ownership import exclusive
 from batchopt.errors import BatchoptError
 from batchopt_workers.batch import Batch
-
-Doubles = npt.NDArray[np.float64]
 
 
 class _Point(NamedTuple):
@@ -71,6 +70,15 @@ class FlatObjective:
         self._function.ready()
         direction = self._read("v", v, finite=False)
         return _doubles(self._there(self._read("x", x), self._function.hvp, direction))
+
+    def least_squares(self) -> FlatLeastSquares:
+        """The residuals and their Jacobian, where f is a sum of squares: for `scipy.optimize.least_squares`."""
+        return FlatLeastSquares(self._function, self._residuals_at)
+
+    @exclusive
+    def _residuals_at(self, x: Any, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._function.ready()
+        return self._there(self._read("x", x), evaluate)
 
     @exclusive
     def assign(self, x: Any) -> None:
