@@ -44,8 +44,9 @@ class LevenbergMarquardt(Minimizer):
     Args:
         params: parameters of one dtype on one device; float64 is advised.
         damping: of the first step, relative to D. Default 1e-3.
-        scaling: D. `"diagonal"`, the default: the diagonal of JᵀWJ, each at its largest so far (Moré 1978), so that
-            units of parameters do not matter. `"identity"`: the same number for all, the largest of the first diagonal.
+        scaling: D. `"identity"`, the default: the same number for all parameters, the largest of the first diagonal of
+            JᵀWJ; for networks. `"diagonal"`: that diagonal, each at its largest so far (Moré 1978), so that units of
+            parameters do not matter; for regressions.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, at the cost of about three
             evaluations. Default False.
         dense: up to so many parameters the matrix is made and factorised; above, the steps are found by conjugate
@@ -68,7 +69,7 @@ class LevenbergMarquardt(Minimizer):
         self,
         params: Iterable[Any],
         damping: float = 1e-3,
-        scaling: str = "diagonal",
+        scaling: str = "identity",
         max_iter: int | None = 100,
         max_eval: int | None = None,
         tolerance_grad: float = 1e-7,
