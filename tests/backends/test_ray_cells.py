@@ -279,7 +279,8 @@ def test_more_nodes_than_cells_are_warned_of_once() -> None:
         ([5, 6], [0, 1], 4, [4, 7]),
         ([2, 20], [0, 1], 8, [2, 20]),  # nothing would be left for the first
         ([0, 9, 3], [0, 1, 1], 4, [0, 9, 3]),
-        ([3, 3, 3, 3], [0, None, 0, 1], 2, [4, 2, 4, 2]),
+        ([12, 4], [0, 1], 8, [12, 4]),  # the second would get twice as much
+        ([3, 3, 3, 3], [0, None, 0, 1], 2, [4, 4, 2, 2]),
         ([5], [0], 4, [5]),
     ],
 )

@@ -8,21 +8,24 @@ from itertools import accumulate, groupby, pairwise
 
 from batchopt._mapreduce.split import runs, split_batch
 
+# A node is given no more than so many times what was planned for it.
+MOST = 1.5
+
 
 def aligned(shares: Sequence[int], nodes: Sequence[int | None], size: int) -> list[int]:
-    """The number of chunks of each worker, where each is on one of the `nodes`: changed as little as lets what a node
-    has begin and end at multiples of `size` chunks. The same, if a node would be left without any."""
+    """The number of chunks of each worker, where each is on one of the `nodes`: changed so that what a node has begins
+    and ends at multiples of `size` chunks. The same, if a node would be left without any or get much more."""
+    chunks = sum(shares)
     groups = [[rank for rank, _ in group] for _, group in groupby(enumerate(nodes), key=lambda item: item[1])]
     planned = [sum(shares[rank] for rank in group) for group in groups]
-    ends = list(accumulate(planned))
-    rounded = [math.floor(end / size + 0.5) * size for end in ends[:-1]]
-    found = [last - first for first, last in pairwise([0, *(min(end, ends[-1]) for end in rounded), ends[-1]])]
-    if any(before and not after for before, after in zip(planned, found, strict=True)):
+    cells = accumulate(split_batch(math.ceil(chunks / size), [float(count) for count in planned]))
+    found = [last - first for first, last in pairwise([0, *(min(end * size, chunks) for end in cells)])]
+    if any(before and not 0 < after <= MOST * before for before, after in zip(planned, found, strict=True)):
         return list(shares)
     moved = list(shares)
-    for group, chunks in zip(groups, found, strict=True):
+    for group, count in zip(groups, found, strict=True):
         weights = [float(shares[rank]) for rank in group]
-        for rank, share in zip(group, split_batch(chunks, weights), strict=True):
+        for rank, share in zip(group, split_batch(count, weights), strict=True):
             moved[rank] = share
     return moved
 
