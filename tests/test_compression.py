@@ -18,11 +18,11 @@ HALF = Rounded(2, torch.float16)
 BRAIN = Rounded(2, torch.bfloat16)
 
 
-def sent(compression: Compression, gradient: torch.Tensor, rest: Any = None, cells: int = 1) -> tuple[Any, Any]:
+def sent(compression: Compression, gradient: torch.Tensor, residual: Any = None, cells: int = 1) -> tuple[Any, Any]:
     """The gradient as it arrives, and what is left of it."""
-    found = compress(compression, gradient, rest, cells)
+    found = compress(compression, gradient, residual, cells)
     assert found is not None
-    return compression.decode(found.code, cells, len(gradient), gradient.dtype), found.rest
+    return compression.decode(found.code, cells, len(gradient), gradient.dtype), found.residual
 
 
 # ---- which part of the sum is compressed at once
@@ -47,16 +47,16 @@ def test_two_bits_of_three_rounds() -> None:
         ([0.5, 0.5, 0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.5, 0.0, 0.0, 3.0]),
         ([0.0, 0.5, 0.5, -0.5, 0.0, 0.5], [0.25, 0.0, 0.75, 0.0, -0.25, 4.5]),
     ]
-    rest = None
+    residual = None
     for value, left in rounds:
-        found, rest = sent(TwoBit(1, 0.5), gradient, rest)
-        assert found.tolist() == value and rest.tolist() == left
+        found, residual = sent(TwoBit(1, 0.5), gradient, residual)
+        assert found.tolist() == value and residual.tolist() == left
 
 
 def test_the_level_is_the_share_of_a_cell() -> None:
-    value, rest = sent(TwoBit(4, 0.5), torch.tensor([0.1, 0.125, -0.25]), cells=4)
+    value, residual = sent(TwoBit(4, 0.5), torch.tensor([0.1, 0.125, -0.25]), cells=4)
     assert value.tolist() == [0.0, 0.125, -0.125]
-    assert rest.tolist() == [pytest.approx(0.1), 0.0, -0.125]
+    assert residual.tolist() == [pytest.approx(0.1), 0.0, -0.125]
 
 
 def test_an_element_takes_two_bits() -> None:
@@ -70,14 +70,14 @@ def test_an_element_takes_two_bits() -> None:
 def test_what_is_sent_and_what_is_left_are_all_that_there_was(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     total = torch.zeros(1001, dtype=dtype)
-    arrived, rest = torch.zeros(1001, dtype=dtype), None
+    arrived, residual = torch.zeros(1001, dtype=dtype), None
     for _ in range(50):
         gradient = torch.randint(-64, 65, (1001,)).to(dtype) / 64  # all sums are exact
-        value, rest = sent(TwoBit(1, 0.75), gradient, rest)
+        value, residual = sent(TwoBit(1, 0.75), gradient, residual)
         assert set(value.tolist()) <= {-0.75, 0.0, 0.75}
         total += gradient
         arrived += value
-        assert torch.equal(arrived + rest, total)
+        assert torch.equal(arrived + residual, total)
 
 
 # ---- fewer bits
@@ -89,8 +89,8 @@ def test_rounded_numbers_are_half_a_unit_off_at_most(compression: Compression, b
     gradient = torch.randn(1000)
     code = compression.encode(gradient, 2)
     assert code.nbytes == 2000
-    value, rest = sent(compression, gradient, cells=2)
-    assert rest is None and value.dtype == torch.float32
+    value, residual = sent(compression, gradient, cells=2)
+    assert residual is None and value.dtype == torch.float32
     exponents = torch.frexp(gradient).exponent.clamp(min=-13)
     assert ((value - gradient).abs() <= 2.0 ** (exponents - bits - 1)).all()
     assert torch.equal(sent(compression, value, cells=2)[0], value)

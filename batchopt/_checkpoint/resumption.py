@@ -53,9 +53,9 @@ def _check_mapping(what: str, given: Any) -> None:
 def check_residuals(residuals: Any, x: torch.Tensor) -> None:
     """Raise `ValueError` or `TypeError` unless these can be what compression has left of gradients of `x`."""
     _check_mapping("`residuals` of the state", residuals)
-    for cell, rest in residuals.items():
-        is_right = type(cell) is int and cell >= 0 and isinstance(rest, torch.Tensor) and rest.shape == x.shape
-        if not is_right or rest.dtype != torch.promote_types(x.dtype, torch.float32):
+    for cell, residual in residuals.items():
+        is_right = type(cell) is int and cell >= 0 and isinstance(residual, torch.Tensor) and residual.shape == x.shape
+        if not is_right or residual.dtype != torch.promote_types(x.dtype, torch.float32):
             raise ValueError(
                 f"`residuals` of the state has {cell!r}, which is none of a gradient with {len(x)} elements"
             )

@@ -34,7 +34,7 @@ class Compression(ABC):
     parts: int
 
     # Whether what rounding leaves over is added to the next gradient of the cell.
-    keeps_rest: ClassVar[bool] = False
+    keeps_residual: ClassVar[bool] = False
 
     def top(self, chunks: int) -> int:
         """The level of the tree of `chunks` chunks whose nodes are the cells."""
@@ -95,7 +95,7 @@ class TwoBit(Compression):
 
     threshold: float
 
-    keeps_rest = True
+    keeps_residual = True
     code_dtype = torch.uint8
 
     def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
@@ -111,21 +111,22 @@ class Compressed(NamedTuple):
     """The code of a cell's gradient, and what it leaves over, if that is kept."""
 
     code: torch.Tensor
-    rest: torch.Tensor | None
+    residual: torch.Tensor | None
 
 
 def compress(
-    compression: Compression, gradient: torch.Tensor, rest: torch.Tensor | None, cells: int
+    compression: Compression, gradient: torch.Tensor, residual: torch.Tensor | None, cells: int
 ) -> Compressed | None:
-    """Compress what one of so many cells adds to df/dX, and the `rest` of its gradients before; None for what is not
-    finite, which has to be seen as it is. Raises `DoesNotFit`."""
-    whole = gradient if rest is None else rest + gradient
+    """Compress what one of so many cells adds to df/dX, together with the `residual` of its gradients before; None for
+    what is not finite, which has to be seen as it is. Raises `DoesNotFit`."""
+    whole = gradient if residual is None else residual + gradient
     if not all_finite(whole):
         return None
     code = compression.encode(whole, cells)
-    if not compression.keeps_rest:
+    if not compression.keeps_residual:
         return Compressed(code, None)
-    return Compressed(code, whole - compression.decode(code, cells, len(whole), whole.dtype))
+    value = compression.decode(code, cells, len(whole), whole.dtype)
+    return Compressed(code, torch.sub(whole, value, out=value))
 
 
 # ---- the argument

@@ -37,12 +37,12 @@ class SimulatedNode:
         self.residuals = Residuals()
         self.asked: list[list[ResidualName]] = []
 
-    def ask_for_rests(self, names: Sequence[ResidualName]) -> None:
+    def ask_for_residuals(self, names: Sequence[ResidualName]) -> None:
         self.asked.append(list(names))
 
 
 class SimulatedNodes:
-    """The nodes of a cluster; `die`: the next one that is asked for rests is lost instead of answering."""
+    """The nodes of a cluster; `die`: the next one that is asked for residuals is lost instead of answering."""
 
     def __init__(self, count: int) -> None:
         self.by_number = {number: SimulatedNode(number) for number in range(count)}
@@ -102,8 +102,8 @@ class Simulation:
         )
         for attempt, (node, runs) in enumerate(zip(self.nodes.ready, shares, strict=True)):
             if runs:
-                rests = self.cells.rests_for(node, runs, cells)  # type: ignore[arg-type]
-                node.residuals.begin(cells, rests, torch.float32)
+                residuals = self.cells.residuals_for(node, runs, cells)  # type: ignore[arg-type]
+                node.residuals.begin(cells, residuals, torch.float32)
                 partials = [
                     (Node(0, i), Partial((1.0,), chunks[i].clone(), torch.zeros(0), b"\1"))
                     for run in runs
@@ -123,18 +123,18 @@ class Simulation:
 
 
 def expected(
-    compression: Compression, chunks: Sequence[torch.Tensor], rests: Mapping[int, torch.Tensor]
+    compression: Compression, chunks: Sequence[torch.Tensor], residuals: Mapping[int, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """The gradient of one process that holds all rests, and what they are then."""
+    """The gradient of one process that holds all residuals, and what they are then."""
     cells, size = compression.cells(len(chunks)), 2 ** compression.top(len(chunks))
-    left, values = dict(rests), []
+    left, values = dict(residuals), []
     for cell in range(cells):
         gradient = torch.stack(list(chunks[cell * size : (cell + 1) * size])).sum(0)  # exactly
-        found = compress(compression, gradient, rests.get(cell), cells)
+        found = compress(compression, gradient, residuals.get(cell), cells)
         assert found is not None
         values.append(compression.decode(found.code, cells, SIZE, torch.float32))
-        if found.rest is not None:
-            left[cell] = found.rest
+        if found.residual is not None:
+            left[cell] = found.residual
     partials = [(Node(0, i), Partial((1.0,), value, torch.zeros(0), b"\1")) for i, value in enumerate(values)]
     gradient = torch.empty(SIZE)
     reduce_answers([Answer(0, 1, 1.0, partials)], cells, gradient)
@@ -165,12 +165,12 @@ def some_shares(draw: random.Random, chunks: int, nodes: int) -> list[list[Chunk
 def test_bits_do_not_depend_on_who_evaluates_what(compression: Compression, seed: int) -> None:
     draw = random.Random(seed)
     simulation = Simulation(compression, 3)
-    rests: dict[int, dict[int, torch.Tensor]] = {0: {}}  # by evaluation
+    residuals: dict[int, dict[int, torch.Tensor]] = {0: {}}  # by evaluation
     taken = kept = 0
     for _ in range(40):
         chunks = some_chunks(draw, draw.choice([3, 16, 16, 16, 21]))
         gradient, number = simulation.evaluate(chunks, some_shares(draw, len(chunks), 3), taken, kept)
-        wanted, rests[number] = expected(compression, chunks, rests[taken])
+        wanted, residuals[number] = expected(compression, chunks, residuals[taken])
         assert torch.equal(gradient, wanted)
         what = draw.random()
         if what < 0.6:
@@ -183,14 +183,14 @@ def test_bits_do_not_depend_on_who_evaluates_what(compression: Compression, seed
             simulation.cells.fetch_all()
             simulation.nodes.replace(draw.choice(list(simulation.nodes.by_number)))
         if draw.random() < 0.1:  # a checkpoint
-            saved = simulation.cells.rests_after(taken)
-            assert saved.keys() == rests[taken].keys()
-            assert all(torch.equal(rest, rests[taken][cell]) for cell, rest in saved.items())
+            saved = simulation.cells.residuals_after(taken)
+            assert saved.keys() == residuals[taken].keys()
+            assert all(torch.equal(residual, residuals[taken][cell]) for cell, residual in saved.items())
             simulation.nodes = SimulatedNodes(3)
             simulation.cells = simulation.another()
             simulation.numbers += 1
             simulation.cells.restore(simulation.numbers, saved)
-            rests[simulation.numbers] = rests[taken]
+            residuals[simulation.numbers] = residuals[taken]
             taken = kept = simulation.numbers
 
 
@@ -228,14 +228,14 @@ def test_what_was_left_on_a_node_that_is_lost_counts_as_nothing(lose: Callable[[
     compression, draw = TwoBit(4, 0.5), random.Random(1)
     simulation, chunks = Simulation(compression, 2), some_chunks(draw, 8)
     _, taken = simulation.evaluate(chunks, [[ChunkRun(0, 4)], [ChunkRun(4, 8)]], 0, 0)
-    _, rests = expected(compression, chunks, {})
+    _, residuals = expected(compression, chunks, {})
     lose(simulation)
     with pytest.warns(RuntimeWarning, match="with what compression had left of 2 of the cells"):
         gradient, taken = simulation.evaluate(chunks, [[ChunkRun(0, 8)], []], taken, taken)
-    wanted, rests = expected(compression, chunks, {cell: rests[cell] for cell in (0, 1)})
+    wanted, residuals = expected(compression, chunks, {cell: residuals[cell] for cell in (0, 1)})
     assert torch.equal(gradient, wanted)
     gradient, _ = simulation.evaluate(chunks, [[ChunkRun(0, 8)], []], taken, taken)
-    assert torch.equal(gradient, expected(compression, chunks, rests)[0])
+    assert torch.equal(gradient, expected(compression, chunks, residuals)[0])
 
 
 def test_a_gradient_that_is_not_finite_leaves_what_was_left() -> None:
@@ -246,7 +246,7 @@ def test_a_gradient_that_is_not_finite_leaves_what_was_left() -> None:
     bad = [*chunks[:7], torch.full((SIZE,), torch.inf)]
     gradient, after = simulation.evaluate(bad, shares, taken, taken)
     assert gradient.isinf().all()
-    assert torch.equal(simulation.cells.rests_after(after)[3], simulation.cells.rests_after(taken)[3])
+    assert torch.equal(simulation.cells.residuals_after(after)[3], simulation.cells.residuals_after(taken)[3])
 
 
 def test_a_gradient_that_does_not_fit_names_its_samples() -> None:

@@ -40,7 +40,7 @@ from batchopt.backends.ray.messages import (
     OutOfStep,
     Question,
     ResidualName,
-    RestsMessage,
+    ResidualsMessage,
     RowsMessage,
     WorkerStatus,
     WorkerTimes,
@@ -243,10 +243,10 @@ class NodeActor:
         x: Bytes | None,
         direction: Bytes | None,
         cells: Cells | None = None,
-        rests: Mapping[int, Bytes] = MappingProxyType({}),
+        residuals: Mapping[int, Bytes] = MappingProxyType({}),
     ) -> AssignmentResult:
         """Evaluate an assignment, with another X and direction if these are given; its partials come merged. With
-        `cells` those are compressed; `rests` are of cells whose rest was not on this node."""
+        `cells` those are compressed; `residuals` are of cells whose residual was not on this node."""
         began = time.perf_counter()
         self._set(x, direction)
         head = assignment.attempt, assignment.step
@@ -259,14 +259,14 @@ class NodeActor:
         finally:
             workers.end()
         if cells is not None:
-            self._residuals.begin(cells, rests, self._node.layout.sum_dtype)
+            self._residuals.begin(cells, residuals, self._node.layout.sum_dtype)
         sums = [self._residuals.message(*merged, cells) for merged in merge_answers(answers, cut.chunks, cut.top)]
         times = [_times(answer, began) for answer in answers]
         found = AssignmentResult(assignment.attempt, sums, times, time.perf_counter() - began)
         forms = forms_of(answers)
         return self._with_results(found, forms, cut, assignment.kind) if forms else found
 
-    def rests(self, names: Sequence[ResidualName]) -> RestsMessage:
+    def residuals(self, names: Sequence[ResidualName]) -> ResidualsMessage:
         """What compression has left under these names; may be called while something is evaluated."""
         return self._residuals.of(names)
 

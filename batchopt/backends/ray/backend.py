@@ -273,8 +273,8 @@ class RayBackend(Backend):
         x = None if state.x is self._x else self._x
         direction = None if state.direction is self._direction else self._direction
         if self._cells is not None and cells is not None:
-            rests = self._cells.rests_for(node, runs, cells)
-            asked = request(NodeActor.evaluate, assignment, x, direction, cells, rests)
+            residuals = self._cells.residuals_for(node, runs, cells)
+            asked = request(NodeActor.evaluate, assignment, x, direction, cells, residuals)
         else:
             method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe
             asked = request(method, assignment, x, direction)
@@ -331,7 +331,7 @@ class RayBackend(Backend):
 
     def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
         assert self._cells is not None
-        return self._cells.rests_after(evaluation)
+        return self._cells.residuals_after(evaluation)
 
     def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
         assert self._cells is not None

@@ -1,17 +1,16 @@
-"""The cells of compressed evaluations in the parent: who has what is left of them, and what nobody has compressed yet.
+"""The cells of compressed evaluations in the parent: who has their residuals, and what nobody has compressed yet.
 
 A node compresses the cells that it has evaluated all of, and keeps what is left; of others it sends the pieces, which
-are merged and compressed here. A node that is given a whole cell whose rest is here gets that with it. One that lacks
-the rest (it has taken the cell over from another node) sends the cell as it is; then the rest is fetched from where it
-is, and the cell is compressed here. So a rest moves with its cell, and the bits are always the same. Only what was left
-on a node that is lost is lost with it.
+are merged and compressed here. A node that is given a whole cell whose residual is here gets that with it. One that
+lacks the residual (it has taken the cell over from another node) sends the cell as it is; then the residual is fetched
+from where it is, and the cell is compressed here. So a residual moves with its cell, and the bits are always the same.
+Only the residuals on a node that is lost are lost with it.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from batchopt._mapreduce.compression import Compression, DoesNotFit
 from batchopt._mapreduce.reduce import merge_answers
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.ray.alignment import aligned, whole_cells
-from batchopt.backends.ray.gather import NodeGather, NodeRests
+from batchopt.backends.ray.gather import NodeGather, NodeResiduals
 from batchopt.backends.ray.messages import Cells, ResidualName
 from batchopt.backends.ray.node import ClusterNode
 from batchopt.backends.ray.nodes import Nodes
@@ -33,19 +32,19 @@ from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut, Order
 
 
-def _names(rests: Mapping[int, int]) -> Iterable[ResidualName]:
-    return (ResidualName(*item) for item in rests.items())
+def _names(residuals: Mapping[int, int]) -> Iterable[ResidualName]:
+    return (ResidualName(*item) for item in residuals.items())
 
 
 class CellReduce:
-    """Compresses what nodes have not, and knows where the rests of all cells are."""
+    """Compresses what nodes have not, and knows where the residuals of all cells are."""
 
     def __init__(self, compression: Compression, nodes: Nodes, layout: Layout, fixed_bits: bool) -> None:
         """Gradients lie as in `layout`. Without `fixed_bits` the cut depends on the workers anyway, and there are no
         more cells than nodes."""
         self._compression, self._nodes, self._fixed_bits = compression, nodes, fixed_bits
         self._size, self._dtype = layout.size, layout.sum_dtype
-        # by evaluation: which one had left the rest of each cell when it was over
+        # by evaluation: which one had left the residual of each cell when it was over
         self._left: dict[int, Mapping[int, int]] = {0: {}}
         self._holders: dict[ResidualName, int] = {}  # the numbers of nodes
         self._here = Residuals()
@@ -54,10 +53,10 @@ class CellReduce:
     # ---- an evaluation
 
     def begin(self, evaluation: int, chunks: int, taken: int, kept: int) -> Cells:
-        """Begin with the rests that evaluation `taken` has left. After this one, evaluations may begin with those of
-        `taken`, `kept` or this one."""
+        """Begin with the residuals that evaluation `taken` has left. The next one may begin with those of `taken`, of
+        `kept`, or of this one."""
         self._left = {number: self._left[number] for number in (0, taken, kept)}
-        names = frozenset(name for rests in self._left.values() for name in _names(rests))
+        names = frozenset(name for residuals in self._left.values() for name in _names(residuals))
         self._here.keep(names)
         self._holders = {name: node for name, node in self._holders.items() if name in names}
         compression, nodes = self._compression, len(self._nodes.ready)
@@ -65,7 +64,8 @@ class CellReduce:
             compression = replace(compression, parts=max(1, min(compression.parts, nodes)))
         elif compression.parts < nodes:
             self._warn_of_pieces(nodes)
-        return self._without_lost(Cells(compression, evaluation, chunks, self._size, self._left[taken], names))
+        cells = Cells(compression, evaluation, chunks, self._size, self._left[taken], names)
+        return self._without(cells, [name for name in _names(cells.residuals) if not self._is_somewhere(name)])
 
     def aligned(self, orders: Sequence[Order | None], cells: Cells) -> list[Order | None]:
         """The orders, moved so that nodes get whole cells."""
@@ -79,12 +79,11 @@ class CellReduce:
             first += share
         return found
 
-    def rests_for(self, node: ClusterNode, given: Iterable[ChunkRun | None], cells: Cells) -> dict[int, Bytes]:
-        """The rests of whole cells in these runs that the node lacks and that are here."""
+    def residuals_for(self, node: ClusterNode, given: Iterable[ChunkRun | None], cells: Cells) -> dict[int, Bytes]:
+        """The residuals of whole cells in these runs that the node lacks and that are here."""
         mine = whole_cells([run for run in given if run is not None], 2**cells.level, cells.chunks)
-        names = [ResidualName(cell, cells.rests[cell]) for cell in mine if cell in cells.rests]
-        lacking = (name for name in names if name in self._here and self._holders.get(name) != node.number)
-        return {name.cell: to_bytes(self._here[name]) for name in lacking}
+        names = [name for name in map(cells.before, mine) if name is not None and name in self._here]
+        return {name.cell: to_bytes(self._here[name]) for name in names if self._holders.get(name) != node.number}
 
     def finish(self, gather: NodeGather, cells: Cells, cut: Cut) -> list[Answer]:
         """The answers, in which all partials are cells, compressed or not finite. Raises `DoesNotFit`."""
@@ -92,8 +91,7 @@ class CellReduce:
             answers = gather.answers()
             partials = merge_answers(answers, cells.chunks, cells.level)
             raw = {place.position for place, _ in partials if place not in gather.compressed}
-            self.fetch(ResidualName(cell, cells.rests[cell]) for cell in raw if cell in cells.rests)
-            cells = self._without_lost(cells, raw)
+            cells = self._without(cells, self.fetch(name for name in map(cells.before, raw) if name is not None))
             left = {place.position: node for place, node in gather.compressed.items()}
             for i, (place, partial) in enumerate(partials):
                 if place.position in raw and (value := self._value(place.position, partial, cells, cut)) is not None:
@@ -112,67 +110,53 @@ class CellReduce:
         return None if found is None else cells.decode(found.code, self._dtype)
 
     def _note(self, left: Mapping[int, int], cells: Cells) -> None:
-        """The evaluation is over, and has left rests of these cells on nodes of these numbers; -1 is here."""
-        if cells.compression.keeps_rest:
+        """The evaluation is over, and has left residuals of these cells on nodes of these numbers; -1 is here."""
+        if cells.compression.keeps_residual:
             self._holders |= {ResidualName(cell, cells.evaluation): node for cell, node in left.items() if node >= 0}
-            self._left[cells.evaluation] = {**cells.rests, **dict.fromkeys(left, cells.evaluation)}
+            self._left[cells.evaluation] = {**cells.residuals, **dict.fromkeys(left, cells.evaluation)}
         else:
             self._left[cells.evaluation] = {}
 
-    # ---- rests
+    # ---- residuals
 
-    def fetch(self, names: Iterable[ResidualName]) -> None:
-        """Bring the rests here that are on nodes, unless a node is lost."""
-        wanted: dict[int, list[ResidualName]] = defaultdict(list)
-        for name in names:
-            if name not in self._here:
-                wanted[self._holders[name]].append(name)
-        listener = NodeRests()
-        for number, of_node in wanted.items():
+    def _is_somewhere(self, name: ResidualName) -> bool:
+        return name in self._here or self._holders[name] in self._nodes.by_number
+
+    def fetch(self, names: Iterable[ResidualName]) -> list[ResidualName]:
+        """Bring residuals here; returns those that are lost with their node."""
+        lacking = [name for name in names if name not in self._here]
+        listener = NodeResiduals()
+        for number in {self._holders[name] for name in lacking}:
             node = self._nodes.by_number.get(number)
             if node is not None:
-                node.ask_for_rests(of_node)
+                of_node = [name for name in lacking if self._holders[name] == number]
+                node.ask_for_residuals(of_node)
                 listener.asked(node, of_node)
         listener.collect(lambda: self._nodes.pump(listener, math.inf))
-        self._here.add({name: from_bytes(rest, self._dtype, (-1,)).clone() for name, rest in listener.found.items()})
+        self._here.add({name: from_bytes(found, self._dtype, (-1,)).clone() for name, found in listener.found.items()})
+        return [name for name in lacking if name not in self._here]
 
     def fetch_all(self) -> None:
-        """Bring all rests here: their nodes may end."""
-        self.fetch({name for rests in self._left.values() for name in _names(rests)})
+        """Bring all residuals here: their nodes may end."""
+        self.fetch({name for residuals in self._left.values() for name in _names(residuals)})
 
-    def rests_after(self, evaluation: int) -> dict[int, torch.Tensor]:
-        """The rests of cells that an evaluation has left."""
+    def residuals_after(self, evaluation: int) -> dict[int, torch.Tensor]:
+        """What an evaluation has left, by cell."""
         names = list(_names(self._left[evaluation]))
-        self.fetch(names)
-        lost = [name for name in names if name not in self._here]
-        self._warn_of_loss(lost)
+        lost = self.fetch(names)
+        _warn_of_loss(lost)
         return {name.cell: self._here[name] for name in names if name not in lost}
 
-    def restore(self, evaluation: int, rests: Mapping[int, torch.Tensor]) -> None:
-        """Let these be what an evaluation of that number has left."""
-        self._here.add({ResidualName(cell, evaluation): rest for cell, rest in rests.items()})
-        self._left[evaluation] = dict.fromkeys(rests, evaluation)
+    def restore(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        """Let this be what an evaluation of that number has left."""
+        self._here.add({ResidualName(cell, evaluation): found.clone() for cell, found in residuals.items()})
+        self._left[evaluation] = dict.fromkeys(residuals, evaluation)
 
-    def _without_lost(self, cells: Cells, of: Iterable[int] | None = None) -> Cells:
-        """The same without rests (those of the cells `of`) that are on no node and not here: those count as zero."""
-        looked_at = cells.rests if of is None else {cell: cells.rests[cell] for cell in of if cell in cells.rests}
-        nodes = self._nodes.by_number if of is None else {}
-        lost = [n for n in _names(looked_at) if n not in self._here and self._holders.get(n) not in nodes]
-        self._warn_of_loss(lost)
+    def _without(self, cells: Cells, lost: Sequence[ResidualName]) -> Cells:
+        """The same without these residuals, which count as zero."""
+        _warn_of_loss(lost)
         gone = {name.cell for name in lost}
-        return cells._replace(rests={cell: left for cell, left in cells.rests.items() if cell not in gone})
-
-    # ---- warnings
-
-    def _warn_of_loss(self, lost: Sequence[ResidualName]) -> None:
-        if lost:
-            warnings.warn(
-                f"a node was lost with what compression had left of {len(lost)} of the cells that gradients are cut "
-                "into: that part of earlier gradients is not added to later ones any more, and the bits are others "
-                "than without the loss; go on from a checkpoint to have the same",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        return cells._replace(residuals={cell: by for cell, by in cells.residuals.items() if cell not in gone})
 
     def _warn_of_pieces(self, nodes: int) -> None:
         if not self._warned:
@@ -184,3 +168,14 @@ class CellReduce:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _warn_of_loss(lost: Sequence[ResidualName]) -> None:
+    if lost:
+        warnings.warn(
+            f"a node was lost with what compression had left of {len(lost)} of the cells that gradients are cut into: "
+            "that part of earlier gradients is not added to later ones any more, and the bits are others than without "
+            "the loss; go on from a checkpoint to have the same",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -17,7 +17,7 @@ from batchopt.backends.ray.messages import (
     NodeReply,
     NodeTask,
     ResidualName,
-    RestsMessage,
+    ResidualsMessage,
     RowsMessage,
     Undone,
 )
@@ -165,7 +165,7 @@ class NodeGather:
         return self.cells.decode(from_bytes(code, self.cells.compression.code_dtype, (-1,)), self._dtype)
 
 
-class NodeRests:
+class NodeResiduals:
     """Collects what compression has left on nodes: `found`, without what is lost with a node."""
 
     def __init__(self) -> None:
@@ -178,8 +178,8 @@ class NodeRests:
 
     def heard(self, node: ClusterNode, asked: object, reply: NodeMessage) -> None:
         """Take in what the node has; it may have been asked before."""
-        if isinstance(reply, RestsMessage):
-            self.found |= {name: rest for name, rest in reply.found.items() if rest is not None}
+        if isinstance(reply, ResidualsMessage):
+            self.found |= {name: residual for name, residual in reply.found.items() if residual is not None}
             if node in self._waiting and not self._waiting[node] - reply.found.keys():
                 del self._waiting[node]
 

@@ -37,7 +37,7 @@ class Question(Enum):
     RELEASE = "give up half of what no worker has begun"
     CALL_OFF = "stop: nobody waits for this assignment"
     PING = "give a sign"
-    REST = "say what compression has left of gradients"
+    RESIDUALS = "say what compression has left of gradients"
 
 
 class Undone(BatchoptError):
@@ -105,22 +105,21 @@ class Assignment(NamedTuple):
 
 
 class ResidualName(NamedTuple):
-    """The rest that an evaluation has left of a cell's gradient. It is the same, bit for bit, whoever computed it."""
+    """Names what an evaluation has left of a cell's gradient: the same bits, whoever computed it."""
 
     cell: int
     evaluation: int
 
 
 class Cells(NamedTuple):
-    """How gradients of `size` elements are compressed in an evaluation of so many chunks. `rests` says which earlier
-    one has left the rest that is added to the gradient of a cell, for cells that have one; of all that earlier ones
-    have left, `kept` may still be needed."""
+    """How gradients of `size` elements are compressed in an evaluation of so many chunks. `residuals`: for each cell
+    that has one, which earlier evaluation has left it. Of all that earlier ones have left, `kept` may be needed."""
 
     compression: Compression
     evaluation: int
     chunks: int
     size: int
-    rests: Mapping[int, int]
+    residuals: Mapping[int, int]
     kept: frozenset[ResidualName] = frozenset()
 
     @property
@@ -132,6 +131,10 @@ class Cells(NamedTuple):
     def level(self) -> int:
         """The level of the cells in the tree of chunks."""
         return self.compression.top(self.chunks)
+
+    def before(self, cell: int) -> ResidualName | None:
+        """The residual that is added to the gradient of a cell."""
+        return ResidualName(cell, self.residuals[cell]) if cell in self.residuals else None
 
     def decode(self, code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The gradient of a cell from its code."""
@@ -151,8 +154,8 @@ class PartialMessage(NamedTuple):
     is_compressed: bool = False
 
 
-class RestsMessage(NamedTuple):
-    """The rests that a node was asked for, as bytes; None for one that it does not have."""
+class ResidualsMessage(NamedTuple):
+    """The residuals that a node was asked for, as bytes; None for one that it does not have."""
 
     found: Mapping[ResidualName, Bytes | None]
 

@@ -18,7 +18,7 @@ from batchopt.backends.ray.messages import (
     NodeTask,
     Question,
     ResidualName,
-    RestsMessage,
+    ResidualsMessage,
 )
 from batchopt.backends.ray.node_state import NodeState
 from batchopt.errors import RemoteTraceback, WorkerError
@@ -34,7 +34,7 @@ class Released(NamedTuple):
 
 
 # What a node can answer.
-NodeMessage = NodeReply | Released | RestsMessage
+NodeMessage = NodeReply | Released | ResidualsMessage
 
 
 @dataclass
@@ -77,9 +77,9 @@ class ClusterNode:
         answer = self._link.call_aside(NodeActor.ask, question, about.attempt, seconds)
         self._note(answer, PendingRequest(question, about.evaluation, about.attempt))
 
-    def ask_for_rests(self, names: Sequence[ResidualName]) -> None:
+    def ask_for_residuals(self, names: Sequence[ResidualName]) -> None:
         """Ask it for what compression has left there, whatever it is working on."""
-        self._note(self._link.call_aside(NodeActor.rests, names), PendingRequest(Question.REST))
+        self._note(self._link.call_aside(NodeActor.residuals, names), PendingRequest(Question.RESIDUALS))
 
     def _note(self, reference: Any, pending: PendingRequest) -> None:
         self.requests[reference] = pending

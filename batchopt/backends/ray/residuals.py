@@ -10,13 +10,13 @@ import torch
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Partial
 from batchopt._mapreduce.compression import Compressed, DoesNotFit, compress
-from batchopt.backends.ray.messages import Cells, PartialMessage, ResidualName, RestsMessage
+from batchopt.backends.ray.messages import Cells, PartialMessage, ResidualName, ResidualsMessage
 from batchopt.backends.ray.transfer import Bytes, from_bytes, to_bytes
 from batchopt_workers.tree import Node
 
 
 class Residuals:
-    """The rests of some cells, each under its name: those that an evaluation begins with, and those that it leaves,
+    """The residuals of some cells, each under its name: those that an evaluation begins with, and those that it leaves,
     until it is known which of them count. None is written again, so another thread may read."""
 
     def __init__(self) -> None:
@@ -28,33 +28,33 @@ class Residuals:
     def __getitem__(self, name: ResidualName) -> torch.Tensor:
         return self._held[name]
 
-    def add(self, rests: Mapping[ResidualName, torch.Tensor]) -> None:
+    def add(self, residuals: Mapping[ResidualName, torch.Tensor]) -> None:
         """Hold these, too."""
-        self._held = {**self._held, **rests}
+        self._held = {**self._held, **residuals}
 
     def keep(self, names: Collection[ResidualName]) -> None:
         """Hold none but these."""
-        self._held = {name: rest for name, rest in self._held.items() if name in names}
+        self._held = {name: residual for name, residual in self._held.items() if name in names}
 
     def begin(self, cells: Cells, sent: Mapping[int, Bytes], dtype: torch.dtype) -> None:
-        """Hold what this evaluation may need, and what it has left so far; `sent` are rests of cells that were
-        somewhere else."""
+        """Hold what this evaluation may need, and what it has left so far; `sent`: residuals that were somewhere
+        else, by cell."""
         self.keep({*cells.kept, *(name for name in self._held if name.evaluation == cells.evaluation)})
-        found = {cell: from_bytes(rest, dtype, (-1,)).clone() for cell, rest in sent.items()}
-        self.add({ResidualName(cell, cells.rests[cell]): rest for cell, rest in found.items()})
+        found = {cell: from_bytes(elements, dtype, (-1,)).clone() for cell, elements in sent.items()}
+        self.add({ResidualName(cell, cells.residuals[cell]): residual for cell, residual in found.items()})
 
     def compress(self, cell: int, gradient: torch.Tensor, cells: Cells) -> Compressed | None:
         """Compress the gradient of a cell, and hold what is left of it; None for one that is not finite. Raises
-        `DoesNotFit`, and `KeyError` if the rest of the cell is somewhere else."""
-        before = None if cell not in cells.rests else self._held[ResidualName(cell, cells.rests[cell])]
-        found = compress(cells.compression, gradient, before, cells.number)
-        if found is not None and found.rest is not None:
-            self.add({ResidualName(cell, cells.evaluation): found.rest})
+        `DoesNotFit`, and `KeyError` if the residual of the cell is somewhere else."""
+        before = cells.before(cell)
+        found = compress(cells.compression, gradient, before and self._held[before], cells.number)
+        if found is not None and found.residual is not None:
+            self.add({ResidualName(cell, cells.evaluation): found.residual})
         return found
 
     def message(self, place: Node, partial: Partial, cells: Cells | None) -> PartialMessage:
-        """The message of a partial. A cell is compressed, unless its rest is somewhere else, or what is wrong with it
-        has to be seen by the parent."""
+        """The message of a partial. A cell is compressed, unless its residual is somewhere else, or the parent has to
+        see what is wrong with it."""
         found = None
         if cells is not None and place.level == cells.level:
             with suppress(KeyError, DoesNotFit), torch_threads(1):
@@ -64,7 +64,7 @@ class Residuals:
             *place, partial.losses, gradient, to_bytes(partial.changes), partial.used, found is not None
         )
 
-    def of(self, names: Iterable[ResidualName]) -> RestsMessage:
+    def of(self, names: Iterable[ResidualName]) -> ResidualsMessage:
         """What is held under these names, as a message."""
         held = self._held
-        return RestsMessage({name: to_bytes(held[name]) if name in held else None for name in names})
+        return ResidualsMessage({name: to_bytes(held[name]) if name in held else None for name in names})
