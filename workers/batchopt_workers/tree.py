@@ -54,7 +54,7 @@ class Fold(Generic[T]):
         self._count = count
         self._merge = merge
         self._root = Node(max(count - 1, 0).bit_length(), 0)
-        self._top = self._root.level if top is None else top
+        self._top = self._root.level if top is None else min(top, self._root.level)
         self._held: dict[Node, T] = {}
 
     def add(self, node: Node, partial: T) -> None:
