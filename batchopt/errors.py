@@ -130,11 +130,12 @@ class NonFiniteError(BatchoptError):
         self._arguments = (what, chunk, samples, step, evaluation, dict(terms))
         self.chunk = chunk
         self.samples, self.terms = samples, dict(terms)
-        where = (
-            "though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
-            if chunk is None
-            else f"in chunk {chunk} ({_where(samples, terms)})"
-        )
+        if chunk is not None:
+            where = f"in chunk {chunk} ({_where(samples, terms)})"
+        elif len(samples):
+            where = f"in the sum over {_where(samples, terms)}"
+        else:
+            where = "though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
         super().__init__(f"{what} {where}, at step {step}, evaluation {evaluation}; parameters are unchanged")
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int, dict[str, range]]]:

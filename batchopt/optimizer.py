@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from batchopt._checkpoint import file
-from batchopt._checkpoint.resumption import check_state, class_of
+from batchopt._checkpoint.resumption import check_residuals, check_state, class_of
 from batchopt._data import arguments
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.closure import Closure
@@ -48,7 +48,13 @@ from batchopt._program.flatten import trainable
 from batchopt.backends.base import WorkerInfo
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import CheckpointError
-from batchopt.optim.choose import OptimizerChoice, check_choice, check_options, choose_optimizer
+from batchopt.optim.choose import (
+    OptimizerChoice,
+    check_choice,
+    check_goes_by_any_gradient,
+    check_options,
+    choose_optimizer,
+)
 from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.rollback import Rollback
 from batchopt_workers.denominators import Denominators
@@ -128,6 +134,10 @@ class BatchOptimizer:
         ray_options: what one worker takes of a machine on Ray, `num_cpus` (default 1, and as many threads), `num_gpus`
             (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
             actor, such as `runtime_env`, for the actor that holds a machine's workers.
+        compress: on Ray, with optimizers of first order: the format of gradients that leave a machine. `"fp16"`,
+            `"bf16"`, or `{"type": "2bit", "threshold": 0.5}`: an element is 0 or plus or minus the threshold, and what
+            that leaves over is added to the next gradient. The sum over the chunks is cut into `"parts"`, which are
+            compressed one by one: by default 2, of 2bit 8. Default: gradients come as they are.
 
     Raises `TypeError` or `ValueError` for arguments that cannot work, and for a tensor that requires grad, is reached
     by the criterion or a loss function, and is none of the module's parameters (it would never be trained), before a
@@ -162,12 +172,15 @@ class BatchOptimizer:
         verbose: int = 0,
         check_cut: bool = True,
         ray_options: Mapping[str, Any] | None = None,
+        compress: str | Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings.read(locals())
         check_choice(optimizer, [parameter for _, parameter in trainable(module)])
         subject = FlatModule(module)
         anticipate(subject, settings)  # torch's optimizers import for a second, too
         self.optimizer = choose_optimizer(optimizer, subject.parameters)
+        if settings.compress is not None:
+            check_goes_by_any_gradient(self.optimizer)
         self._function = BatchFunction(subject, settings)
         self._owner = self._function.owner
         self._rollback = Rollback(subject.x, self.optimizer)
@@ -610,6 +623,7 @@ class BatchOptimizer:
         """f of the loaded batch as a function of a flat NumPy vector, for solvers outside of torch: `FlatObjective`,
         with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`; `least_squares()` of it has the
         residuals and their Jacobian."""
+        self._function.check_exact("objective()")
         return FlatObjective(self._function, self.evaluate)
 
     @exclusive
@@ -715,8 +729,8 @@ class BatchOptimizer:
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step and the weights
-        of the terms; no code.
+        """The module's and the optimizer's state, the counters, the measured speeds, the seed, the step, the weights of
+        the terms, and what compression has left of gradients; no code.
 
         Like `save`, `load_state_dict` and `load_checkpoint`, for between steps: called by a hook or a signal handler in
         the middle of one, it raises `BatchoptError`.
@@ -730,6 +744,7 @@ class BatchOptimizer:
             "speeds": list(self._function.workers.speeds.values),
             "seed": self._function.settings.seed,
             "weights": dict(self.weights),
+            "residuals": self._function.residuals(),
         }
 
     @exclusive
@@ -745,7 +760,8 @@ class BatchOptimizer:
         function.check_open()
         self._owner.check_between_steps("load_state_dict")
         check_state(state, self.optimizer, function.settings.seed)
-        weights = state.get("weights")  # older states have none
+        weights, residuals = state.get("weights"), state.get("residuals", {})  # older states have none
+        check_residuals(residuals, function.subject.x)
         terms = reweighed(function.terms, weights) if weights else function.terms
         function.end_step()
         before = {key: value.clone() for key, value in self.module.state_dict().items() if torch.is_tensor(value)}
@@ -755,7 +771,7 @@ class BatchOptimizer:
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
                 check_options(self.optimizer)
-            function.resume(Counters(**state["history"]), terms, state["speeds"])
+            function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
         except BaseException:
             self.module.load_state_dict(before, strict=False)
             self._rollback.back()

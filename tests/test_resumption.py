@@ -14,7 +14,7 @@ import torch
 import batchopt
 from batchopt import BatchOptimizer, CheckpointError
 from batchopt._checkpoint.plain_data import copied, digest
-from batchopt._checkpoint.resumption import class_of
+from batchopt._checkpoint.resumption import check_residuals, class_of
 from tests.workloads import Mlp, mlp
 
 KINDS: dict[str, Any] = {
@@ -162,3 +162,25 @@ def test_a_bad_entry_is_named_and_nothing_has_changed(name: str, kind: str) -> N
 def test_what_is_no_state_at_all(state: Any) -> None:
     with optimizer("sgd") as opt, pytest.raises(TypeError, match="the state must be a dict"):
         opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("residuals", "kind"),
+    [
+        ([], TypeError),
+        ({"a": torch.zeros(3)}, ValueError),
+        ({-1: torch.zeros(3)}, ValueError),
+        ({0: [0.0, 0.0, 0.0]}, ValueError),
+        ({0: torch.zeros(4)}, ValueError),
+        ({0: torch.zeros(3, dtype=torch.float64)}, ValueError),
+    ],
+)
+def test_what_compression_can_not_have_left(residuals: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="`residuals` of the state"):
+        check_residuals(residuals, torch.zeros(3))
+
+
+def test_what_compression_may_have_left() -> None:
+    check_residuals({}, torch.zeros(3))
+    check_residuals({0: torch.zeros(3), 5: torch.zeros(3)}, torch.zeros(3))
+    check_residuals({0: torch.zeros(3)}, torch.zeros(3, dtype=torch.bfloat16))  # whose sums are of single precision

@@ -12,7 +12,7 @@ import torch
 
 from batchopt._function.counters import Counters
 
-# What every state has; `weights` and `optimizer_class` are not in older ones.
+# What every state has; `weights`, `residuals` and `optimizer_class` are not in older ones.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
 _COUNTS = ("evaluations", "batches", "samples", "steps", "products")
 
@@ -48,6 +48,17 @@ def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) 
 def _check_mapping(what: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} must be a dict, as state_dict() returns; got {type(given).__name__}")
+
+
+def check_residuals(residuals: Any, x: torch.Tensor) -> None:
+    """Raise `ValueError` or `TypeError` unless these can be what compression has left of gradients of `x`."""
+    _check_mapping("`residuals` of the state", residuals)
+    for cell, residual in residuals.items():
+        is_right = type(cell) is int and cell >= 0 and isinstance(residual, torch.Tensor) and residual.shape == x.shape
+        if not is_right or residual.dtype != torch.promote_types(x.dtype, torch.float32):
+            raise ValueError(
+                f"`residuals` of the state has {cell!r}, which is none of a gradient with {len(x)} elements"
+            )
 
 
 def _check_history(history: Any) -> None:

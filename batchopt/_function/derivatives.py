@@ -21,6 +21,7 @@ from batchopt_workers.weighting import Weighting
 
 def hessian_products(function: BatchFunction, v: Any) -> torch.Tensor:
     """The Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
+    function.check_exact("hvp()")
     size = len(function.parameters)
     if not isinstance(v, torch.Tensor) or not v.is_floating_point():
         given = f"a tensor of {v.dtype}" if isinstance(v, torch.Tensor) else type(v).__name__

@@ -40,6 +40,7 @@ def full_gradient(
     function: BatchFunction, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
 ) -> tuple[float, torch.Tensor]:
     """f and df/dX of all batches of `data` as one, each by `evaluate`; documented at `BatchOptimizer.full_gradient`."""
+    function.check_exact("full_gradient()")
     subject, total = function.subject, Total(function.subject.x)
     if function.terms is not None and len(function.terms) > 1:
         raise ValueError(

@@ -32,13 +32,14 @@ from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import reduce_answers, weighed
 from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
-from batchopt.errors import BatchoptError
+from batchopt.errors import BatchoptError, NonFiniteError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
@@ -50,11 +51,12 @@ T = TypeVar("T")
 
 
 class Past(NamedTuple):
-    """The counters, and the results of the posthook in the last evaluation. A step that fails puts back the record that
-    it began with."""
+    """The counters, the results of the posthook in the last evaluation, and the number of the last one whose residuals
+    count, where gradients are compressed. A step that fails puts back the record that it began with."""
 
     counters: Counters
     hook_results: list[Any]
+    residuals: int = 0
 
 
 class BatchFunction:
@@ -74,6 +76,9 @@ class BatchFunction:
         self._step: Step | None = None
         self._placed: Prepared | None = None  # where the workers can read it
         self._past = Past(counters or Counters(), [])
+        self._goes_back_to: Past | None = None  # if the step that is made fails
+        self._compresses = settings.compress is not None
+        self._evaluation = 0  # the number of the one that runs, if gradients are compressed
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
         self._ended = False  # whether the module has them already
@@ -195,7 +200,7 @@ class BatchFunction:
             workers.backend.load(prepared, self.weights)
             workers.leave_out_the_lost()
             number, batch = self._past.counters.steps + 1, prepared.batch
-            self._past = Past(replace(self._past.counters, steps=number), self._past.hook_results)
+            self._past = self._past._replace(counters=replace(self._past.counters, steps=number))
             chunk_size = choose_chunk_size(batch.size, settings.chunk_size, settings.deterministic)
             plan = make_plan(batch.size, chunk_size, workers.speeds)
             self._step = Step(number, batch, self.weights, chunk_size, plan)
@@ -267,6 +272,7 @@ class BatchFunction:
         with self._owner.amid("an evaluation"):
             began = time.perf_counter()
             self.observers.begins()
+            self._evaluation = 0
             answers = (map or self.map)()
             mapped = time.perf_counter()
             faults.point("parent.reduce")
@@ -278,7 +284,7 @@ class BatchFunction:
         """An evaluation is over: count it, and tell who wants to know."""
         terms = dict(zip(self._terms or (), self._term_losses, strict=False))
         counters = self._past.counters.evaluated(loss, terms)
-        self._past = Past(counters, self._past.hook_results)
+        self._past = self._past._replace(counters=counters, residuals=self._evaluation or self._past.residuals)
         number, batch, bounds = counters.evaluations, counters.batches + 1, self._loaded().plan.cut.bounds
         ended = time.perf_counter()
         self.observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
@@ -294,16 +300,41 @@ class BatchFunction:
         self.workers.learn_from(answers, step.plan.samples())
         results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
         in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
-        self._past = Past(self._past.counters, in_order)
+        self._past = self._past._replace(hook_results=in_order)
         return answers
 
     def _evaluate(self, step: Step, kind: Kind) -> list[Answer]:
         """Evaluate as planned; where random numbers were drawn the chunks stay, for others would draw other ones."""
         with self._at_start():
-            answers = self.workers.evaluate(step, kind, self.observers.busy)
+            if self._compresses and kind is Kind.EVALUATE:
+                answers = self._evaluate_compressed(step)
+            else:
+                answers = self.workers.evaluate(step, kind, self.observers.busy)
         if step.chunk_size is None and any(answer.drew for answer in answers):
             self._step = step._replace(movable=False)
         return answers
+
+    def _evaluate_compressed(self, step: Step) -> list[Answer]:
+        residuals = self._past.residuals, (self._goes_back_to or self._past).residuals
+        try:
+            answers, self._evaluation = self.workers.evaluate_compressed(step, *residuals, self.observers.busy)
+        except DoesNotFit as error:
+            counters, where = self._past.counters, step.batch.numbering.within(error.samples)
+            number = counters.evaluations + 1
+            raise NonFiniteError(str(error), None, error.samples, counters.steps, number, where) from None
+        return answers
+
+    def residuals(self) -> dict[int, torch.Tensor]:
+        """What compression has left of gradients so far, of each part of the sum."""
+        return self.workers.backend.residuals(self._past.residuals) if self._compresses else {}
+
+    def check_exact(self, what: str) -> None:
+        """Raise `ValueError` where gradients are compressed, which `what` would be wrong with."""
+        if self._compresses:
+            raise ValueError(
+                f"{what} is exact, or compares gradients with each other, and here they are compressed: build another "
+                "BatchOptimizer without `compress` for it"
+            )
 
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
@@ -350,7 +381,7 @@ class BatchFunction:
     def count_products(self, count: int) -> None:
         """So many more products of the Hessian were made."""
         counters = replace(self._past.counters, products=self._past.counters.products + count)
-        self._past = Past(counters, self._past.hook_results)
+        self._past = self._past._replace(counters=counters)
 
     @exclusive
     @undisturbed
@@ -437,7 +468,8 @@ class BatchFunction:
     @contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
         """If the body raises, restore the counters and the buffers; a batch has to be loaded again."""
-        before = self._past
+        before, outer = self._past, self._goes_back_to
+        self._goes_back_to = outer or before
         try:
             yield
         except BaseException:
@@ -446,6 +478,8 @@ class BatchFunction:
                 self.subject.buffers.restore()
             self._forget_batch()
             raise
+        finally:
+            self._goes_back_to = outer
 
     @contextmanager
     def apart(self, what: str, counted: bool = False) -> Iterator[None]:
@@ -460,7 +494,7 @@ class BatchFunction:
                 yield
             if counted:
                 counters = replace(self._past.counters, steps=before.counters.steps)
-                after = Past(counters, self._past.hook_results)
+                after = self._past._replace(counters=counters)
         finally:
             self._forget_batch()
             self._past = after
@@ -469,11 +503,12 @@ class BatchFunction:
     def under_examination(self) -> Iterator[None]:
         """Evaluations in the body leave no trace, except that a batch has to be loaded again."""
         checks_cut, self._checks_cut = self._checks_cut, False
+        compresses, self._compresses = self._compresses, False
         try:
             with self.apart("check()"):
                 yield
         finally:
-            self._checks_cut = checks_cut
+            self._checks_cut, self._compresses = checks_cut, compresses
 
     def end_step(self) -> None:
         """Take over the buffers as the step's last evaluation left them; does nothing the second time. More evaluations
@@ -503,11 +538,21 @@ class BatchFunction:
         counters = self._past.counters.stepped(self._loaded().batch.size)
         if left is not None:
             counters = replace(counters, loss=left.loss, terms=dict(left.terms))
-        self._past = Past(counters, self._past.hook_results)
+        self._past = self._past._replace(counters=counters)
 
-    def resume(self, counters: Counters, terms: dict[str, Term] | None, speeds: Sequence[float | None]) -> None:
+    def resume(
+        self,
+        counters: Counters,
+        terms: dict[str, Term] | None,
+        speeds: Sequence[float | None],
+        residuals: Mapping[int, torch.Tensor],
+    ) -> None:
         """Go on from these; from `speeds` if they are of as many workers. A batch has to be loaded anew."""
-        self._terms, self._past = terms, Past(counters, self._past.hook_results)
+        number = 0
+        if self._compresses and residuals:
+            number = self.workers.number()
+            self.workers.backend.restore_residuals(number, residuals)
+        self._terms, self._past = terms, Past(counters, self._past.hook_results, number)
         self._forget_batch()
         if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
             self.workers.set_speeds(Speeds(tuple(speeds)))
@@ -536,6 +581,7 @@ class BatchFunction:
             "verbose": 0,
             "check_cut": False,
             "terms": self._terms,
+            "compress": None,
         }
         settings = replace(self.settings, **serial).having(program)
         counters = Counters(steps=self._past.counters.steps - 1)

@@ -12,6 +12,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import Reading, Readings
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
+from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend
@@ -53,6 +54,7 @@ class Settings:
     on_nonfinite: str
     verbose: int
     check_cut: bool
+    compress: Compression | None
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,6 +77,11 @@ class Settings:
         reduction = resolve_reduction(found["reduction"], found["criterion"])
         found |= {name: read(found[name]) for name, read in _READERS.items()}
         settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": workers, "reduction": reduction})
+        if settings.compress is not None and not kind.compresses:
+            raise ValueError(
+                f"`compress` is for gradients that cross a network, got backend={settings.backend!r}, where none does: "
+                "leave it out, or use backend='ray'"
+            )
         threads, speeds = settings.threads_per_worker, arguments.read_speeds(found["speeds"], workers)
         if threads is None and settings.fixed_bits:
             threads = 1
@@ -135,6 +142,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "verbose": arguments.read_verbose,
     "cache": lambda value: arguments.read_bool("cache", value),
     "check_cut": lambda value: arguments.read_bool("check_cut", value),
+    "compress": read_compress,
 }
 
 

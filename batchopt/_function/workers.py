@@ -59,6 +59,7 @@ def setup_of(subject: FlatModule, settings: Settings) -> Setup:
         parameters=subject.parameters,
         buffers=subject.buffers,
         options=settings.options,
+        compression=settings.compress,
     )
     settings.backend_class.check(setup)
     return setup
@@ -132,6 +133,19 @@ class Workers:
         return self.learning(
             lambda: self.backend.evaluate(step.plan.cut, step.plan.orders(self.number(), step.number, kind), meanwhile)
         )
+
+    def evaluate_compressed(
+        self, step: Step, taken: int, kept: int, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[Answer], int]:
+        """Evaluate a loaded batch as planned, with compressed gradients; and the number of the evaluation. Raises what
+        `Backend.evaluate_compressed` raises."""
+
+        def evaluate() -> tuple[list[Answer], int]:
+            number = self.number()
+            orders = step.plan.orders(number, step.number)
+            return self.backend.evaluate_compressed(step.plan.cut, orders, taken, kept, meanwhile), number
+
+        return self.learning(evaluate)
 
     def learning(self, evaluate: Callable[[], T]) -> T:
         """Return `evaluate()`; if it finds that a forward writes module state that was not known before, have the

@@ -50,10 +50,11 @@ def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tenso
     return Whole(root.losses, root.changes, root.used, finite)
 
 
-def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:
-    """Sum the partials of some of `chunks` chunks as far as their tree goes, in the workers' memory: what is left, in
-    chunk order. With the same bits, however often and by whom that is done on the way to the whole."""
-    fold, pairs = _merged(answers, chunks)
+def merge_answers(answers: Sequence[Answer], chunks: int, top: int | None = None) -> list[tuple[Node, Partial]]:
+    """Sum the partials of some of `chunks` chunks as far as their tree goes, or up to its level `top`, in the workers'
+    memory: what is left, in chunk order. With the same bits, however often and by whom that is done on the way to the
+    whole."""
+    fold, pairs = _merged(answers, chunks, top)
     if pairs:
         last, _ = pairs[-1]
         with torch.no_grad():
@@ -61,7 +62,7 @@ def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Pa
     return fold.partials
 
 
-def _merged(answers: Sequence[Answer], chunks: int) -> tuple[Fold[Partial], Pairs]:
+def _merged(answers: Sequence[Answer], chunks: int, top: int | None = None) -> tuple[Fold[Partial], Pairs]:
     """All partials, each chunk once, merged up to their gradients; and the pairs of gradients to be added, in order,
     the second to the first."""
     found = {node: partial for answer in answers for node, partial in answer.partials}
@@ -80,7 +81,7 @@ def _merged(answers: Sequence[Answer], chunks: int) -> tuple[Fold[Partial], Pair
         return Partial(losses, left.gradient, left.changes, used)
 
     with torch.no_grad():
-        fold: Fold[Partial] = Fold(chunks, merge)
+        fold: Fold[Partial] = Fold(chunks, merge, top)
         for node in sorted(nodes, key=lambda node: node.first_chunk):
             fold.add(node, found[node])
     return fold, pairs

@@ -11,6 +11,7 @@ import torch
 
 from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.compression import Compression
 from batchopt._program.flatten import Flat
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
@@ -45,8 +46,8 @@ class Setup:
 
     `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be all that the bits
     depend on. `restarts` None: 4 for each worker. `threads` None: as many as the backend thinks right. `options` are
-    the user's for this backend alone. `ranks` of the workers, where they are some of `world` that other backends have
-    the others of.
+    the user's for this backend alone. `compression` is that of `evaluate_compressed`. `ranks` of the workers, where
+    they are some of `world` that other backends have the others of.
     """
 
     workers: int | None
@@ -60,6 +61,7 @@ class Setup:
     flat: Flat
     parameters: list[torch.nn.Parameter]
     buffers: StepBuffers
+    compression: Compression | None = None
     ranks: tuple[int, ...] | None = None
     world: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -88,6 +90,8 @@ class Backend(ABC):
 
     # Whether workers are on this machine, so that a single one may as well be this process.
     local: ClassVar[bool] = False
+    # Whether gradients cross a network to get here, so that it pays to compress them.
+    compresses: ClassVar[bool] = False
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -147,6 +151,27 @@ class Backend(ABC):
         Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `StateWritten` for a forward
         that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
+
+    def evaluate_compressed(
+        self,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        taken: int,
+        kept: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Answer]:
+        """As `evaluate`, with gradients compressed; where `compresses`. What compression has left in the evaluation of
+        number `taken` is added to them; 0 for nothing. Later ones may go on from this one, from `taken` or from `kept`:
+        so nothing is lost if this one turns out not to count. Raises `DoesNotFit`, too."""
+        raise NotImplementedError
+
+    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
+        """What compression has left in the evaluation of that number, of each part of the sum; where `compresses`."""
+        raise NotImplementedError
+
+    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        """Let this be what compression has left in an evaluation of that number."""
+        raise NotImplementedError
 
     @property
     def late(self) -> Mapping[int, tuple[int, float]]:

@@ -8,7 +8,8 @@ from numbers import Real
 
 import torch
 
-from batchopt.optim import CG, LBFGS, LevenbergMarquardt, SSBroyden
+from batchopt.optim import CG, LBFGS, SVRG, LevenbergMarquardt, SSBroyden
+from batchopt.optim.minimizer import Minimizer
 
 OptimizerChoice = str | torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -81,6 +82,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
             f"{tuple(strange[0].shape)}): nothing would compute their gradients"
         )
     check_options(optimizer)
+
+
+def check_goes_by_any_gradient(optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise `ValueError` for an optimizer that compares gradients with each other: compressed ones differ by more than
+    what it looks for."""
+    if isinstance(optimizer, (Minimizer, SVRG, torch.optim.LBFGS)):
+        raise ValueError(
+            f"`compress` rounds gradients, and {type(optimizer).__name__} compares them with each other: use an "
+            "optimizer of first order, as optimizer='sgd' or 'adam', or leave `compress` out"
+        )
 
 
 def check_options(optimizer: torch.optim.Optimizer) -> None:

@@ -74,7 +74,7 @@ class ParentOf:
         self.numbers = iter(range(1, 100))
         self.updates = [
             request(NodeActor.load, self.sendable.manifest, (1.0,)),
-            request(NodeActor.set_cut, self.cut.bounds),
+            request(NodeActor.set_cut, self.cut),
         ]
 
     def evaluate(self, *runs: ChunkRun | None, fill: range | None = None) -> Any:

@@ -238,3 +238,15 @@ def test_siblings_share_a_parent_that_begins_with_the_left_one(level: int, posit
     assert node.sibling.parent == node.parent
     assert node.parent.first_chunk == min(node.first_chunk, node.sibling.first_chunk)
     assert abs(node.first_chunk - node.sibling.first_chunk) == 2**level
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("top", [0, 1, 2])
+def test_nothing_is_merged_above_the_top(count: int, top: int) -> None:
+    fold: Fold[list[int]] = Fold(count, lambda left, right: left + right, top)
+    for chunk in reversed(range(count)):
+        fold.add(Node(0, chunk), [chunk])
+    size = 2**top
+    cells = [list(range(count))[first : first + size] for first in range(0, count, size)]
+    assert fold.partials == [(Node(min(top, (count - 1).bit_length()), i), cell) for i, cell in enumerate(cells)]
+    assert most_held(0, count, count, top=top) >= len(cells)

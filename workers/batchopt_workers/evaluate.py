@@ -131,7 +131,7 @@ class Evaluator:
         assert rows is not None
         loaded = self.loaded
         if self._sums is None or self._sums.evaluation != order.evaluation:
-            self._sums = Sums(order.evaluation, loaded.cut.chunks)
+            self._sums = Sums(order.evaluation, loaded.cut.chunks, loaded.cut.top)
         began = time.perf_counter()
         self.walk.watch.begin()
         for chunk in range(order.first, order.last):

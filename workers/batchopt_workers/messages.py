@@ -144,9 +144,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0."""
+    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0. Partials are
+    merged by workers up to level `top` of the tree of chunks, if that is given."""
 
     bounds: Sequence[int]
+    top: int | None = None
 
     @property
     def chunks(self) -> int:

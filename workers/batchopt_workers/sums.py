@@ -42,10 +42,11 @@ class _RowMerge:
 class Sums:
     """The partials of one evaluation, in rows."""
 
-    def __init__(self, evaluation: int, chunks: int) -> None:
+    def __init__(self, evaluation: int, chunks: int, top: int | None = None) -> None:
+        """Of so many chunks, merged up to level `top` of their tree, if that is given."""
         self.evaluation = evaluation
         self._merge = _RowMerge()  # an object apart: rows are given back with the last reference to these sums
-        self._fold: Fold[PartialSum] = Fold(chunks, self._merge)
+        self._fold: Fold[PartialSum] = Fold(chunks, self._merge, top)
 
     def free_row(self) -> int:
         """The lowest row that holds nothing that counts."""

@@ -42,22 +42,24 @@ class Node(NamedTuple):
 
 
 class Fold(Generic[T]):
-    """Partials of some of `count` chunks, merged as far as the tree allows.
+    """Partials of some of `count` chunks, merged as far as the tree allows, but no higher than level `top`, if that is
+    given.
 
     `merge(left, right)` returns the merged partial; it may reuse the memory of either (a worker that adds chunks in
     order reuses that of `right`, which nobody was told of). Chunks that come in order leave at most about `2 *
     log2(count)` partials unmerged.
     """
 
-    def __init__(self, count: int, merge: Callable[[T, T], T]) -> None:
+    def __init__(self, count: int, merge: Callable[[T, T], T], top: int | None = None) -> None:
         self._count = count
         self._merge = merge
         self._root = Node(max(count - 1, 0).bit_length(), 0)
+        self._top = self._root.level if top is None else min(top, self._root.level)
         self._held: dict[Node, T] = {}
 
     def add(self, node: Node, partial: T) -> None:
         """Take in the partial of `node`, and merge upwards while its sibling is here."""
-        while node != self._root:
+        while node.level < self._top:
             if node.sibling.first_chunk < self._count:
                 if node.sibling not in self._held:
                     break
@@ -84,10 +86,10 @@ class Fold(Generic[T]):
 
 
 @lru_cache(maxsize=1024)
-def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = ()) -> int:
+def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = (), top: int | None = None) -> int:
     """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order by a worker
-    that holds `held`, the one being evaluated included: the rows that it needs."""
-    fold: Fold[None] = Fold(count, lambda left, right: None)
+    that holds `held`, the one being evaluated included: the rows that it needs. They are merged up to level `top`."""
+    fold: Fold[None] = Fold(count, lambda left, right: None, top)
     for node in held:
         fold.add(node, None)
     most = 0

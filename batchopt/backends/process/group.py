@@ -378,7 +378,11 @@ class WorkerGroup:
         if gather.is_task:
             self._equip_for_task(worker, gather.cut)
         else:
-            self._equip(worker, gather.cut, most_held(run.first, run.last, gather.cut.chunks, gather.held(worker)))
+            self._equip(
+                worker,
+                gather.cut,
+                most_held(run.first, run.last, gather.cut.chunks, gather.held(worker), gather.cut.top),
+            )
         worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
 
     def _equip(self, worker: WorkerProcess, cut: Cut, rows: int) -> None:
@@ -429,7 +433,7 @@ class WorkerGroup:
         try:
             for worker in self._pool.available:
                 try:
-                    self._equip(worker, cut, most_held(order.first, order.last, cut.chunks))
+                    self._equip(worker, cut, most_held(order.first, order.last, cut.chunks, top=cut.top))
                     worker.order(order)
                     worker.flush()
                 except OSError:

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -30,20 +31,23 @@ from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.ray.messages import (
     Assignment,
     AssignmentResult,
+    Cells,
     Envelope,
     NodeFailure,
     NodeReply,
     NodeRequest,
     NodeSetup,
     OutOfStep,
-    PartialMessage,
     Question,
+    ResidualName,
+    ResidualsMessage,
     RowsMessage,
     WorkerStatus,
     WorkerTimes,
 )
 from batchopt.backends.ray.node_workers import NodeWorkers
 from batchopt.backends.ray.program_versions import ProgramUpdate, made, received
+from batchopt.backends.ray.residuals import Residuals
 from batchopt.backends.ray.transfer import (
     BatchBuffer,
     BatchManifest,
@@ -57,6 +61,7 @@ from batchopt.errors import BatchoptError
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.forms import Form
+from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
@@ -72,6 +77,7 @@ P = ParamSpec("P")
 class _Node:
     """What there is once the workers have started: X, the program's tensors with their digests, and the workers."""
 
+    layout: Layout
     vector: torch.Tensor
     parameters: list[torch.nn.Parameter]
     tensors: list[torch.Tensor]
@@ -89,6 +95,7 @@ class NodeActor:
         self._cut = self._task_cut = Cut((0,))
         self._buffer: BatchBuffer | None = None
         self._task_buffer: BatchBuffer | None = None
+        self._residuals = Residuals()
 
     def handshake(self) -> tuple[str, str]:
         """The versions, which have to be the parent's, and this node's name."""
@@ -157,7 +164,7 @@ class NodeActor:
             world=node_setup.world,
         )
         workers = NodeWorkers(setup, node_setup.torch)
-        self._started = _Node(vector, parameters, tensors, node_setup.digests, workers)
+        self._started = _Node(layout, vector, parameters, tensors, node_setup.digests, workers)
 
     def use_hooks(self, hooked: bool) -> None:
         """Whether hooks run from now on."""
@@ -222,16 +229,24 @@ class NodeActor:
         self._task_buffer = None
         self._node.workers.end_task()
 
-    def set_cut(self, bounds: Sequence[int]) -> None:
+    def set_cut(self, cut: Cut) -> None:
         """Cut the batch so."""
-        self._cut = Cut(tuple(bounds))
+        self._cut = cut
 
     def resize(self, workers: int, world: int) -> None:
         """Keep so many workers, of `world` on all nodes."""
         self._node.workers.keep(workers, world)
 
-    def evaluate(self, assignment: Assignment, x: Bytes | None, direction: Bytes | None) -> AssignmentResult:
-        """Evaluate an assignment, with another X and direction if these are given; its partials come merged."""
+    def evaluate(
+        self,
+        assignment: Assignment,
+        x: Bytes | None,
+        direction: Bytes | None,
+        cells: Cells | None = None,
+        residuals: Mapping[int, Bytes] = MappingProxyType({}),
+    ) -> AssignmentResult:
+        """Evaluate an assignment, with another X and direction if these are given; its partials come merged. With
+        `cells` those are compressed; `residuals` are of cells whose residual was not on this node."""
         began = time.perf_counter()
         self._set(x, direction)
         head = assignment.attempt, assignment.step
@@ -243,14 +258,17 @@ class NodeActor:
             answers = workers.evaluate(cut, orders, is_task)
         finally:
             workers.end()
-        sums = [
-            PartialMessage(*place, p.losses, to_bytes(p.gradient), to_bytes(p.changes), p.used)
-            for place, p in merge_answers(answers, cut.chunks)
-        ]
+        if cells is not None:
+            self._residuals.begin(cells, residuals, self._node.layout.sum_dtype)
+        sums = [self._residuals.message(*merged, cells) for merged in merge_answers(answers, cut.chunks, cut.top)]
         times = [_times(answer, began) for answer in answers]
         found = AssignmentResult(assignment.attempt, sums, times, time.perf_counter() - began)
         forms = forms_of(answers)
         return self._with_results(found, forms, cut, assignment.kind) if forms else found
+
+    def residuals(self, names: Sequence[ResidualName]) -> ResidualsMessage:
+        """What compression has left under these names; may be called while something is evaluated."""
+        return self._residuals.of(names)
 
     def _with_results(
         self, found: AssignmentResult, forms: Mapping[int, Form], cut: Cut, kind: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,10 @@ from batchopt.backends.gather import Ignore
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.patience import OTHERS
 from batchopt.backends.ray.actor import NodeActor, request
+from batchopt.backends.ray.cells import CellReduce
 from batchopt.backends.ray.cluster import Needs, capacity, connect
 from batchopt.backends.ray.gather import NodeCalls, NodeGather, NodeProbe
-from batchopt.backends.ray.messages import Assignment, NodeRequest, NodeSetup, NodeTask, Question, RowsMessage
+from batchopt.backends.ray.messages import Assignment, Cells, NodeRequest, NodeSetup, NodeTask, Question, RowsMessage
 from batchopt.backends.ray.node import ClusterNode, PendingRequest
 from batchopt.backends.ray.node_state import NodeState, StepStart, Target, TaskStart
 from batchopt.backends.ray.nodes import NodeListener, Nodes, kill
@@ -68,6 +69,8 @@ class SlicedBatch(Prepared):
 class RayBackend(Backend):
     """`setup.workers` workers on the nodes of a cluster. They end with this object, with this process, or at
     `close`."""
+
+    compresses = True
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -109,6 +112,9 @@ class RayBackend(Backend):
         workers = setup.workers or max(capacity(self._ray, self._needs), 1)
         self._restarts = setup.restarts_of(workers)
         self._nodes = Nodes(self._ray, self._needs, self._start, self._restarts, setup.timeout)
+        self._cells = None
+        if setup.compression is not None:
+            self._cells = CellReduce(setup.compression, self._nodes, setup.flat.layout, setup.fixed_bits)
         self._end = weakref.finalize(self, kill, self._nodes.by_number)
         try:
             self.resize(workers)
@@ -240,7 +246,14 @@ class RayBackend(Backend):
     def _publish_x(self) -> None:
         self._x = self._published(to_bytes(self._setup.flat.vector))
 
-    def _give(self, node: ClusterNode, task: NodeTask, order: Order, runs: tuple[ChunkRun | None, ...]) -> None:
+    def _give(
+        self,
+        node: ClusterNode,
+        task: NodeTask,
+        order: Order,
+        runs: tuple[ChunkRun | None, ...],
+        cells: Cells | None = None,
+    ) -> None:
         """Send an assignment, with what the node lacks for it."""
         self._attempts += 1
         pending = PendingRequest(task, order.evaluation, self._attempts)
@@ -256,11 +269,16 @@ class RayBackend(Backend):
             assert self._step is not None
             loaded = self._step.batch
             fill.append(self._fill(state, target, loaded, [range(loaded.batch.size)], False))
-        updates += [asked for requests, _ in fill for asked in requests]
+        updates += [update for requests, _ in fill for update in requests]
         x = None if state.x is self._x else self._x
         direction = None if state.direction is self._direction else self._direction
-        method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe
-        node.work(pending, updates, request(method, assignment, x, direction))
+        if self._cells is not None and cells is not None:
+            residuals = self._cells.residuals_for(node, runs, cells)
+            asked = request(NodeActor.evaluate, assignment, x, direction, cells, residuals)
+        else:
+            method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe
+            asked = request(method, assignment, x, direction)
+        node.work(pending, updates, asked)
         state.updated(target)
         for _, held in fill:
             state.hold(*held)
@@ -292,18 +310,52 @@ class RayBackend(Backend):
     # ---- evaluating
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+        self._nodes.pump(Ignore(), 0.0)
+        return self._gathered(cut, orders, meanwhile).answers()
+
+    def evaluate_compressed(
+        self,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        taken: int,
+        kept: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Answer]:
+        assert self._cells is not None
+        self._nodes.pump(Ignore(), 0.0)
+        evaluation = next(order.evaluation for order in orders if order is not None)
+        cells = self._cells.begin(evaluation, cut.chunks, taken, kept)
+        cut = replace(cut, top=cells.level)
+        gather = self._gathered(cut, self._cells.aligned(orders, cells), meanwhile, cells)
+        return self._cells.finish(gather, cells, cut)
+
+    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
+        assert self._cells is not None
+        return self._cells.residuals_after(evaluation)
+
+    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        assert self._cells is not None
+        self._cells.restore(evaluation, residuals)
+
+    def _gathered(
+        self,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        meanwhile: Meanwhile | None,
+        cells: Cells | None = None,
+    ) -> NodeGather:
+        """The replies to the orders, once all chunks have come."""
         nodes = self._nodes
-        nodes.pump(Ignore(), 0.0)
         self._torch = TorchSettings.current()
         kind = next(order.kind for order in orders if order is not None)
         if kind in TASKS:
             self._task_cut = cut
         else:
-            self._cut = self._cut if self._cut.bounds == cut.bounds else cut
+            self._cut = self._cut if self._cut == cut else cut
         batch, *_ = self._subject(kind)
         numbering = batch.batch.numbering if kind not in TASKS or self._task is None else self._task.numbering
         dtype, price = self._setup.flat.layout.sum_dtype, batch.bytes_a_sample / BANDWIDTH
-        gather = NodeGather(nodes.ready, cut, orders, numbering, self._paces, dtype, price)
+        gather = NodeGather(nodes.ready, cut, orders, numbering, self._paces, dtype, price, cells)
         evaluation, scheduler = gather.order.evaluation, gather.scheduler
         self._publish_x()
         try:
@@ -311,7 +363,7 @@ class RayBackend(Backend):
                 gather.present(nodes.ready)
                 idle = [node.number for node in nodes.ready if not node.assignment(evaluation)]
                 for command in scheduler.decide(idle, gather.estimate, time.monotonic()):
-                    self._carry_out(command, gather.order)
+                    self._carry_out(command, gather)
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
@@ -325,14 +377,14 @@ class RayBackend(Backend):
         if gather.failures:
             raise gather.failures.first()
         self._rows = gather.rows
-        return gather.answers()
+        return gather
 
-    def _carry_out(self, command: Give | Ask, order: Order) -> None:
+    def _carry_out(self, command: Give | Ask, gather: NodeGather) -> None:
         node = self._nodes.by_number[command.node]
         if isinstance(command, Give):
-            self._give(node, NodeTask.EVALUATE, order, command.runs)
+            self._give(node, NodeTask.EVALUATE, gather.order, command.runs, gather.cells)
         else:
-            assignment = node.assignment(order.evaluation)
+            assignment = node.assignment(gather.order.evaluation)
             assert assignment is not None
             node.ask(Question.RELEASE, assignment, ANSWERING)
 
@@ -379,6 +431,8 @@ class RayBackend(Backend):
         return calls.collect(lambda until: nodes.pump(calls, until))
 
     def resize(self, workers: int) -> None:
+        if self._cells is not None:
+            self._cells.fetch_all()
         self._nodes.resize(workers)
 
     def room(self) -> int:

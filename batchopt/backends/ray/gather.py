@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt.backends.gather import Failures, FunctionResults, SpeedProbe, unpickled
 from batchopt.backends.ledger import ChunkRun
-from batchopt.backends.ray.messages import AssignmentResult, NodeReply, NodeTask, RowsMessage, Undone
+from batchopt.backends.ray.messages import (
+    AssignmentResult,
+    Cells,
+    NodeReply,
+    NodeTask,
+    ResidualName,
+    ResidualsMessage,
+    RowsMessage,
+    Undone,
+)
 from batchopt.backends.ray.node import ClusterNode, NodeMessage, PendingRequest, Released
 from batchopt.backends.ray.scheduler import NodeScheduler
-from batchopt.backends.ray.transfer import from_bytes
+from batchopt.backends.ray.transfer import Bytes, from_bytes
 from batchopt.errors import PoisonChunkError
 from batchopt_workers.forms import sums_layout
 from batchopt_workers.messages import Cut, Kind, Order
@@ -26,7 +35,7 @@ class NodeGather:
     """Collects the replies to one evaluation.
 
     Of `paces` (seconds a sample, by node) that of the kind of its orders is kept current. Gradients come in `dtype`,
-    and it takes `price` seconds to send a sample.
+    and it takes `price` seconds to send a sample. With `cells` some gradients come compressed.
     """
 
     def __init__(
@@ -38,7 +47,10 @@ class NodeGather:
         paces: Mapping[Kind, dict[int, float]],
         dtype: torch.dtype,
         price: float = 0.0,
+        cells: Cells | None = None,
     ) -> None:
+        self.cells = cells
+        self.compressed: dict[Node, int] = {}  # cells that came compressed, and the nodes that they are from
         self.order = next(order for order in orders if order is not None)
         self.failures = Failures()
         self._cut, self._numbering, self._pace, self._dtype = cut, numbering, paces[self.order.kind], dtype
@@ -72,7 +84,7 @@ class NodeGather:
             return
         if isinstance(reply, Released):
             self.scheduler.released(node.number, reply.runs)
-        elif call.task is NodeTask.EVALUATE:
+        elif call.task is NodeTask.EVALUATE and isinstance(reply, NodeReply):
             self._answered(node, call, reply)
 
     def _answered(self, node: ClusterNode, call: PendingRequest, reply: NodeReply) -> None:
@@ -102,7 +114,7 @@ class NodeGather:
 
     def answers(self) -> list[Answer]:
         """What each worker contributed, in rank order; the merged partials of a node go with its first worker."""
-        will_be_written = sum(len(found.sums) for _, found, _ in self._results.values()) > 2
+        will_be_written = self.cells is not None or sum(len(found.sums) for _, found, _ in self._results.values()) > 2
         merged: list[Answer] = []
         all_forms = {
             attempt: unpickled(node.ranks[0], "the function", found.forms) if found.forms else {}
@@ -111,6 +123,12 @@ class NodeGather:
         if self.order.kind is Kind.TOTAL:
             form = next(form for forms in all_forms.values() for form in forms.values())
             self._dtype = sums_layout(form.columns).sum_dtype
+        self.compressed = {
+            Node(s.level, s.position): node.number
+            for node, found, _ in self._results.values()
+            for s in found.sums
+            if s.is_compressed
+        }
         for node, found, asked in self._results.values():
             began = asked - time.monotonic() + time.perf_counter()
             partials = list(self._partials(found, will_be_written))
@@ -129,14 +147,50 @@ class NodeGather:
 
     def _partials(self, found: AssignmentResult, copied: bool) -> Iterator[tuple[Node, Partial]]:
         """The partials of a result; copied where the parent will sum in them, since what came over the network is
-        read-only."""
+        read-only. A cell that came compressed, too, is left out."""
         for s in found.sums:
-            gradient = from_bytes(s.gradient, self._dtype, (-1,))
+            place = Node(s.level, s.position)
+            if s.is_compressed:
+                gradient = self._decoded(s.gradient)
+            elif place in self.compressed:
+                continue
+            else:
+                gradient = from_bytes(s.gradient, self._dtype, (-1,))
+                gradient = gradient.clone() if copied else gradient
             changes = from_bytes(s.changes, torch.float64, (-1,)).clone()
-            yield (
-                Node(s.level, s.position),
-                Partial(s.losses, gradient.clone() if copied else gradient, changes, s.used),
-            )
+            yield place, Partial(s.losses, gradient, changes, s.used)
+
+    def _decoded(self, code: Bytes) -> torch.Tensor:
+        assert self.cells is not None
+        return self.cells.decode(from_bytes(code, self.cells.compression.code_dtype, (-1,)), self._dtype)
+
+
+class NodeResiduals:
+    """Collects what compression has left on nodes: `found`, without what is lost with a node."""
+
+    def __init__(self) -> None:
+        self.found: dict[ResidualName, Bytes] = {}
+        self._waiting: dict[ClusterNode, set[ResidualName]] = {}
+
+    def asked(self, node: ClusterNode, names: Collection[ResidualName]) -> None:
+        """The node was asked for these."""
+        self._waiting[node] = set(names)
+
+    def heard(self, node: ClusterNode, asked: object, reply: NodeMessage) -> None:
+        """Take in what the node has; it may have been asked before."""
+        if isinstance(reply, ResidualsMessage):
+            self.found |= {name: residual for name, residual in reply.found.items() if residual is not None}
+            if node in self._waiting and not self._waiting[node] - reply.found.keys():
+                del self._waiting[node]
+
+    def lost(self, node: ClusterNode, ending: str) -> None:
+        """Expect nothing from the node."""
+        self._waiting.pop(node, None)
+
+    def collect(self, pump: Callable[[], None]) -> None:
+        """Pump until all have answered."""
+        while self._waiting:
+            pump()
 
 
 class NodeProbe(SpeedProbe[ClusterNode]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from batchopt._mapreduce.compression import Compression
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.ray.transfer import Bytes
 from batchopt.errors import BatchoptError
@@ -36,6 +37,7 @@ class Question(Enum):
     RELEASE = "give up half of what no worker has begun"
     CALL_OFF = "stop: nobody waits for this assignment"
     PING = "give a sign"
+    RESIDUALS = "say what compression has left of gradients"
 
 
 class Undone(BatchoptError):
@@ -102,8 +104,46 @@ class Assignment(NamedTuple):
     runs: tuple[ChunkRun | None, ...]
 
 
+class ResidualName(NamedTuple):
+    """Names what an evaluation has left of a cell's gradient: the same bits, whoever computed it."""
+
+    cell: int
+    evaluation: int
+
+
+class Cells(NamedTuple):
+    """How gradients of `size` elements are compressed in an evaluation of so many chunks. `residuals`: for each cell
+    that has one, which earlier evaluation has left it. Of all that earlier ones have left, `kept` may be needed."""
+
+    compression: Compression
+    evaluation: int
+    chunks: int
+    size: int
+    residuals: Mapping[int, int]
+    kept: frozenset[ResidualName] = frozenset()
+
+    @property
+    def number(self) -> int:
+        """The number of cells."""
+        return self.compression.cells(self.chunks)
+
+    @property
+    def level(self) -> int:
+        """The level of the cells in the tree of chunks."""
+        return self.compression.top(self.chunks)
+
+    def before(self, cell: int) -> ResidualName | None:
+        """The residual that is added to the gradient of a cell."""
+        return ResidualName(cell, self.residuals[cell]) if cell in self.residuals else None
+
+    def decode(self, code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of a cell from its code."""
+        return self.compression.decode(code, self.number, self.size, dtype)
+
+
 class PartialMessage(NamedTuple):
-    """A merged partial: its place in the tree of chunks, and what `Partial` has, as bytes."""
+    """A merged partial: its place in the tree of chunks, and what `Partial` has, as bytes; of a cell the gradient may
+    be compressed."""
 
     level: int
     position: int
@@ -111,6 +151,13 @@ class PartialMessage(NamedTuple):
     gradient: Bytes
     changes: Bytes
     used: bytes
+    is_compressed: bool = False
+
+
+class ResidualsMessage(NamedTuple):
+    """The residuals that a node was asked for, as bytes; None for one that it does not have."""
+
+    found: Mapping[ResidualName, Bytes | None]
 
 
 class RowsMessage(NamedTuple):

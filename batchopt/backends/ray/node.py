@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.ray.actor import NodeActor
 from batchopt.backends.ray.link import Link
-from batchopt.backends.ray.messages import Envelope, NodeFailure, NodeReply, NodeRequest, NodeTask, Question
+from batchopt.backends.ray.messages import (
+    Envelope,
+    NodeFailure,
+    NodeReply,
+    NodeRequest,
+    NodeTask,
+    Question,
+    ResidualName,
+    ResidualsMessage,
+)
 from batchopt.backends.ray.node_state import NodeState
 from batchopt.errors import RemoteTraceback, WorkerError
 
@@ -25,7 +34,7 @@ class Released(NamedTuple):
 
 
 # What a node can answer.
-NodeMessage = NodeReply | Released
+NodeMessage = NodeReply | Released | ResidualsMessage
 
 
 @dataclass
@@ -67,6 +76,10 @@ class ClusterNode:
         """Ask it about an assignment while it works on that; it answers within so many seconds."""
         answer = self._link.call_aside(NodeActor.ask, question, about.attempt, seconds)
         self._note(answer, PendingRequest(question, about.evaluation, about.attempt))
+
+    def ask_for_residuals(self, names: Sequence[ResidualName]) -> None:
+        """Ask it for what compression has left there, whatever it is working on."""
+        self._note(self._link.call_aside(NodeActor.residuals, names), PendingRequest(Question.RESIDUALS))
 
     def _note(self, reference: Any, pending: PendingRequest) -> None:
         self.requests[reference] = pending

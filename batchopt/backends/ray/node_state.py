@@ -98,7 +98,7 @@ class NodeState:
             manifest = None if self.batch is step.batch else step.batch.manifest
             found.append(request(NodeActor.load, manifest, step.weights))
         if self.cut is not target.cut:
-            found.append(request(NodeActor.set_cut, target.cut.bounds))
+            found.append(request(NodeActor.set_cut, target.cut))
         if self.task is not target.task:
             found += self._task_updates(version, target.task)
         if target.task_cut is not None and self.task_cut is not target.task_cut:

@@ -190,6 +190,8 @@ class Nodes:
             self._lose(node, f"did not answer for {ANSWERING:.0f} s", listener)
         elif task is Question.RELEASE:
             listener.heard(node, pending, Released([ChunkRun(*run) for run in value]))
+        elif task is Question.RESIDUALS:
+            listener.heard(node, pending, value)
 
     def _replied(
         self, node: ClusterNode, pending: PendingRequest, task: NodeTask, reply: NodeReply, listener: NodeListener

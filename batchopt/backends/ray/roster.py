@@ -147,7 +147,7 @@ def check(nodes: Iterable[ClusterNode], timeout: float | None, now: float) -> li
     found: list[GiveUp | Ping] = []
     patience = timeout or ANSWERING
     for node in nodes:
-        working, pinged = node.pending(*ASSIGNMENTS), node.pending(Question.PING)
+        working, pinged = node.pending(*ASSIGNMENTS), node.pending(Question.PING, Question.RESIDUALS)
         starting, greeting = node.pending(NodeTask.START), node.pending(NodeTask.HANDSHAKE)
         if pinged is not None and now - pinged.silent > patience:
             found.append(GiveUp(node, f"gave no sign for {patience:.3g} s"))

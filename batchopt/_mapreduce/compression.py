@@ -1,0 +1,170 @@
+"""Compressed gradients: pure functions of tensors.
+
+The tree of chunks is cut at one level into a few *cells*, and what a cell adds to df/dX is rounded to fewer bits.
+Where the cells begin and end depends on the number of chunks alone: so the result does not depend on who evaluated,
+or rounded, what.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from batchopt._mapreduce.reduce import all_finite
+
+
+class DoesNotFit(ValueError):
+    """A finite gradient of these samples is too large for the format."""
+
+    def __init__(self, what: str, samples: range = range(0)) -> None:
+        super().__init__(what)
+        self.samples = samples
+
+
+@dataclass(frozen=True)
+class Compression(ABC):
+    """A format for gradients, and the number of cells, at most, that have one each."""
+
+    parts: int
+
+    # Whether what rounding leaves over is added to the next gradient of the cell.
+    keeps_residual: ClassVar[bool] = False
+
+    def top(self, chunks: int) -> int:
+        """The level of the tree of `chunks` chunks whose nodes are the cells."""
+        return (math.ceil(chunks / self.parts) - 1).bit_length()
+
+    def cells(self, chunks: int) -> int:
+        """The number of cells."""
+        return math.ceil(chunks / (1 << self.top(chunks)))
+
+    @abstractmethod
+    def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
+        """Round a finite vector (shape `(n,)`), which is what one of so many cells adds to a gradient. Raises
+        `DoesNotFit`."""
+
+    @abstractmethod
+    def decode(self, code: torch.Tensor, cells: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rounded vector: shape `(size,)`."""
+
+    @property
+    @abstractmethod
+    def code_dtype(self) -> torch.dtype:
+        """The dtype of codes."""
+
+
+@dataclass(frozen=True)
+class Rounded(Compression):
+    """Another floating-point format, to nearest."""
+
+    dtype: torch.dtype
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
+        code = vector.to(self.dtype)
+        if not all_finite(code):
+            name, largest = _NAMES[self.dtype], torch.finfo(self.dtype).max
+            other = "; use compress='bf16', or a smaller loss" if name == "fp16" else ""
+            raise DoesNotFit(
+                f"a gradient of {vector.abs().max().item():.3g} does not fit in {name}, which ends at {largest:.5g}"
+                f"{other}:"
+            )
+        return code
+
+    def decode(self, code: torch.Tensor, cells: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return code.to(dtype, copy=True)
+
+
+@dataclass(frozen=True)
+class TwoBit(Compression):
+    """One of three levels: `threshold / cells`, its negative, and 0 between them. So the sum over all cells lies
+    between `-threshold` and `threshold`. What is left over is added to the next gradient.
+
+    The code is a bit for each element that says whether it is the level, and then one that says whether it is the
+    negative one.
+    """
+
+    threshold: float
+
+    keeps_residual = True
+    code_dtype = torch.uint8
+
+    def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
+        numbers, level = vector.numpy(), self.threshold / cells
+        return torch.from_numpy(np.concatenate([np.packbits(numbers >= level), np.packbits(numbers <= -level)]))
+
+    def decode(self, code: torch.Tensor, cells: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        above, below = np.unpackbits(code.numpy().reshape(2, -1), axis=1, count=size).view(np.int8)
+        return torch.from_numpy(above - below).to(dtype).mul_(self.threshold / cells)
+
+
+class Compressed(NamedTuple):
+    """The code of a cell's gradient, and what it leaves over, if that is kept."""
+
+    code: torch.Tensor
+    residual: torch.Tensor | None
+
+
+def compress(
+    compression: Compression, gradient: torch.Tensor, residual: torch.Tensor | None, cells: int
+) -> Compressed | None:
+    """Compress what one of so many cells adds to df/dX, together with the `residual` of its gradients before; None for
+    what is not finite, which has to be seen as it is. Raises `DoesNotFit`."""
+    whole = gradient if residual is None else residual + gradient
+    if not all_finite(whole):
+        return None
+    code = compression.encode(whole, cells)
+    if not compression.keeps_residual:
+        return Compressed(code, None)
+    value = compression.decode(code, cells, len(whole), whole.dtype)
+    return Compressed(code, torch.sub(whole, value, out=value))
+
+
+# ---- the argument
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# Cells by default: as many as do not cost more bytes than nothing compressed on two nodes.
+_ROUNDED_PARTS, _TWO_BIT_PARTS = 2, 8
+_THRESHOLD = 0.5
+_NEEDED = "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as {'type': '2bit', 'threshold': 0.5}"
+
+
+def read_compress(value: Any) -> Compression | None:
+    """How gradients are to be compressed; None: not at all. Raises `TypeError` or `ValueError`."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, Mapping)):
+        raise TypeError(f"{_NEEDED}; got {type(value).__name__} {value!r}")
+    given: dict[Any, Any] = {"type": value} if isinstance(value, str) else dict(value)
+    kind = given.pop("type", None)
+    if kind not in (*_DTYPES, "2bit"):
+        raise ValueError(f"{_NEEDED}; got {value!r}")
+    allowed = ("threshold", "parts") if kind == "2bit" else ("parts",)
+    if unknown := [name for name in given if name not in allowed]:
+        raise ValueError(f"`compress` has unknown {unknown}: beside 'type', {kind!r} has {[*allowed]}; got {value!r}")
+    parts = given.get("parts", _TWO_BIT_PARTS if kind == "2bit" else _ROUNDED_PARTS)
+    if type(parts) is not int or parts < 1:
+        raise ValueError(f"`compress` has parts {parts!r}: it must be an int >= 1, about the number of nodes or more")
+    return TwoBit(parts, _read_threshold(given)) if kind == "2bit" else Rounded(parts, _DTYPES[kind])
+
+
+def _read_threshold(given: Mapping[Any, Any]) -> float:
+    threshold = given.get("threshold", _THRESHOLD)
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise TypeError(f"`compress` has threshold {threshold!r}: it must be a number > 0")
+    if not 0 < threshold < math.inf:
+        raise ValueError(
+            f"`compress` has threshold {threshold!r}: it must be finite and > 0, about as large as the larger elements "
+            "of df/dX"
+        )
+    return float(threshold)

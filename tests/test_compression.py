@@ -1,0 +1,187 @@
+"""The formats of compressed gradients: values worked out by hand, and bounds."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer
+from batchopt._mapreduce.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
+
+HALF = Rounded(2, torch.float16)
+BRAIN = Rounded(2, torch.bfloat16)
+
+
+def sent(compression: Compression, gradient: torch.Tensor, residual: Any = None, cells: int = 1) -> tuple[Any, Any]:
+    """The gradient as it arrives, and what is left of it."""
+    found = compress(compression, gradient, residual, cells)
+    assert found is not None
+    return compression.decode(found.code, cells, len(gradient), gradient.dtype), found.residual
+
+
+# ---- which part of the sum is compressed at once
+
+
+@pytest.mark.parametrize(
+    ("parts", "chunks", "level", "cells"),
+    [(8, 1, 0, 1), (8, 8, 0, 8), (8, 9, 1, 5), (8, 24, 2, 6), (8, 33, 3, 5), (1, 5, 3, 1), (2, 5, 2, 2), (3, 12, 2, 3)],
+)
+def test_cells_are_subtrees_of_one_level(parts: int, chunks: int, level: int, cells: int) -> None:
+    compression = TwoBit(parts, 0.5)
+    assert (compression.top(chunks), compression.cells(chunks)) == (level, cells)
+
+
+# ---- two bits
+
+
+def test_two_bits_of_three_rounds() -> None:
+    gradient = torch.tensor([0.25, 0.5, 0.75, -0.5, -0.25, 2.0])
+    rounds = [
+        ([0.0, 0.5, 0.5, -0.5, 0.0, 0.5], [0.25, 0.0, 0.25, 0.0, -0.25, 1.5]),
+        ([0.5, 0.5, 0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.5, 0.0, 0.0, 3.0]),
+        ([0.0, 0.5, 0.5, -0.5, 0.0, 0.5], [0.25, 0.0, 0.75, 0.0, -0.25, 4.5]),
+    ]
+    residual = None
+    for value, left in rounds:
+        found, residual = sent(TwoBit(1, 0.5), gradient, residual)
+        assert found.tolist() == value and residual.tolist() == left
+
+
+def test_the_level_is_the_share_of_a_cell() -> None:
+    value, residual = sent(TwoBit(4, 0.5), torch.tensor([0.1, 0.125, -0.25]), cells=4)
+    assert value.tolist() == [0.0, 0.125, -0.125]
+    assert residual.tolist() == [pytest.approx(0.1), 0.0, -0.125]
+
+
+def test_an_element_takes_two_bits() -> None:
+    gradient = torch.tensor([0.25, 0.5, 0.75, -0.5, -0.25, 2.0])
+    assert TwoBit(1, 0.5).encode(gradient, 1).tolist() == [0b01100100, 0b00010000]
+    for size, octets in ((0, 0), (1, 2), (8, 2), (9, 4), (1000, 250)):
+        assert TwoBit(1, 0.5).encode(torch.ones(size, dtype=torch.float64), 1).nbytes == octets
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_sent_and_what_is_left_are_all_that_there_was(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    total = torch.zeros(1001, dtype=dtype)
+    arrived, residual = torch.zeros(1001, dtype=dtype), None
+    for _ in range(50):
+        gradient = torch.randint(-64, 65, (1001,)).to(dtype) / 64  # all sums are exact
+        value, residual = sent(TwoBit(1, 0.75), gradient, residual)
+        assert set(value.tolist()) <= {-0.75, 0.0, 0.75}
+        total += gradient
+        arrived += value
+        assert torch.equal(arrived + residual, total)
+
+
+# ---- fewer bits
+
+
+@pytest.mark.parametrize(("compression", "bits"), [(HALF, 11), (BRAIN, 8)])
+def test_rounded_numbers_are_half_a_unit_off_at_most(compression: Compression, bits: int) -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(1000)
+    code = compression.encode(gradient, 2)
+    assert code.nbytes == 2000
+    value, residual = sent(compression, gradient, cells=2)
+    assert residual is None and value.dtype == torch.float32
+    exponents = torch.frexp(gradient).exponent.clamp(min=-13)
+    assert ((value - gradient).abs() <= 2.0 ** (exponents - bits - 1)).all()
+    assert torch.equal(sent(compression, value, cells=2)[0], value)
+
+
+def test_rounded_by_hand() -> None:
+    gradient = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-10, 65504.0, 2**-25, 1 + 2**-7], dtype=torch.float64)
+    assert sent(HALF, gradient)[0].tolist() == [1.0, 1.0, 1 + 2**-10, 65504.0, 0.0, 1 + 2**-7]
+    assert sent(BRAIN, gradient)[0].tolist() == [1.0, 1.0, 1.0, 65536.0, 2**-25, 1 + 2**-7]
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    text = "a gradient of 1e+06 does not fit in fp16, which ends at 65504; use compress='bf16', or a smaller loss:"
+    with pytest.raises(DoesNotFit, match=re.escape(text)):
+        compress(HALF, torch.tensor([1.0, -1e6]), None, 2)
+    assert sent(BRAIN, torch.tensor([2.0**20]))[0].item() == 2.0**20
+    with pytest.raises(DoesNotFit, match=r"a gradient of 1e\+300 does not fit in bf16, which ends at 3.3895e\+38:"):
+        compress(BRAIN, torch.tensor([1e300], dtype=torch.float64), None, 2)
+
+
+@pytest.mark.parametrize("compression", [HALF, BRAIN, TwoBit(2, 0.5)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_left_as_it_is(compression: Compression, bad: float) -> None:
+    assert compress(compression, torch.tensor([1.0, bad]), None, 2) is None
+
+
+# ---- the argument
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, None),
+        ("fp16", HALF),
+        ("bf16", BRAIN),
+        ("2bit", TwoBit(8, 0.5)),
+        ({"type": "2bit", "threshold": 2}, TwoBit(8, 2.0)),
+        ({"type": "2bit", "parts": 3}, TwoBit(3, 0.5)),
+        ({"type": "fp16", "parts": 4}, Rounded(4, torch.float16)),
+    ],
+)
+def test_forms_of_the_argument(value: Any, found: Compression | None) -> None:
+    assert read_compress(value) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (16, TypeError, "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as .*; got int 16"),
+        ("fp8", ValueError, "`compress` must be None, .*; got 'fp8'"),
+        ({"threshold": 0.5}, ValueError, "`compress` must be None, .*; got {'threshold': 0.5}"),
+        ({"type": ["fp16"]}, ValueError, "`compress` must be None"),
+        (
+            {"type": "fp16", "threshold": 0.5},
+            ValueError,
+            r"unknown \['threshold'\]: beside 'type', 'fp16' has \['parts'\]",
+        ),
+        (
+            {"type": "2bit", "size": 3},
+            ValueError,
+            r"unknown \['size'\]: beside 'type', '2bit' has \['threshold', 'parts'\]",
+        ),
+        ({"type": "2bit", "threshold": 0}, ValueError, "has threshold 0: it must be finite and > 0, about as large as"),
+        ({"type": "2bit", "threshold": -1.0}, ValueError, "has threshold -1.0"),
+        ({"type": "2bit", "threshold": math.nan}, ValueError, "has threshold nan"),
+        ({"type": "2bit", "threshold": "1"}, TypeError, "has threshold '1': it must be a number > 0"),
+        ({"type": "bf16", "parts": 0}, ValueError, "has parts 0: it must be an int >= 1, about the number of nodes"),
+        ({"type": "bf16", "parts": 2.0}, ValueError, "has parts 2.0"),
+    ],
+)
+def test_wrong_arguments(value: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", optimizer="sgd", compress=value)
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_nothing_crosses_a_network_on_one_machine(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"for gradients that cross a network, got backend='{backend}', where none"):
+        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend=backend, optimizer="sgd", compress="fp16")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "lbfgs",
+        "cg",
+        "ssbroyden",
+        lambda params: torch.optim.LBFGS(params),
+        lambda params: batchopt.SVRG(torch.optim.SGD(params, lr=0.1)),
+    ],
+)
+def test_optimizers_that_compare_gradients_are_refused(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"`compress` rounds gradients, and .* compares them with each other: use an"):
+        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", optimizer=optimizer, compress="fp16")
