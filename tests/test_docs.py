@@ -152,7 +152,7 @@ def test_the_tables_have_every_option_of_the_optimizers_and_its_default() -> Non
         for row in table.rows
         for kind in re.findall(r"`(\w+)`", row[1])
     }
-    kinds = (batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.SVRG)
+    kinds = (batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.LevenbergMarquardt, batchopt.SVRG)
     assert documented == {(kind.__name__, name, default) for kind in kinds for name, default in defaults(kind)}
 
 
