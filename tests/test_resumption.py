@@ -180,6 +180,14 @@ def test_what_compression_can_not_have_left(residuals: Any, kind: type[Exception
         check_residuals(residuals, torch.zeros(3))
 
 
+def test_what_compression_had_left_is_not_dropped_without_a_word() -> None:
+    with optimizer("sgd") as opt:
+        state = opt.state_dict()
+        state["residuals"] = {0: torch.zeros_like(opt.parameters)}
+        with pytest.warns(RuntimeWarning, match="has what compression had left of gradients, which is dropped here"):
+            opt.load_state_dict(state)
+
+
 def test_what_compression_may_have_left() -> None:
     check_residuals({}, torch.zeros(3))
     check_residuals({0: torch.zeros(3), 5: torch.zeros(3)}, torch.zeros(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -552,6 +553,13 @@ class BatchFunction:
         if self._compresses and residuals:
             number = self.workers.number()
             self.workers.backend.restore_residuals(number, residuals)
+        elif residuals:
+            warnings.warn(
+                "the state is of a run with `compress`, and has what compression had left of gradients, which is "
+                "dropped here: give the same `compress` to go on with the same bits",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self._terms, self._past = terms, Past(counters, self._past.hook_results, number)
         self._forget_batch()
         if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:

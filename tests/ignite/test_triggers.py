@@ -24,13 +24,15 @@ def engine(iteration: int = 0, epoch_length: float | None = None, **metrics: Any
     )
 
 
-# batches an epoch, the trigger, and at which iterations it is due: what Chainer's tests of IntervalTrigger expect
+# batches an epoch, the trigger, and at which iterations it is due: what Chainer's tests of IntervalTrigger expect; then
+# two of our own, where its floating-point positions miss some
 TABLE: list[tuple[float, Any, list[bool]]] = [
     (5, 2, [F, T, F, T, F, T, F]),
     (1, EveryEpoch(3), [F, F, T, F, F, T, F]),
     (2, EveryEpoch(1.5), [F, F, T, F, F, T, F]),
     (2.5, EveryEpoch(1), [F, F, T, F, T, F, F]),
     (0.5, EveryEpoch(1), [T, T, T, T, T, T, T]),
+    # ours
     (10, EveryEpoch(0.1), [T, T, T, T, T, T, T]),
     (3, EveryEpoch(0.5), [F, T, T, F, T, T, F]),
 ]
