@@ -258,8 +258,8 @@ class BatchOptimizer:
 
         For a criterion that is `torch.nn.MSELoss`, whose residuals are output less target, or terms that are
         `Term(residual=...)`: f is the sum over the terms of `weight` times the mean square of the term's residuals.
-        Default: those of the loaded batch; else of other data, as in `collect`. Raises `ValueError` where f is not
-        known to be a sum of squares, and what `collect` raises.
+        Default: those of the loaded batch; else of other data, as in `collect`, which may leave terms out. Raises
+        `ValueError` where f, or one of these terms, is not known to be a sum of squares, and what `collect` raises.
         """
         return residuals(self._function, inputs, targets)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from batchopt._data import arguments
+from batchopt._data.batches import Readings
+from batchopt._data.terms import check_names
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import Selection, collect, plain, select, total
 from batchopt_workers.least_squares import (
@@ -38,8 +40,13 @@ class Normal(NamedTuple):
 
 
 def residuals(function: BatchFunction, inputs: Any, targets: Any) -> Any:
-    """The residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms."""
-    return _rows(function, Residuals(), select(function, inputs, targets, _readings(function)))
+    """The residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms. Of other
+    data, those of the terms that `inputs` has."""
+    names = [*function.readings]
+    if function.terms is not None and isinstance(inputs, Mapping) and inputs:
+        check_names("the batch", {**function.terms, **inputs}, function.terms)  # none that there is not
+        names = [name for name in names if name in inputs]
+    return _rows(function, Residuals(), select(function, inputs, targets, _readings(function, names)))
 
 
 def jacobian_product(function: BatchFunction, v: Any) -> Any:
@@ -156,17 +163,22 @@ def _loaded(function: BatchFunction) -> list[Selection]:
     return select(function, None, None, _readings(function))
 
 
-def _readings(function: BatchFunction) -> Any:
-    _check(function)
-    return plain(function.readings)
+def _readings(function: BatchFunction, names: Sequence[str | None] | None = None) -> Readings:
+    """Those of the terms with these names; None: of all."""
+    _check(function, names)
+    readings = plain(function.readings)
+    return readings if names is None else {name: readings[name] for name in names}
 
 
-def _check(function: BatchFunction) -> None:
-    """Raise `BatchoptError` after `close`, `ValueError` where f is no sum of squares."""
+def _check(function: BatchFunction, among: Sequence[str | None] | None = None) -> None:
+    """Raise `BatchoptError` after `close`, `ValueError` where one of these terms (None: of all) is no sum of
+    squares."""
     function.check_open()
     settings = function.settings
     names = [None] if settings.terms is None else [*settings.terms]
     for name, loss_fn in zip(names, settings.loss_fns, strict=True):
+        if among is not None and name not in among:
+            continue
         if squares_of(settings.criterion, loss_fn) is None or settings.denominators is not None:
             which = "f" if name is None else f"the term {name!r}"
             raise ValueError(

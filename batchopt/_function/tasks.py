@@ -43,10 +43,12 @@ class Selection(NamedTuple):
 
 
 def select(function: BatchFunction, inputs: Any, targets: Any, readings: Readings) -> list[Selection]:
-    """The samples of each term: of the loaded batch, or of the data that is given. Raises what `read_batch` raises."""
+    """The samples of each term: of the loaded batch, or of the data that is given, whose terms are those of `readings`.
+    Raises what `read_batch` raises."""
     if inputs is not None:
+        numbers = [*function.readings]
         parts = read_batch(inputs, targets, None, readings).parts
-        return [Selection(Batch((part,)), number) for number, part in enumerate(parts)]
+        return [Selection(Batch((part,)), numbers.index(part.name)) for part in parts]
     if targets is not None:
         raise ValueError("`targets` were given without `inputs`: pass both, or neither for the loaded batch")
     batch = function.ready().batch

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, Term
+from batchopt import BatchOptimizer, NonFiniteError, Term, resample
 from tests.workloads import Mlp
 
 Make = Callable[..., BatchOptimizer]
@@ -152,6 +152,14 @@ class LeastSquaresContract:
             found.append(
                 (normal.vector, normal.matrix, opt.gauss_newton(v), opt.jvp(v)["pde"], opt.vjp(opt.residuals()))
             )
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+    def test_adaptive_points_are_those_of_one_process(self, make: Make) -> None:
+        found: list[Any] = []
+        for workers in (1, self.parallelize):
+            opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
+            found.append((resample(opt, "pde", X, samples=9), *resample(opt, "data", (X, Y), samples=9, k=2.0, c=0.0)))
         for one, other in zip(*found, strict=True):
             assert torch.equal(one, other)
 

@@ -1,0 +1,211 @@
+"""New points where the residuals are large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer, Term
+
+POINTS = torch.linspace(-1.0, 1.0, 200, dtype=torch.float64).unsqueeze(1)
+
+
+def steep(module: Any, points: torch.Tensor, _: Any) -> torch.Tensor:
+    """Two numbers a sample, of different sizes."""
+    return torch.cat([module(points) - points.exp(), 3 * points.square()], dim=1)
+
+
+def misfit(module: Any, points: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module(points) - values
+    return found
+
+
+def shapeless(module: Any, points: torch.Tensor, _: Any) -> torch.Tensor:
+    found: torch.Tensor = module(points).square().mean()
+    return found
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def of_terms(**options: Any) -> BatchOptimizer:
+    terms = {"equation": Term(residual=steep), "initial": Term(residual=misfit), "rest": Term(shapeless)}
+    return BatchOptimizer(net(), terms=terms, **options)
+
+
+def probabilities(module: nn.Module, k: float, c: float) -> torch.Tensor:
+    """By torch alone, as the paper has them."""
+    sizes = steep(module, POINTS, None).detach().norm(dim=1)
+    powers = torch.pow(sizes, k)
+    weights = powers / powers.mean() + c
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(("k", "c"), [(1.0, 1.0), (3.0, 0.0), (0.5, 2.0), (0.0, 0.0)])
+def test_points_are_drawn_with_the_published_probabilities(monkeypatch: pytest.MonkeyPatch, k: float, c: float) -> None:
+    drawn = torch.zeros(len(POINTS), dtype=torch.float64)
+    draws = 4000
+    with of_terms() as opt:
+        expected = probabilities(opt.module, k, c)
+        residuals = opt.residuals({"equation": POINTS})
+        monkeypatch.setattr(opt, "residuals", lambda data: residuals)
+        for seed in range(draws):
+            found = batchopt.resample(opt, "equation", POINTS, samples=1, k=k, c=c, seed=seed)
+            drawn[(POINTS == found).nonzero()[0, 0]] += 1
+    # chi square, which has a mean of 199 and a standard deviation of 20
+    likely = expected * draws
+    assert float(((drawn - likely).square() / likely).sum()) < 199 + 5 * 20
+
+
+def test_points_are_drawn_without_replacement_as_one_after_the_other() -> None:
+    draws, both = 3000, 0
+    three = torch.tensor([[1.0], [2.0], [5.0]])
+    with of_sizes() as opt:
+        for seed in range(draws):
+            found = batchopt.resample(opt, None, (three, torch.zeros(3, 1)), samples=2, c=0.0, seed=seed)[0]
+            assert len(found.unique()) == 2
+            both += found.flatten().tolist() == [1.0, 2.0]
+    expected = 1 / 8 * 2 / 7 + 2 / 8 * 1 / 6
+    assert both / draws == pytest.approx(expected, abs=4 * (expected / draws) ** 0.5)
+
+
+def of_sizes() -> BatchOptimizer:
+    """Its residuals are the inputs."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    return BatchOptimizer(module, nn.MSELoss())
+
+
+def test_the_factors_go_from_uniform_to_the_largest() -> None:
+    sizes = torch.arange(1.0, 101.0).unsqueeze(1)
+    candidates = sizes, torch.zeros(100, 1)
+    with of_sizes() as opt:
+        largest, _ = batchopt.resample(opt, None, candidates, samples=10, k=200.0, c=0.0)
+        assert largest.min() > 80
+        means = [
+            float(batchopt.resample(opt, None, candidates, samples=50, k=1.0, c=c)[0].mean()) for c in (0.0, 1.0, 1e9)
+        ]
+        assert means[0] > means[1] > means[2] and abs(means[2] - 50.5) < 8
+
+
+def test_the_same_points_for_any_number_of_workers() -> None:
+    found = []
+    for workers in (1, 2, 3):
+        with of_terms(parallelize=workers, chunk_size=7) as opt:
+            found.append(batchopt.resample(opt, "equation", POINTS, samples=40))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    for workers in (1, 2):  # shares follow the speeds, and last bits the shares
+        with of_terms(parallelize=workers) as opt:
+            assert torch.equal(found[0], batchopt.resample(opt, "equation", POINTS, samples=40))
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_points(tmp_path: Path) -> None:
+    def draw(opt: BatchOptimizer) -> torch.Tensor:
+        points: torch.Tensor = batchopt.resample(opt, "equation", POINTS, samples=20)
+        return points
+
+    data = {"equation": POINTS, "initial": (POINTS, POINTS), "rest": POINTS}
+    with of_terms(chunk_size=50) as opt:
+        first = draw(opt)
+        assert torch.equal(first, draw(opt))  # of the same parameters and batches
+        opt.step(data)
+        opt.save(tmp_path / "run.pt")
+        second = draw(opt)
+        assert not torch.equal(first, second)
+        opt.step({**data, "equation": second})
+        third = draw(opt)
+    with of_terms(chunk_size=50, parallelize=2) as opt:
+        opt.load_checkpoint(tmp_path / "run.pt")
+        again = draw(opt)
+        assert torch.equal(again, second)
+        opt.step({**data, "equation": again})
+        assert torch.equal(draw(opt), third)
+
+
+def test_a_term_with_targets_and_points_that_are_kept() -> None:
+    inputs, values = POINTS.clone().requires_grad_(), POINTS.sin()
+    old = POINTS[:3] + 5, POINTS[:3] - 5
+    with of_terms() as opt:
+        x, y = batchopt.resample(opt, "initial", (inputs, values), samples=30)
+        assert x.shape == y.shape == (30, 1) and torch.equal(x.sin(), y) and x.requires_grad and x.is_leaf
+        assert bool((x[1:] > x[:-1]).all())  # in the order of the candidates
+        more = batchopt.resample(opt, "initial", (inputs, values), samples=30, keep=old)
+        assert torch.equal(more[0], torch.cat([old[0], x])) and torch.equal(more[1], torch.cat([old[1], y]))
+        loss = opt.step({"equation": POINTS, "initial": more, "rest": POINTS})
+        assert loss > 0
+
+
+@dataclass(frozen=True)
+class Cloud:
+    place: torch.Tensor
+    label: str
+
+
+def test_structures_stay_what_they_are() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, data: dict[str, Any]) -> torch.Tensor:
+            found: torch.Tensor = self.scale * (data["x"].place + data["t"])
+            return found
+
+    candidates = {"x": Cloud(POINTS, "here"), "t": POINTS.numpy()[:, :1].copy()}
+    with BatchOptimizer(Sum(), nn.MSELoss()) as opt:
+        tensors = {**candidates, "t": torch.as_tensor(candidates["t"])}
+        found, targets = batchopt.resample(opt, None, (tensors, torch.zeros_like(POINTS)), samples=5)
+        assert found["x"].label == "here" and torch.equal(found["x"].place, found["t"]) and len(targets) == 5
+
+
+def test_bad_input_is_named() -> None:
+    zeros = torch.zeros(4, 1)
+    with of_sizes() as opt:
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"k": -1.0}, "`k` must be finite and >= 0"),
+            ({"c": float("nan")}, "`c` must be finite"),
+            ({"samples": 5}, "at most the number of candidates, 4"),
+            ({"samples": 0}, "`samples` must be >= 1"),
+            ({"c": 0.0}, "all residuals are 0"),
+            ({"keep": zeros}, "structure of `candidates`"),
+            ({"keep": (zeros.double(), zeros)}, "structure of `candidates`"),
+            ({"term": "pde"}, "`term` must be None"),
+            ({"candidates": (zeros, zeros[:2])}, "a row for each point"),
+            ({"candidates": (zeros, zeros, zeros)}, "got 3 items"),
+            ({"candidates": (zeros[:0], zeros[:0])}, "a row for each point"),
+            ({"candidates": (torch.tensor([[1.0], [0.0]]), zeros[:2]), "c": 0.0}, "only 1 of 2 candidates"),
+            ({"candidates": (torch.tensor([[1.0], [torch.nan]]), zeros[:2])}, "residual of candidate 1 is nan"),
+        ]
+        for bad, message in wrong:
+            given = {"term": None, "candidates": (zeros, zeros), "samples": 2, **bad}
+            with pytest.raises(ValueError, match=message):
+                batchopt.resample(opt, given.pop("term"), given.pop("candidates"), **given)
+        for listed in ([1.0, 2.0], "points", [zeros, zeros]):
+            with pytest.raises(TypeError, match="`candidates`"):
+                batchopt.resample(opt, None, listed, samples=1)
+        with pytest.raises(TypeError, match="`k` must be a number"):
+            batchopt.resample(opt, None, (zeros, zeros), samples=1, k="1")  # type: ignore[arg-type]
+    with of_terms() as opt:
+        with pytest.raises(ValueError, match=r"`term` must be one of .*'equation'"):
+            batchopt.resample(opt, None, POINTS, samples=1)
+        with pytest.raises(ValueError, match=r"the term 'rest' is not known to be a sum of squares"):
+            batchopt.resample(opt, "rest", POINTS, samples=1)
+
+
+def test_residuals_of_some_terms_alone() -> None:
+    with of_terms() as opt:
+        found = opt.residuals({"initial": (POINTS, POINTS)})
+        assert [*found] == ["initial"]
+        torch.testing.assert_close(found["initial"], (opt.module(POINTS) - POINTS).detach())
+        with pytest.raises(ValueError, match=r"unknown .*nothing"):
+            opt.residuals({"nothing": POINTS})
+        with pytest.raises(ValueError, match="'rest' is not known"):
+            opt.residuals({"equation": POINTS, "initial": (POINTS, POINTS), "rest": POINTS})
