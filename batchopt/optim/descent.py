@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import torch
 
-from batchopt.optim.algebra import add, largest, norm
+from batchopt.optim.algebra import add, dot, largest, norm
 from batchopt.optim.line import Line, Point
 from batchopt.optim.linesearch import C2, TrialPoint, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.minimizer import Minimizer, Search, limit
@@ -56,8 +56,7 @@ class Descent(Minimizer):
         line = self._line(run)
         self._aim(here, direction)
         slope = line.slope(here)
-        if not slope < 0 and self._forget():
-            run.forgotten.append(f"the direction of iteration {run.iterations + 1} was not downhill")
+        if not slope < 0 and self._drop(run, f"the direction of iteration {run.iterations + 1} was not downhill"):
             self._aim(here, direction)
             slope = line.slope(here)
         if not -math.inf < slope < 0:
@@ -74,8 +73,17 @@ class Descent(Minimizer):
             return None
         run.change, run.here, run.spare = norm(self._change), after, spare
         self._keep_lowest(run, here)
+        if self._memory.get("on_trial", False):
+            self._judge(run, self._curvature_ratio(here, after, slope))
         self._learn(here, after, self._change)
         return line.last_step if found is None else found.step
+
+    def _curvature_ratio(self, before: Point, after: Point, slope: float) -> float:
+        """The curvature of f along the last step by that of which the direction was made: y's / s'Bs, where s is t
+        times the direction, the slope along that being minus its curvature."""
+        change = self._change
+        t = dot(change, change) / dot(change, self._direction)
+        return (dot(change, after.gradient) - dot(change, before.gradient)) / (-slope * t**2)
 
     def _search(self, run: Search, line: Line, start: TrialPoint) -> TrialPoint | None:
         group, kind = self._group, self._line_search

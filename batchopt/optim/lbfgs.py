@@ -35,12 +35,17 @@ class LBFGS(Descent):
             search, the step is `lr`.
         l1: adds `l1` times the sum of the parameters' absolute values to f, which the closure does not include;
             parameters become exactly 0. The line search is then the projected one of OWL-QN. Default 0.
+        when_data_change: what becomes of the curvature where f or its gradient differs at the parameters that the last
+            step left. `"forget"`, the default; `"keep"`, for new points of the same problem: the first step on them
+            decides. Along it, f may have up to 100 times the curvature that was known, or a hundredth: `result.kept` is
+            True. Else it is forgotten after all, and `result.forgotten` has the ratio.
         callback: `callback(iteration)` after each accepted point, with an `Iteration`; ends the step if it returns
         True.
 
     `result` tells how the last call of `step` went. A further call goes on where the last one ended, with the same
-    curvature, unless f is another function there. The parameters that a call leaves are always the best ones that it
-    saw. A search that finds nothing better is repeated once along the steepest descent, with an empty history.
+    curvature, unless f is another function there (`when_data_change`). The parameters that a call leaves are always the
+    best ones that it saw. A search that finds nothing better is repeated once along the steepest descent, with an empty
+    history.
 
     Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
     1989; the direction in compact form, see `Curvature`; the line search of More and Thuente, 1994, with the
@@ -61,6 +66,7 @@ class LBFGS(Descent):
         line_search_fn: str | None = "strong_wolfe",
         *,
         l1: float = 0.0,
+        when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
         options = {
@@ -72,6 +78,7 @@ class LBFGS(Descent):
             "history_size": history_size,
             "line_search_fn": line_search_fn,
             "l1": l1,
+            "when_data_change": when_data_change,
         }
         super().__init__(params, options, callback)
 
@@ -115,6 +122,9 @@ class LBFGS(Descent):
         remembered = len(self._curvature) > 0
         self._curvature.clear()
         return remembered
+
+    def _may_keep(self) -> bool:
+        return self._group["when_data_change"] == "keep" and len(self._curvature) > 0
 
     def _first(self, slope: float, length: float) -> float:
         return 1.0 if len(self._curvature) else min(1.0, 1.0 / length)

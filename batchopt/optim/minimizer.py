@@ -25,6 +25,9 @@ NOISE = 4.0
 STALE = 20
 # Of two functions with the same value and gradient, to so many digits, one is taken for the other.
 SAME_F, SAME_GRADIENT = 1e-3, 1e-2
+# Along the first step on new data the curvature may be so many times the one that is kept, or such a part of it. New
+# points of one problem mostly stay within; beyond, the matrix of SSBroyden does more harm than good.
+FIT = 100.0
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Search:
     change: float = 0.0  # the length of the last step
     line: Line | None = None  # that is searched along
     forgotten: list[str] = field(default_factory=list)
+    kept: bool = False  # the curvature, when the function had changed
     lowest: Point | None = None  # a copy of the best point, where it is not `here`
     least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
     stale: int = 0  # iterations since
@@ -104,6 +108,29 @@ class Minimizer(torch.optim.Optimizer):
     def _forget(self) -> bool:
         """Drop what is known of the function beside its gradient here; returns whether there was something."""
 
+    def _may_keep(self) -> bool:
+        """Whether there is something of the kind that `_forget` drops, and it is to be kept if the function changes."""
+        return False
+
+    def _drop(self, run: Search, why: str) -> bool:
+        """Forget, and have the result say why; returns whether there was something."""
+        self._memory.pop("on_trial", None)
+        if not self._forget():
+            return False
+        run.forgotten.append(why)
+        return True
+
+    def _judge(self, run: Search, ratio: float) -> None:
+        """Decide, after the first step on a function that has changed, whether what was known stays: along that step
+        the function has `ratio` times the curvature that was known."""
+        if 1 / FIT <= ratio <= FIT:
+            self._memory.pop("on_trial")
+            run.kept = True
+        else:
+            self._drop(
+                run, f"the function changed between two steps, and has {ratio:.2g} times the curvature that was known"
+            )
+
     def _stays(self, run: Search) -> bool:
         """Whether too many iterations have found nothing better."""
         return run.stale >= STALE
@@ -145,6 +172,7 @@ class Minimizer(torch.optim.Optimizer):
             run.here.number,
             function.not_finite,
             tuple(run.forgotten),
+            run.kept,
         )
         return first
 
@@ -153,7 +181,8 @@ class Minimizer(torch.optim.Optimizer):
         return Point(memory["x"], memory["gradient"], memory["f"]) if "x" in memory else self._new_point()
 
     def _recognise(self, run: Search) -> None:
-        """Forget what belongs to another function: one that differs where the last step ended."""
+        """Forget what belongs to another function, one that differs where the last step ended; or have the first step
+        decide about it."""
         here, last = run.here, run.spare[-1]
         f = last.f
         if math.isnan(f) or not torch.equal(here.x, last.x):
@@ -161,8 +190,10 @@ class Minimizer(torch.optim.Optimizer):
         apart = norm(add(here.gradient, last.gradient, -1.0, out=self._change))
         scale = max(norm(here.gradient), norm(last.gradient))
         if apart > SAME_GRADIENT * scale or abs(here.f - f) > SAME_F * max(abs(here.f), abs(f)):
-            if self._forget():
-                run.forgotten.append("the function changed between two steps")
+            if self._may_keep():
+                self._memory["on_trial"] = True
+            else:
+                self._drop(run, "the function changed between two steps")
 
     def _descend(self, run: Search) -> Status:
         """From point to point, until there is a reason to stop."""
@@ -175,8 +206,7 @@ class Minimizer(torch.optim.Optimizer):
                     status = Status.NO_DECREASE
             elif run.function.evaluations >= limit(self._group["max_eval"]):
                 status = Status.EVALUATIONS
-            elif self._forget():
-                run.forgotten.append(f"iteration {run.iterations + 1} found no lower point")
+            elif self._drop(run, f"iteration {run.iterations + 1} found no lower point"):
                 status = None
             else:
                 status = Status.NO_DECREASE
@@ -265,7 +295,7 @@ class Minimizer(torch.optim.Optimizer):
         self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
 
     # What is remembered from step to step, beside what subclasses add.
-    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals")
+    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial")
 
     def _unpacked(self, key: str, value: Any) -> Any:
         return value.clone().to(self._change) if isinstance(value, torch.Tensor) else value

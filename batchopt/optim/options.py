@@ -11,6 +11,7 @@ import torch
 
 LINE_SEARCHES = ("strong_wolfe", "armijo", None)
 SCALINGS = ("diagonal", "identity")
+DATA_CHANGES = ("forget", "keep")
 
 
 def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"`geodesic` must be a bool; got {value!r}")
         elif name == "dense" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise TypeError(f"`dense` must be an int >= 0, a number of parameters; got {value!r}")
+        elif name == "when_data_change":
+            check_choice(name, value, DATA_CHANGES)
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -23,9 +23,8 @@ class SSBroyden(Descent):
     times an iteration.
 
     Args:
-        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`;
-        max_iter 200
-            by default.
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, when_data_change, callback: as
+            of `LBFGS`; max_iter 200 by default.
 
     Each update is of Broyden's family, scaled, with the factors of Al-Baali and Khalfan, "A wide interval for efficient
     self-scaling quasi-Newton algorithms", Optimization Methods and Software 20, 2005, as Urban, Stefanou and Pons
@@ -44,6 +43,7 @@ class SSBroyden(Descent):
         tolerance_change: float = 1e-9,
         line_search_fn: str | None = "strong_wolfe",
         *,
+        when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
         options = {
@@ -53,6 +53,7 @@ class SSBroyden(Descent):
             "tolerance_grad": tolerance_grad,
             "tolerance_change": tolerance_change,
             "line_search_fn": line_search_fn,
+            "when_data_change": when_data_change,
         }
         super().__init__(params, options, callback)
 
@@ -89,6 +90,9 @@ class SSBroyden(Descent):
 
     def _forget(self) -> bool:
         return self._memory.pop("inverse", None) is not None
+
+    def _may_keep(self) -> bool:
+        return self._group["when_data_change"] == "keep" and "inverse" in self._memory
 
     def _first(self, slope: float, length: float) -> float:
         return 1.0 if "inverse" in self._memory else min(1.0, 1.0 / length)

@@ -29,7 +29,8 @@ class Result:
 
     `number` says which of these evaluations, from 1 on, was of the parameters that it left. `not_finite` counts the
     trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names each time that what
-    was known of the function's curvature was dropped, and why.
+    was known of the function's curvature was dropped, and why. `kept`: whether the function had changed, and what was
+    known fitted it well enough to be kept (`when_data_change="keep"`).
     """
 
     status: Status
@@ -41,6 +42,7 @@ class Result:
     number: int
     not_finite: int = 0
     forgotten: tuple[str, ...] = ()
+    kept: bool = False
 
 
 @dataclass(frozen=True)

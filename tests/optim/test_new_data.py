@@ -1,0 +1,238 @@
+"""Curvature that survives new points, and curvature that must not."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt._machine.threads import torch_threads
+from batchopt.optim import minimizer
+from batchopt.optim.descent import Descent
+from batchopt.optim.status import Result
+from tests.optim import reference
+
+Kind = Callable[..., Descent]
+every_kind = pytest.mark.parametrize("kind", [batchopt.LBFGS, batchopt.SSBroyden])
+TO_THE_END = {"max_iter": 5000, "tolerance_grad": 1e-6, "tolerance_change": 0.0}
+NO_END = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
+
+
+# ---- points that are drawn anew
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small networks are slower with more, on a busy machine many times."""
+    with torch_threads(1):
+        yield
+
+
+def pendulum(net: nn.Module, points: torch.Tensor) -> torch.Tensor:
+    """The loss of u'' + u = 0, u(0) = 0, u'(0) = 1."""
+    (t, zero) = points.clone().requires_grad_(), torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    u, start = net(t), net(zero)
+    (velocity,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+    (acceleration,) = torch.autograd.grad(velocity.sum(), t, create_graph=True)
+    (speed,) = torch.autograd.grad(start.sum(), zero, create_graph=True)
+    loss: torch.Tensor = (
+        (acceleration + u).square().mean() + 10 * start.square().sum() + 10 * (speed - 1).square().sum()
+    )
+    return loss
+
+
+def train(kind: Kind, seed: int, rounds: int, enough: float, **options: Any) -> tuple[int, float, list[Result]]:
+    """Steps of 50 iterations on 100 new points each. Returns the evaluations, the loss on an even grid, at which it
+    ends once that is low `enough`, and the results."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    random = torch.Generator().manual_seed(seed + 100)
+    grid = torch.linspace(0, 6, 200, dtype=torch.float64).unsqueeze(1)
+    optimizer = kind(net.parameters(), max_iter=50, **NO_END, **options)
+    results: list[Result] = []
+    for _ in range(rounds):
+        points = torch.rand(100, 1, generator=random, dtype=torch.float64) * 6
+
+        def closure(points: torch.Tensor = points) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = pendulum(net, points)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+        assert optimizer.result is not None
+        results.append(optimizer.result)
+        if pendulum(net, grid).item() <= enough:
+            break
+    return sum(result.evaluations for result in results), pendulum(net, grid).item(), results
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.timeout(120)
+def test_a_matrix_that_is_kept_saves_evaluations() -> None:
+    evaluations = {"forget": 0, "keep": 0}
+    for when in evaluations:
+        for seed in range(4):
+            count, loss, results = train(batchopt.SSBroyden, seed, 15, 1e-6, when_data_change=when)
+            assert loss <= 1e-6
+            evaluations[when] += count
+            assert not results[0].kept and all(result.kept == (when == "keep") for result in results[1:])
+            assert all(len(result.forgotten) == (when == "forget") for result in results[1:])
+    assert evaluations["keep"] < 0.7 * evaluations["forget"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.timeout(120)
+def test_a_history_that_is_kept_leads_to_lower_losses() -> None:
+    logs = {
+        when: sum(math.log10(train(batchopt.LBFGS, seed, 12, 0.0, when_data_change=when)[1]) for seed in range(4))
+        for when in ("forget", "keep")
+    }
+    assert logs["keep"] / 4 < logs["forget"] / 4 - 0.3
+
+
+# ---- other functions
+
+
+def quadratic(eigenvalues: torch.Tensor, seed: int = 0) -> reference.Function:
+    """With a minimum of 0 somewhere, and the eigenvectors of no seed but 0."""
+    random = torch.Generator().manual_seed(0)
+    vectors, _ = torch.linalg.qr(torch.randn(40, 40, generator=random, dtype=torch.float64))
+    random.manual_seed(seed + 1)
+    place = torch.randn(40, generator=random, dtype=torch.float64)
+    matrix = vectors @ torch.diag(eigenvalues) @ vectors.T
+    return lambda x: (x - place) @ matrix @ (x - place) / 2
+
+
+EIGENVALUES = torch.logspace(0, 4, 40, dtype=torch.float64)
+OTHERS = {
+    "a million times as large": quadratic(1e6 * EIGENVALUES, seed=1),
+    "a millionth": quadratic(1e-6 * EIGENVALUES, seed=1),
+    "flat where it was steep": quadratic(EIGENVALUES.flip(0), seed=1),
+}
+
+
+class Changing:
+    """An optimizer over a vector, whose function may change."""
+
+    def __init__(self, kind: Kind, function: reference.Function, **options: Any) -> None:
+        self.x = torch.zeros(40, dtype=torch.float64, requires_grad=True)
+        self.optimizer = kind([self.x], **{**NO_END, "max_iter": 60, **options})
+        self.function = function
+        self.step()
+
+    def step(self, **options: Any) -> Result:
+        self.optimizer.param_groups[0].update(options)
+        self.optimizer.step(self.closure)
+        assert self.optimizer.result is not None
+        return self.optimizer.result
+
+    def closure(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        f = self.function(self.x)
+        f.backward()  # type: ignore[no-untyped-call]
+        return f
+
+
+@every_kind
+@pytest.mark.parametrize("function", OTHERS.values(), ids=OTHERS)
+def test_another_function_is_not_taken_for_new_points(kind: Kind, function: reference.Function) -> None:
+    evaluations = {}
+    for when in ("forget", "keep"):
+        run = Changing(kind, quadratic(EIGENVALUES), when_data_change=when)
+        run.function = function
+        result = run.step(**TO_THE_END)
+        assert result.gradient <= 1e-6 and not result.kept
+        (why,) = result.forgotten
+        assert ("times the curvature that was known" in why) == (when == "keep"), why
+        evaluations[when] = result.evaluations
+    assert evaluations["keep"] <= 1.25 * evaluations["forget"] + 5  # a search is all that the trial costs
+
+
+def test_a_matrix_that_does_not_fit_would_do_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations = []
+    for fit in (minimizer.FIT, math.inf):
+        monkeypatch.setattr(minimizer, "FIT", fit)
+        run = Changing(batchopt.SSBroyden, quadratic(EIGENVALUES), when_data_change="keep")
+        run.function = OTHERS["flat where it was steep"]
+        evaluations.append(run.step(**TO_THE_END).evaluations)
+    assert evaluations[0] < 0.9 * evaluations[1]
+
+
+@every_kind
+def test_the_same_matrix_with_another_minimum_is_kept(kind: Kind) -> None:
+    evaluations = {}
+    for when in ("forget", "keep"):
+        run = Changing(kind, quadratic(EIGENVALUES), when_data_change=when)
+        run.function = quadratic(EIGENVALUES, seed=1)
+        result = run.step(**TO_THE_END)
+        assert result.kept == (when == "keep") and result.gradient <= 1e-6
+        evaluations[when] = result.evaluations
+    assert evaluations["keep"] < 0.9 * evaluations["forget"]
+
+
+@every_kind
+def test_curvature_of_the_other_sign_is_forgotten(kind: Kind) -> None:
+    run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep", line_search_fn="armijo")
+    here = run.x.detach().clone()
+    run.function = lambda x: -(x - here).square().sum() / 2 + 1e-3 * (x - here).sum() + (x - here).pow(4).sum()
+    result = run.step(max_iter=1)
+    assert not result.kept and "has -" in result.forgotten[0]
+
+
+# ---- all else
+
+
+@every_kind
+def test_the_trial_goes_on_after_a_checkpoint(kind: Kind) -> None:
+    run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep")
+    run.function = OTHERS["flat where it was steep"]
+    result = run.step(max_eval=1)  # which only sees that the function is another one
+    assert result.iterations == 0 and not result.kept and not result.forgotten
+    file = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), file)
+    file.seek(0)
+    again = Changing(kind, quadratic(EIGENVALUES, seed=5))
+    again.function = run.function
+    with torch.no_grad():
+        again.x.copy_(run.x)
+    again.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    first, second = run.step(max_eval=None, max_iter=9), again.step(max_eval=None, max_iter=9)
+    assert "times the curvature" in first.forgotten[0] and first == second and torch.equal(run.x, again.x)
+
+
+@every_kind
+def test_where_nothing_changes_both_are_the_same(kind: Kind) -> None:
+    points = []
+    for when in ("forget", "keep"):
+        run = Changing(kind, quadratic(EIGENVALUES), when_data_change=when, max_iter=20)
+        result = run.step()
+        assert not result.kept and not result.forgotten
+        points.append(run.x.detach())
+    assert torch.equal(*points)
+
+
+@every_kind
+def test_without_curvature_there_is_nothing_to_keep(kind: Kind) -> None:
+    run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep", max_eval=1)
+    run.function = OTHERS["a millionth"]
+    result = run.step(max_eval=None, max_iter=2)
+    assert result.iterations == 2 and not result.kept and not result.forgotten
+
+
+@every_kind
+def test_another_choice_is_named(kind: Kind) -> None:
+    with pytest.raises(ValueError, match="`when_data_change` must be one of 'forget', 'keep'; got 'ask'"):
+        kind([torch.zeros(2, requires_grad=True)], when_data_change="ask")
+
+
+def test_an_l1_penalty_keeps_its_history_too() -> None:
+    run = Changing(batchopt.LBFGS, quadratic(EIGENVALUES), when_data_change="keep", l1=0.1)
+    run.function = quadratic(1.1 * EIGENVALUES)
+    assert run.step().kept
