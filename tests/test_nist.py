@@ -1,0 +1,54 @@
+"""NIST's regression problems are typed as they were published."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.nist import SOLVERS
+from benchmarks.nist_problems import Regression, read_problems
+
+PROBLEMS = {problem.name: problem for problem in read_problems()}
+# Its squares sum up to 1.4e-25, to which the 11 certified digits of its parameters add more.
+EXACT = "Lanczos1"
+
+
+def squares(problem: Regression, b: torch.Tensor) -> float:
+    return float(problem.residuals(b).square().sum())
+
+
+def test_there_are_27_problems() -> None:
+    assert len(PROBLEMS) == 27
+    assert [sum(p.difficulty == level for p in PROBLEMS.values()) for level in ("lower", "average", "higher")] == [
+        8,
+        11,
+        8,
+    ]
+
+
+@pytest.mark.parametrize("problem", [p for p in PROBLEMS.values() if p.name != EXACT], ids=lambda p: p.name)
+def test_the_certified_parameters_have_the_certified_sum_of_squares(problem: Regression) -> None:
+    assert squares(problem, problem.certified) == pytest.approx(problem.squares, rel=1e-9)
+
+
+def test_the_exact_problem_has_it_after_a_step_of_gauss_and_newton() -> None:
+    problem = PROBLEMS[EXACT]
+    rows = problem.jacobian(problem.certified)
+    step = torch.linalg.lstsq(rows, problem.residuals(problem.certified).unsqueeze(1)).solution[:, 0]
+    assert squares(problem, problem.certified) < 1e-20
+    assert squares(problem, problem.certified - step) == pytest.approx(problem.squares, rel=1e-2)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_starts_are_elsewhere_and_the_squares_finite(problem: Regression) -> None:
+    for start in problem.starts:
+        assert start.shape == problem.certified.shape and problem.digits(start) < 3
+        assert problem.squares < squares(problem, start) < float("inf")
+    assert problem.digits(problem.certified) == 11.0
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_an_easy_problem_is_solved_by_all(solver: str) -> None:
+    problem = PROBLEMS["Misra1a"]
+    b, evaluations = SOLVERS[solver](problem, problem.starts[1])
+    assert problem.digits(b) > 6 and evaluations < 100
