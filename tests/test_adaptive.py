@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchOptimizer, Term
+from batchopt import BatchOptimizer, LevenbergMarquardt, Term, resample
+from tests.backends.least_squares_contract import DATA, flow, terms
 
 POINTS = torch.linspace(-1.0, 1.0, 200, dtype=torch.float64).unsqueeze(1)
 
@@ -209,3 +210,26 @@ def test_residuals_of_some_terms_alone() -> None:
             opt.residuals({"nothing": POINTS})
         with pytest.raises(ValueError, match="'rest' is not known"):
             opt.residuals({"equation": POINTS, "initial": (POINTS, POINTS), "rest": POINTS})
+
+
+def adapted(parallelize: int, **options: Any) -> tuple[str, list[float]]:
+    """Levenberg-Marquardt on points that are drawn anew before each step; the fingerprint and the losses."""
+    candidates = torch.rand(400, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with BatchOptimizer(
+        flow(),
+        terms=terms(),
+        parallelize=parallelize,
+        chunk_size=8,
+        optimizer=lambda params: LevenbergMarquardt(params, max_iter=3, when_data_change="keep"),
+        **options,
+    ) as opt:
+        losses = [opt.step(DATA)]
+        for _ in range(2):
+            points = resample(opt, "pde", candidates, samples=40)
+            losses.append(opt.step({**DATA, "pde": points}))
+        return opt.fingerprint(), losses
+
+
+def test_levenberg_marquardt_on_drawn_points_has_the_same_bits() -> None:
+    alone = adapted(1)
+    assert adapted(2) == alone and adapted(5) == alone

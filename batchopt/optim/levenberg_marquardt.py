@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from batchopt.errors import NonFiniteError
 from batchopt.optim.algebra import norm
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.minimizer import Callback, Minimizer, Search, limit
@@ -51,6 +52,9 @@ class LevenbergMarquardt(Minimizer):
             evaluations. Default False.
         dense: up to so many parameters the matrix is made and factorised; above, the steps are found by conjugate
             gradients on its products, which need an evaluation's memory alone. Default 5,000.
+        when_data_change: `"forget"`, the default, or `"keep"` the damping where f differs at the parameters that the
+            last step left; it is forgotten after all if the first step there needs another by more than a factor of
+            100.
         max_iter: iterations in one call of `step`; None: no limit. Default 100. max_eval, tolerance_grad,
             tolerance_change, callback: as of `LBFGS`.
 
@@ -77,6 +81,7 @@ class LevenbergMarquardt(Minimizer):
         *,
         geodesic: bool = False,
         dense: int = 5_000,
+        when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
         options = {
@@ -88,6 +93,7 @@ class LevenbergMarquardt(Minimizer):
             "tolerance_change": tolerance_change,
             "geodesic": geodesic,
             "dense": dense,
+            "when_data_change": when_data_change,
         }
         super().__init__(params, options, callback)
 
@@ -111,10 +117,14 @@ class LevenbergMarquardt(Minimizer):
         memory = self._memory
         return any([memory.pop(key, None) is not None for key in ("damping", "growth", "scale")])
 
+    def _may_keep(self) -> bool:
+        return self._group["when_data_change"] == "keep" and "damping" in self._memory
+
     def _advance(self, run: Search) -> float | None:
         memory, here, after = self._memory, run.here, run.spare[0]
         model = self._model(here)
-        damping, growth = memory.get("damping", self._group["damping"]), memory.get("growth", 2.0)
+        known: float = memory.get("damping", self._group["damping"])
+        damping, growth = known, memory.get("growth", 2.0)
         while damping <= MOST and run.function.evaluations < limit(self._group["max_eval"]):
             step = self._step(model, damping)
             if step is not None:
@@ -132,6 +142,8 @@ class LevenbergMarquardt(Minimizer):
                     torch.sub(after.x, here.x, out=self._change)
                     run.here, run.spare, run.change = after, [here, *run.spare[1:]], norm(self._change)
                     self._keep_lowest(run, here)
+                    if memory.get("on_trial"):
+                        self._judge(run, damping / known)
                     return 1.0
             damping, growth = damping * growth, growth * 2
         if damping > MOST or run.function.evaluations < limit(self._group["max_eval"]):
@@ -164,7 +176,10 @@ class LevenbergMarquardt(Minimizer):
         step = model.solve(model.vector.neg(), damping)
         if step is None or not self._group["geodesic"]:
             return step
-        bend = model.solve(self._squares.acceleration(step.to(self._vector.dtype)).double().neg(), damping)
+        try:
+            bend = model.solve(self._squares.acceleration(step.to(self._vector.dtype)).double().neg(), damping)
+        except NonFiniteError:  # the residuals are not finite along the step: its trial will tell
+            return step
         if bend is None:
             return step
         length, more = (float((model.scale * part.square()).sum().sqrt()) for part in (step, bend))
