@@ -101,11 +101,12 @@ def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_a_loader_with_workers(noisy: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("positions", [(1, 3, 5, 6, 8, 10), pytest.param((2, 4, 7, 9), marks=pytest.mark.slow)])
+def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path: Path) -> None:
     expected = run(tmp_path / "whole", lambda: loader(2, noisy))
     if not noisy:  # the number of its workers is nothing to the order
         assert run(tmp_path / "other", lambda: loader(0, noisy)) == expected
-    for killed in (1, 3, 5, 6, 8, 10):
+    for killed in positions:
         folder = tmp_path / str(killed)
         with pytest.raises(Killed):
             run(folder, lambda: loader(2, noisy), killed=killed)
