@@ -187,3 +187,23 @@ def test_what_is_no_residual() -> None:
 
 def raises(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
     raise ArithmeticError("mine")
+
+
+def test_bad_samples_do_not_decide_the_way() -> None:
+    module = Mlp().double()
+    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
+    (block,) = jacobian.blocks(X[:5] * torch.nan, Y[:5], 5)
+    assert block.rows.isnan().any()
+
+    def picky(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if inputs.shape[-1] != 6:
+            raise ArithmeticError("mine")
+        return difference(module, inputs, targets)
+
+    other = Jacobian(module, trained(module), MeanSquare(picky))
+    with pytest.raises(ArithmeticError, match="mine"):
+        [*other.blocks(X[:, :5], Y, 23)]
+    for each in (jacobian, other):
+        found = torch.cat([block.rows for block in each.blocks(X, Y, 23)])
+        assert each.one_by_one == 0
+        torch.testing.assert_close(found, rows(module, difference(module, X, Y)), rtol=1e-12, atol=1e-13)

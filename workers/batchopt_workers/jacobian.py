@@ -96,6 +96,7 @@ class Jacobian:
 
     def _block(self, data: tuple[Any, Any], samples: int | None) -> Block:
         inputs, targets = data
+        ways = [*self._ways]
         while self._ways and samples is not None:
             try:
                 if self._agreed:
@@ -103,13 +104,16 @@ class Jacobian:
                 own = self._copies()
                 with torch.random.fork_rng(devices=[]):
                     block = self._ways[0](own, inputs, targets, samples)
-                    self._compare(block, own, inputs, targets, samples)
-                self._agreed = True
+                    self._agreed = self._agree(block, own, inputs, targets, samples)
                 return block
             except Exception:  # whatever torch, the module or the function has against being evaluated so
                 self._ways.pop(0)
                 self._agreed = False
-        return self._each(inputs, targets, samples)
+        try:
+            return self._each(inputs, targets, samples)
+        except Exception:
+            self._ways = ways  # it was these samples, not the way
+            raise
 
     def _refuse_coupled(self, block: Block, data: Columns, stop: int) -> None:
         """Raise `ValueError` for residuals of the first samples, the block's, that are others among all of them."""
@@ -140,17 +144,23 @@ class Jacobian:
             found = functional_call(called, {f"module.{name}": p for name, p in trained.items()}, (inputs, targets))
         return checked(found, samples)
 
-    def _compare(
+    def _agree(
         self, block: Block, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int
-    ) -> None:
-        """Raise `Unmappable` unless residuals and a sum of rows are those of a plain forward and backward."""
+    ) -> bool:
+        """Raise `Unmappable` unless residuals and a sum of rows are those of a plain forward and backward. False if
+        that cannot be told, where these are not finite."""
         found = self._plain(trained, inputs, targets, samples)
+        if not bool(found.isfinite().all()):
+            return False
         self._same_residuals(block, trained, found)
         weights = torch.linspace(1.0, 2.0, found.numel()).to(found)  # which no minimum makes cancel each other
         gradients = torch.autograd.grad(found, [*trained.values()], weights.view_as(found), allow_unused=True)
         whole = self._joined([g if g is None else g.reshape(1, -1) for g in gradients], 1)[0]
+        if not bool(whole.isfinite().all()):
+            return False
         if not _alike(weights @ block.rows, whole, float((weights @ block.rows.abs()).max())):
             raise Unmappable
+        return True
 
     def _same_residuals(self, block: Block, trained: Mapping[str, torch.Tensor], found: torch.Tensor) -> None:
         """Raise `Unmappable` unless these are the block's, as far as their own rounding lets one tell: they may be
