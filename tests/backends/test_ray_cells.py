@@ -19,7 +19,7 @@ from batchopt.backends.ray.cells import CellReduce
 from batchopt.backends.ray.gather import NodeGather
 from batchopt.backends.ray.messages import AssignmentResult, NodeReply, NodeTask, ResidualName, WorkerTimes
 from batchopt.backends.ray.node import PendingRequest
-from batchopt.backends.ray.residuals import Residuals
+from batchopt.backends.ray.residuals import ResidualStore
 from batchopt_workers.layout import Layout, Slot
 from batchopt_workers.messages import ORDERS, Cut, Order
 from batchopt_workers.numbering import Numbering
@@ -34,7 +34,7 @@ class SimulatedNode:
 
     def __init__(self, number: int) -> None:
         self.number, self.name, self.ranks = number, f"node {number}", (number,)
-        self.residuals = Residuals()
+        self.residuals = ResidualStore()
         self.asked: list[list[ResidualName]] = []
 
     def ask_for_residuals(self, names: Sequence[ResidualName]) -> None:

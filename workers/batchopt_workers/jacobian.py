@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.func import functional_call, jacrev, vmap
 
+from batchopt_workers.apart import Apart, Unmappable, per_sample
 from batchopt_workers.batch import Columns
 from batchopt_workers.layout import Layout
 from batchopt_workers.squares import MeanSquare, checked
-from batchopt_workers.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
+from batchopt_workers.structures import tensors_in
 
 # Rows of a Jacobian that are held at a time: bytes; rows, where each is a backward.
 ROOM = 32 * 2**20
@@ -44,10 +45,6 @@ class PieceResiduals(NamedTuple):
     def blocks(self) -> Iterator[Block]:
         """With their rows, so many at a time that there is room for them."""
         return self.jacobian.blocks(self.inputs, self.targets, self.samples)
-
-
-class Unmappable(Exception):
-    """Samples cannot be evaluated one by one in this way."""
 
 
 class Jacobian:
@@ -183,7 +180,7 @@ class Jacobian:
 
     def _mapped(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """By `torch.func`, sample by sample."""
-        leaves, rebuild = _per_sample((inputs, targets), samples)
+        leaves, rebuild = per_sample((inputs, targets), samples)
         called = _Called(self._module, self.squares)
 
         def one(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,7 +200,7 @@ class Jacobian:
             name: parameter.detach().expand(samples, *parameter.shape).clone().requires_grad_()
             for name, parameter in trained.items()
         }
-        module: Any = _Apart(self._module, "", parameters, samples)
+        module: Any = Apart(self._module, "", parameters, samples)
         with torch.enable_grad():
             residuals = checked(self.squares.residual(module, inputs, targets), samples).reshape(samples, -1)
         columns = []
@@ -277,68 +274,6 @@ class _Called(torch.nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         return self._squares.residual(self.module, inputs, targets)
-
-
-class _Apart:
-    """Called like the module, or a part of it; evaluates each sample with parameters of its own, which are views of
-    `parameters`, shape `(samples, ...)`. Raises `Unmappable` for whatever else is asked of it."""
-
-    def __init__(
-        self, module: torch.nn.Module, prefix: str, parameters: Mapping[str, torch.Tensor], samples: int
-    ) -> None:
-        self._module, self._prefix, self._parameters, self._samples = module, prefix, parameters, samples
-
-    def __call__(self, *arguments: Any) -> Any:
-        leaves, rebuild = _per_sample(arguments, self._samples)
-        own = {
-            name.removeprefix(self._prefix): parameter
-            for name, parameter in self._parameters.items()
-            if name.startswith(self._prefix)
-        }
-
-        def one(parameters: dict[str, torch.Tensor], *rows: torch.Tensor) -> Any:
-            found = functional_call(self._module, parameters, tuple(rebuild([row.unsqueeze(0) for row in rows])))
-            return map_tensors(lambda tensor: tensor.squeeze(0), found)
-
-        return vmap(one, in_dims=(0, *[0] * len(leaves)))(own, *leaves)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        if isinstance(found, torch.nn.Parameter):
-            own = self._parameters.get(self._prefix + name)
-            if own is None or found.numel() != 1:
-                raise Unmappable
-            return own.reshape(self._samples, 1)
-        if type(found) in (bool, int, float, str):
-            return found
-        if isinstance(found, torch.nn.Module):
-            return _Apart(found, f"{self._prefix}{name}.", self._parameters, self._samples)
-        raise Unmappable
-
-
-def _per_sample(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-    """The tensors with a row for each sample, and what puts others in their places. Raises `Unmappable` where there is
-    something else for each sample."""
-
-    def is_leaf(item: Any) -> bool:
-        return is_tensor(item) or has_a_row_each(item, samples)
-
-    leaves = [*tensors_in(data)]
-    mapped = [leaf for leaf in leaves if leaf.dim() > 0 and leaf.shape[0] == samples]
-    if not mapped or any(leaf.dim() > 0 and leaf.shape[0] != samples for leaf in leaves):
-        raise Unmappable
-
-    def rebuild(rows: Sequence[torch.Tensor]) -> Any:
-        given = iter(rows)
-
-        def own(item: Any) -> Any:
-            if not is_tensor(item):
-                raise Unmappable
-            return next(given) if item.dim() > 0 else item
-
-        return map_tensors(own, data, is_leaf)
-
-    return mapped, rebuild
 
 
 def _sliceable(data: Any, samples: int) -> bool:

@@ -47,7 +47,7 @@ from batchopt.backends.ray.messages import (
 )
 from batchopt.backends.ray.node_workers import NodeWorkers
 from batchopt.backends.ray.program_versions import ProgramUpdate, made, received
-from batchopt.backends.ray.residuals import Residuals
+from batchopt.backends.ray.residuals import ResidualStore
 from batchopt.backends.ray.transfer import (
     BatchBuffer,
     BatchManifest,
@@ -95,7 +95,7 @@ class NodeActor:
         self._cut = self._task_cut = Cut((0,))
         self._buffer: BatchBuffer | None = None
         self._task_buffer: BatchBuffer | None = None
-        self._residuals = Residuals()
+        self._residuals = ResidualStore()
 
     def handshake(self) -> tuple[str, str]:
         """The versions, which have to be the parent's, and this node's name."""

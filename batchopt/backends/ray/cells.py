@@ -26,7 +26,7 @@ from batchopt.backends.ray.gather import NodeGather, NodeResiduals
 from batchopt.backends.ray.messages import Cells, ResidualName
 from batchopt.backends.ray.node import ClusterNode
 from batchopt.backends.ray.nodes import Nodes
-from batchopt.backends.ray.residuals import Residuals
+from batchopt.backends.ray.residuals import ResidualStore
 from batchopt.backends.ray.transfer import Bytes, from_bytes, to_bytes
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut, Order
@@ -47,7 +47,7 @@ class CellReduce:
         # by evaluation: which one had left the residual of each cell when it was over
         self._left: dict[int, Mapping[int, int]] = {0: {}}
         self._holders: dict[ResidualName, int] = {}  # the numbers of nodes
-        self._here = Residuals()
+        self._here = ResidualStore()
         self._warned = False
 
     # ---- an evaluation

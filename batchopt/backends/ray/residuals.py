@@ -15,7 +15,7 @@ from batchopt.backends.ray.transfer import Bytes, from_bytes, to_bytes
 from batchopt_workers.tree import Node
 
 
-class Residuals:
+class ResidualStore:
     """The residuals of some cells, each under its name: those that an evaluation begins with, and those that it leaves,
     until it is known which of them count. None is written again, so another thread may read."""
 
