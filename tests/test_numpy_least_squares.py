@@ -34,6 +34,29 @@ def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own(paralleliz
         assert not f.x0.any()
 
 
+def test_weights_are_those_of_the_loaded_batch() -> None:
+    with BatchOptimizer(flow(), terms=terms(), optimizer=None) as opt:
+        opt.load(DATA)
+        f = opt.objective()
+        opt.weights = {"pde": 50.0, "data": 0.0}  # for the batch that is loaded next
+        values = f.least_squares().fun(f.x0)
+        assert values @ values / 2 == pytest.approx(f(f.x0), rel=1e-13)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_what_is_frozen_between_two_calls_has_no_columns(parallelize: int) -> None:
+    module = flow()
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(DATA)
+        assert opt.normal().matrix.diagonal().gt(0).all()
+        module.speed.requires_grad_(False)
+        opt.load(DATA)
+        opt.evaluate()
+        found = opt.normal()
+        torch.testing.assert_close(found.vector, opt.grad_parameters / 2, rtol=1e-10, atol=1e-12)
+        assert int((found.matrix.diagonal() == 0).sum()) == 1
+
+
 @pytest.mark.parametrize("products", [False, True])
 def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
     torch.manual_seed(0)

@@ -145,9 +145,9 @@ def jacobian(function: BatchFunction) -> Any:
 
 
 def square_weights(function: BatchFunction, sizes: Mapping[str | None, int]) -> dict[str | None, float]:
-    """The weight in f of each square, by term, which has so many residuals."""
+    """The weight of each square in f of the loaded batch, by term, which has so many residuals."""
     settings, found = function.settings, {}
-    for (name, size), loss_fn, weight in zip(sizes.items(), settings.loss_fns, function.weights, strict=True):
+    for (name, size), loss_fn, weight in zip(sizes.items(), settings.loss_fns, function.ready().weights, strict=True):
         squares = squares_of(settings.criterion, loss_fn)
         assert squares is not None  # as `_check` has seen to
         found[name] = squares.weight(weight, size)

@@ -40,12 +40,12 @@ class Apart:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
-        if isinstance(found, torch.nn.Parameter):
+        if isinstance(found, torch.nn.Parameter) and found.requires_grad:
             own = self._parameters.get(self._prefix + name)
             if own is None or found.numel() != 1:
                 raise Unmappable
             return own.reshape(self._samples, 1)
-        if type(found) in (bool, int, float, str):
+        if type(found) in (bool, int, float, str, torch.nn.Parameter):  # a parameter that is not trained
             return found
         if isinstance(found, torch.nn.Module):
             return Apart(found, f"{self._prefix}{name}.", self._parameters, self._samples)

@@ -216,16 +216,16 @@ class Evaluator:
 
     def residuals_of(self, piece: Piece, term: int) -> PieceResiduals:
         """The residuals whose mean square is the loss of a piece, of that term."""
-        if term not in self._jacobians:
-            objective = self._objectives[term]
-            squares = squares_of(objective.criterion, objective.loss_fn)
-            assert squares is not None  # else nobody would have asked
-            self._jacobians[term] = Jacobian(self._module, self._parameters, squares)
+        objective, jacobian = self._objectives[term], self._jacobians.get(term)
+        squares = squares_of(objective.criterion, objective.loss_fn)
+        assert squares is not None  # else nobody would have asked
+        if jacobian is None or not jacobian.serves(squares, self._parameters):
+            jacobian = self._jacobians[term] = Jacobian(self._module, self._parameters, squares)
         sample = self._sample(piece, term)
         if self.prehook is not None and self.hooked:
             self.prehook(self.worker, sample)
         samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
-        return PieceResiduals(self._jacobians[term], sample.inputs, sample.targets, samples)
+        return PieceResiduals(jacobian, sample.inputs, sample.targets, samples)
 
     def _sample(self, piece: Piece, term: int) -> Sample:
         names = [None] * len(self.weights) if self._loaded is None else self._loaded.batch.numbering.names

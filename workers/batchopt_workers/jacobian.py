@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,12 @@ class Jacobian:
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
         self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
         self._agreed = False  # whether the first of these did with a plain backward
+
+    def serves(self, squares: MeanSquare, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether this is of these residuals, and the same of these parameters are trained as when it was made."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        ours = [*self._trained.values()]
+        return squares == self.squares and len(trained) == len(ours) and all(map(operator.is_, trained, ours))
 
     def residuals(self, inputs: Any, targets: Any, samples: int | None) -> torch.Tensor:
         """Shape `(samples, ...)`, with their graph; samples None: of a sample that is not one of several."""

@@ -111,6 +111,8 @@ class Accelerations:
         values = found.values()
         weight = _weight(around, found, values.numel())
         direction = self.direction.to(values.device)
+        if weight == 0.0:
+            return torch.zeros(len(direction), dtype=torch.float64, device=values.device)
         along = found.jacobian.times(values, direction)
         with _moved(around.parameters, direction * PROBE), torch.no_grad():
             ahead = found.values().detach()
