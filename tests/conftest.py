@@ -116,7 +116,7 @@ def nothing_left_behind() -> Iterator[None]:
     collect_garbage()
     left = [child for child in me.children(recursive=True) if child.pid not in children and not is_fork_server(child)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
-    assert not left, f"processes left: {[process.cmdline() for process in left]}"
+    assert not left, f"processes left: {[process.as_dict(['pid', 'ppid', 'cmdline', 'status']) for process in left]}"
     deadline = time.monotonic() + PATIENCE  # what another program makes has nobody for a moment
     while (made := shared_memory() - names) and time.monotonic() < deadline:
         threading.Event().wait(0.01)

@@ -17,6 +17,7 @@ import torch
 
 import batchopt
 import batchopt.backends.process.scheduler
+from batchopt.backends.process import forkserver
 from batchopt.backends.process.backend import ProcessBackend
 from tests.faults.sitecustomize import install
 from tests.workloads import Workload, mlp
@@ -142,6 +143,7 @@ def main() -> None:
     """One case, or many."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     ProcessBackend.local = False  # a single worker is a process here too
+    forkserver.ANSWERING = forkserver.STARTING  # on a machine that stands still for seconds it is not replaced either
     if len(sys.argv) == 2:
         serve(Path(sys.argv[1]))
     else:
