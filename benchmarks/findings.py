@@ -64,6 +64,11 @@ def table(findings: Sequence[Finding]) -> str:
 def publish(name: str, findings: Sequence[Finding], details: Mapping[str, Any]) -> None:
     """Print the findings, and write them with `details` to `results/<name>.json`."""
     print(table(findings), flush=True)
+    write(name, findings, details)
+
+
+def write(name: str, findings: Sequence[Finding], details: Mapping[str, Any]) -> None:
+    """Write them without a word."""
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine(), "findings": [asdict(f) for f in findings], "details": details}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,397 @@
+"""How far do optimizers come on published problems of physics-informed networks, in the same time?
+
+For each problem of `pinn_problems.py`, each method and each seed, of the initial weights and of all points: the loss
+and the relative error as time goes by, without the time to judge. Methods without new points have 10,000 of the
+equation all along; those with them (`batchopt.resample`, on every term that is not of measurements) 3,000, and draw
+them anew from 20,000 every 500 iterations (Levenberg-Marquardt: every 10), keeping the curvature. Ours run on two
+workers, torch's and DeepXDE's in one process on all cores. "DeepXDE" is its own example of Burgers' equation (its
+points, its network of the same size; Adam, then L-BFGS), with Adam for a third of the time and not for 15,000 steps.
+
+Each run has a process of its own. What `results/pinn.json` has already is not run again, unless for a longer time; so
+the whole, which takes hours, can be done in parts. Nothing else should run.
+
+    python -m benchmarks.pinn [--seconds 60] [--problems ...] [--methods ...] [--seeds ...] [--minutes 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import batchopt
+from benchmarks.findings import RESULTS, Finding, publish, write
+from benchmarks.pinn_problems import PROBLEMS, Problem, burgers_solution, relative
+
+POINTS, DRAWN, CANDIDATES, KNOWN = 10_000, 3_000, 20_000, 2_000
+OVER = 1.05
+ROWS = 1.1  # a row of a curve each time that so many times the seconds have gone by
+# The median error of those runs should be at most this, the highest ten times as much.
+AIMS = {"Burgers, SSBroyden + RAD, 900 s": 1e-6, "Allen-Cahn, SSBroyden + RAD, 900 s": 1e-5}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One of ours. `iterations`: of a step; `renew`: new points after so many steps, or never."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    iterations: int
+    renew: int | None = None
+
+
+def lbfgs(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Ours."""
+    return batchopt.LBFGS(params, history_size=100, **options)
+
+
+def ssbroyden(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Ours, with the curvature kept when the points are new."""
+    return batchopt.SSBroyden(params, when_data_change="keep", **options)
+
+
+def levenberg_marquardt(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Ours, with the damping kept when the points are new."""
+    return batchopt.LevenbergMarquardt(params, scaling="identity", geodesic=True, when_data_change="keep", **options)
+
+
+OURS = {
+    "LBFGS": Method(lbfgs, 50),
+    "SSBroyden": Method(ssbroyden, 50),
+    "SSBroyden + RAD": Method(ssbroyden, 50, 10),
+    "LM": Method(levenberg_marquardt, 5),
+    "LM + RAD": Method(levenberg_marquardt, 5, 2),
+}
+METHODS = ("torch LBFGS", *OURS, "DeepXDE")
+SEEDS = {name: range(10 if name == "Burgers" else 3) for name in PROBLEMS}
+
+
+class Curve:
+    """What a run came to, now and then: seconds without those for looking, evaluations, loss, error."""
+
+    def __init__(self, error: Callable[[], float], limit: float) -> None:
+        self.rows: list[tuple[float, int, float, float]] = []
+        self._error, self._limit = error, limit
+        self._began = time.perf_counter()
+        self._next = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return time.perf_counter() - self._began
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return self.seconds >= self._limit
+
+    def look(self, evaluations: int, loss: float) -> None:
+        """One row more, if it is time for one."""
+        now = self.seconds
+        if now < self._next and now < self._limit:
+            return
+        looked = time.perf_counter()
+        self.rows.append((round(now, 2), evaluations, loss, self._error()))
+        self._next = now * ROWS
+        self._began += time.perf_counter() - looked
+
+
+def draw(problem: Problem, points: int, seed: int) -> dict[str, Any]:
+    """The points of all terms: the same for the same seed."""
+    parts = enumerate(problem.parts.items())
+    return {name: part.draw(part.points or points, 10 * seed + i) for i, (name, part) in parts}
+
+
+def renewed(opt: batchopt.BatchOptimizer, problem: Problem, before: dict[str, Any], seed: int) -> dict[str, Any]:
+    """New points where the residuals are large."""
+    after = dict(before)
+    for i, (name, part) in enumerate(problem.parts.items()):
+        if not part.fixed:
+            candidates = part.draw(KNOWN if part.points else CANDIDATES, 10 * seed + i)
+            after[name] = batchopt.resample(opt, name, candidates, samples=part.points or DRAWN, seed=10 * seed + i)
+    return after
+
+
+def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
+    """On two workers."""
+    method, module = OURS[name], problem.network(seed)
+    terms = {part: batchopt.Term(residual=it.residual, weight=it.weight) for part, it in problem.parts.items()}
+    points = draw(problem, POINTS if method.renew is None else DRAWN, seed)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return method.make(params, max_iter=method.iterations, max_eval=None, tolerance_grad=0.0, tolerance_change=0.0)
+
+    size = POINTS // 4 if method.renew is None else DRAWN // 2
+    rows = sum(len(entry[0] if isinstance(entry, tuple) else entry) for entry in points.values())
+    chunks = max(2, 2 * round(rows / size / 2))
+    with batchopt.BatchOptimizer(
+        module, terms=terms, optimizer=optimizer, parallelize=2, chunk_size=math.ceil(rows / chunks)
+    ) as opt:
+        opt.load(points)
+        opt.evaluate()
+        curve, steps = Curve(lambda: problem.error(module), seconds), 0
+        while not curve.over:
+            before = opt.eval_counter
+            opt.step(points)
+            steps += 1
+            curve.look(opt.eval_counter, opt.optimizer.result.f)  # type: ignore[union-attr]
+            if method.renew is not None and steps % method.renew == 0:
+                points = renewed(opt, problem, points, 1000 * (seed + 1) + steps)
+            elif opt.eval_counter <= before + 1:  # nothing moves any more
+                break
+    return curve
+
+
+def run_torch(problem: Problem, seed: int, seconds: float) -> Curve:
+    """`torch.optim.LBFGS` in one process, with all its threads."""
+    module = problem.network(seed)
+    points = draw(problem, POINTS, seed)
+    optimizer = torch.optim.LBFGS(
+        module.parameters(),
+        max_iter=50,
+        max_eval=10**9,
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+        history_size=100,
+        line_search_fn="strong_wolfe",
+    )
+    count, loss = 0, math.inf
+
+    def closure() -> torch.Tensor:
+        nonlocal count, loss
+        count += 1
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for name, part in problem.parts.items():
+            entry = points[name]
+            at = entry if isinstance(entry, tuple) else (entry, None)
+            total = total + part.weight * part.residual(module, *at).square().mean()
+        total.backward()  # type: ignore[no-untyped-call]
+        loss = total.item()
+        return total
+
+    curve = Curve(lambda: problem.error(module), seconds)
+    while not curve.over:
+        before = count
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        curve.look(count, loss)
+        if count <= before + 1 or not math.isfinite(loss):  # it has stopped
+            break
+    return curve
+
+
+def run_deepxde(seed: int, seconds: float) -> Curve:
+    """DeepXDE's example of Burgers' equation."""
+    os.environ["DDE_BACKEND"] = "pytorch"
+    import deepxde  # type: ignore[import-untyped]
+
+    deepxde.config.set_default_float("float64")
+    deepxde.config.set_random_seed(seed)
+    viscosity = 0.01 / math.pi
+
+    def pde(x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        along_x, along_t = (deepxde.grad.jacobian(u, x, i=0, j=j) for j in range(2))
+        left: torch.Tensor = along_t + u * along_x - viscosity * deepxde.grad.hessian(u, x, i=0, j=0)
+        return left
+
+    domain = deepxde.geometry.GeometryXTime(deepxde.geometry.Interval(-1, 1), deepxde.geometry.TimeDomain(0, 0.99))
+    sides = deepxde.icbc.DirichletBC(domain, lambda x: 0, lambda _, on_boundary: on_boundary)
+    start = deepxde.icbc.IC(domain, lambda x: -_sine(x[:, 0:1]), lambda _, on_initial: on_initial)
+    data = deepxde.data.TimePDE(domain, pde, [sides, start], num_domain=2540, num_boundary=80, num_initial=160)
+    model = deepxde.Model(data, deepxde.nn.FNN([2, 20, 20, 20, 1], "tanh", "Glorot normal"))
+    t, x, solution = burgers_solution()
+    at = torch.from_numpy(_columns(x, t))
+
+    def error() -> float:
+        with torch.no_grad():
+            return relative(model.net(at).reshape(solution.shape), solution)
+
+    class Look(deepxde.callbacks.Callback):  # type: ignore[misc]
+        """Stops when the part of the time is over."""
+
+        def on_epoch_end(self) -> None:
+            steps = self.model.train_state.step
+            curve.look(steps, float(sum(self.model.train_state.loss_train)) if steps else math.nan)
+            self.model.stop_training = curve.seconds >= until
+
+    model.compile("adam", lr=1e-3)
+    curve, until = Curve(error, seconds), seconds / 3
+    model.train(iterations=10**9, callbacks=[Look()], verbose=0)
+    deepxde.optimizers.set_LBFGS_options(maxiter=10**6, gtol=0.0)
+    deepxde.optimizers.config.LBFGS_options |= {"iter_per_step": 50, "fun_per_step": 65}  # to look at the time
+    model.compile("L-BFGS")
+    until = seconds
+    model.train(callbacks=[Look()], verbose=0)
+    return curve
+
+
+def _sine(x: Any) -> Any:
+    import numpy as np
+
+    return np.sin(np.pi * x)
+
+
+def _columns(one: Any, other: Any) -> Any:
+    import numpy as np
+
+    return np.stack((one.ravel(), other.ravel()), 1)
+
+
+def run(problem: str, method: str, seed: int, seconds: float) -> dict[str, Any]:
+    """One run."""
+    if method == "torch LBFGS":
+        curve = run_torch(PROBLEMS[problem], seed, seconds)
+    elif method == "DeepXDE":
+        curve = run_deepxde(seed, seconds)
+    else:
+        curve = run_ours(PROBLEMS[problem], method, seed, seconds)
+    return {"problem": problem, "method": method, "seed": seed, "seconds": seconds, "curve": curve.rows}
+
+
+# ---- all runs
+
+
+def runs_there() -> list[dict[str, Any]]:
+    """Those that were done."""
+    path = RESULTS / "pinn.json"
+    done: list[dict[str, Any]] = json.loads(path.read_text())["details"]["runs"] if path.exists() else []
+    return done
+
+
+def wanted(problems: Iterable[str], methods: Iterable[str], seeds: list[int] | None) -> list[tuple[str, str, int]]:
+    """By seed, so that what is done when time is over can be compared."""
+    return [
+        (problem, method, seed)
+        for seed in range(10)
+        for problem in problems
+        for method in methods
+        if seed in SEEDS[problem] and (seeds is None or seed in seeds) and (method != "DeepXDE" or problem == "Burgers")
+    ]
+
+
+def at_end(run: dict[str, Any], seconds: float) -> tuple[float, int, float, float]:
+    """The last row of a run up to some time, and what its last step took beyond."""
+    rows = run["curve"]
+    found: tuple[float, int, float, float] = next((row for row in reversed(rows) if row[0] <= OVER * seconds), rows[0])
+    return found
+
+
+def summary(title: str, rows: list[tuple[float, int, float, float]]) -> list[Finding]:
+    """What the runs of a method came to, of which these are the rows."""
+    errors = [row[3] for row in rows]
+    aim = next((aim for name, aim in AIMS.items() if title.startswith(name)), None)
+    return [
+        Finding(f"{title}: median error", statistics.median(errors), most=aim),
+        Finding(f"{title}: lowest error", min(errors)),
+        Finding(f"{title}: highest error", max(errors), most=None if aim is None else 10 * aim),
+        Finding(f"{title}: median loss", statistics.median(row[2] for row in rows)),
+        Finding(f"{title}: median evaluations", statistics.median(row[1] for row in rows)),
+    ]
+
+
+def judge(runs: list[dict[str, Any]]) -> list[Finding]:
+    """Of each problem and method, over its seeds: after the time that all had, and after what this method had."""
+    findings = []
+    for problem in PROBLEMS:
+        of_problem = [run for run in runs if run["problem"] == problem]
+        shared = min((run["seconds"] for run in of_problem), default=0.0)
+        medians: dict[str, float] = {}
+        for method in METHODS:
+            of_method = [run for run in of_problem if run["method"] == method]
+            for seconds in sorted({shared, min((run["seconds"] for run in of_method), default=shared)}):
+                if rows := [at_end(run, seconds) for run in of_method]:
+                    title = f"{problem}, {method}, {seconds:g} s, {len(rows)} seed{'s' * (len(rows) > 1)}"
+                    findings += summary(title, rows)
+                    medians.setdefault(method, findings[-5].value)
+        ours = [(medians[name], name) for name in OURS if name in medians]
+        if ours and "torch LBFGS" in medians:
+            lowest, name = min(ours)
+            title = f"{problem}, {shared:g} s: median error, torch LBFGS / {name}"
+            findings.append(Finding(title, medians["torch LBFGS"] / lowest, least=10.0))
+    return findings
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """One line a problem and method, with all errors."""
+    lines = []
+    for problem in PROBLEMS:
+        of_problem = [run for run in runs if run["problem"] == problem]
+        seconds = min((run["seconds"] for run in of_problem), default=0.0)
+        for method in METHODS:
+            ends = sorted(at_end(run, seconds)[3] for run in of_problem if run["method"] == method)
+            if ends:
+                every = " ".join(f"{error:.1e}" for error in ends)
+                lines.append(f"{problem:18}{method:18}{seconds:5g} s{statistics.median(ends):9.1e}   {every}")
+    return "\n".join(lines)
+
+
+def draw_curves(runs: list[dict[str, Any]], path: Path) -> None:
+    """The error of each run over time."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    there = [name for name in PROBLEMS if any(run["problem"] == name for run in runs)]
+    figure, axes = pyplot.subplots(1, len(there), figsize=(4 * len(there), 4), layout="constrained", squeeze=False)
+    for axis, problem in zip(axes[0], there, strict=True):
+        for color, method in enumerate(METHODS):
+            for number, run in enumerate(r for r in runs if (r["problem"], r["method"]) == (problem, method)):
+                seconds, _, _, errors = zip(*run["curve"], strict=True)
+                axis.loglog(seconds, errors, f"C{color}", label=None if number else method, alpha=0.6, linewidth=1)
+        axis.set(title=problem, xlabel="seconds")
+    axes[0][0].set_ylabel("relative error")
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=100)
+
+
+def run_apart(problem: str, method: str, seed: int, seconds: float) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    order = json.dumps([problem, method, seed, seconds])
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.pinn", "--one", order]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Run what is missing, print, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], choices=[*PROBLEMS])
+    parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
+    parser.add_argument("--seeds", nargs="*", type=int)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after these no run is begun")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(run(*json.loads(given.one))))
+        return
+    until = time.monotonic() + 60 * given.minutes
+    runs = {(r["problem"], r["method"], r["seed"]): r for r in runs_there()}
+    for key in wanted(given.problems, given.methods, given.seeds):
+        if key in runs and runs[key]["seconds"] >= given.seconds:
+            continue
+        if time.monotonic() > until:
+            break
+        runs[key] = run_apart(*key, given.seconds)
+        seconds, evaluations, loss, error = runs[key]["curve"][-1]
+        print(f"{key}: {seconds:.0f} s, {evaluations} evaluations, loss {loss:.1e}, error {error:.1e}", flush=True)
+        write("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
+    print(table([*runs.values()]))
+    publish("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
+    draw_curves([*runs.values()], RESULTS / "pinn.png")
+
+
+if __name__ == "__main__":
+    main()
