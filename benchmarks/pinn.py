@@ -3,14 +3,15 @@
 For each problem of `pinn_problems.py`, each method and each seed, of the initial weights and of all points: the loss
 and the relative error as time goes by, without the time to judge. Methods without new points have 10,000 of the
 equation all along; those with them (`batchopt.resample`, on every term that is not of measurements) 3,000, and draw
-them anew from 20,000 every 500 iterations (Levenberg-Marquardt: every 10), keeping the curvature. Ours run on two
-workers, torch's and DeepXDE's in one process on all cores. "DeepXDE" is its own example of Burgers' equation (its
-points, its network of the same size; Adam, then L-BFGS), with Adam for a third of the time and not for 15,000 steps.
+them anew from 20,000 every 500 iterations (Levenberg-Marquardt: every 10), keeping the curvature. Ours run on a worker
+for each core that a run has, torch's and DeepXDE's in one process. "DeepXDE" is its own example of Burgers' equation
+(its points, its network of the same size; Adam, then L-BFGS), with Adam for a third of the time and not for 15,000
+steps.
 
 Each run has a process of its own. What `results/pinn.json` has already is not run again, unless for a longer time; so
 the whole, which takes hours, can be done in parts. Nothing else should run.
 
-    python -m benchmarks.pinn [--seconds 60] [--problems ...] [--methods ...] [--seeds ...] [--minutes 60]
+    python -m benchmarks.pinn [--seconds 60] [--lanes 2] [--problems ...] [--methods ...] [--seeds ...] [--minutes 60]
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import argparse
 import json
 import math
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from typing import Any
 import torch
 
 import batchopt
+from batchopt._machine.cores import usable_cores
 from benchmarks.findings import RESULTS, Finding, publish, write
 from benchmarks.pinn_problems import PROBLEMS, Problem, burgers_solution, relative
 
@@ -123,7 +127,7 @@ def renewed(opt: batchopt.BatchOptimizer, problem: Problem, before: dict[str, An
 
 
 def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
-    """On two workers."""
+    """On a worker for each core."""
     method, module = OURS[name], problem.network(seed)
     terms = {part: batchopt.Term(residual=it.residual, weight=it.weight) for part, it in problem.parts.items()}
     points = draw(problem, POINTS if method.renew is None else DRAWN, seed)
@@ -135,7 +139,7 @@ def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
     rows = sum(len(entry[0] if isinstance(entry, tuple) else entry) for entry in points.values())
     chunks = max(2, 2 * round(rows / size / 2))
     with batchopt.BatchOptimizer(
-        module, terms=terms, optimizer=optimizer, parallelize=2, chunk_size=math.ceil(rows / chunks)
+        module, terms=terms, optimizer=optimizer, parallelize=usable_cores(), chunk_size=math.ceil(rows / chunks)
     ) as opt:
         opt.load(points)
         opt.evaluate()
@@ -255,7 +259,8 @@ def run(problem: str, method: str, seed: int, seconds: float) -> dict[str, Any]:
         curve = run_deepxde(seed, seconds)
     else:
         curve = run_ours(PROBLEMS[problem], method, seed, seconds)
-    return {"problem": problem, "method": method, "seed": seed, "seconds": seconds, "curve": curve.rows}
+    there = {"problem": problem, "method": method, "seed": seed, "seconds": seconds, "cores": usable_cores()}
+    return {**there, "curve": curve.rows}
 
 
 # ---- all runs
@@ -355,37 +360,65 @@ def draw_curves(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def run_apart(problem: str, method: str, seed: int, seconds: float) -> dict[str, Any]:
-    """One run, in a process of its own."""
-    order = json.dumps([problem, method, seed, seconds])
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.pinn", "--one", order]
+def run_apart(key: tuple[str, str, int], seconds: float, cores: set[int]) -> dict[str, Any]:
+    """One run, in a process of its own, on these cores."""
+    order = json.dumps([*key, seconds])
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.pinn", "--one", order, "--cores", *map(str, cores)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def run_all(keys: list[tuple[str, str, int]], seconds: float, lanes: int, minutes: float) -> Iterator[dict[str, Any]]:
+    """Each run as it ends, so many at a time, each on its part of the cores."""
+    until = time.monotonic() + 60 * minutes
+    cores = sorted(os.sched_getaffinity(0))
+    free = queue.SimpleQueue[set[int]]()
+    for lane in range(lanes):
+        free.put(set(cores[lane::lanes]))
+
+    def one(key: tuple[str, str, int]) -> dict[str, Any] | None:
+        if time.monotonic() > until:
+            return None
+        mine = free.get()
+        try:
+            return run_apart(key, seconds, mine)
+        finally:
+            free.put(mine)
+
+    with ThreadPoolExecutor(lanes) as executor:
+        for done in as_completed([executor.submit(one, key) for key in keys]):
+            if (found := done.result()) is not None:
+                yield found
 
 
 def main() -> None:
     """Run what is missing, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    parser.add_argument("--lanes", type=int, default=1, help="runs at a time, each on its part of the cores")
     parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], choices=[*PROBLEMS])
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after these no run is begun")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--cores", nargs="*", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
+        os.sched_setaffinity(0, given.cores)
+        torch.set_num_threads(len(given.cores))
         print(json.dumps(run(*json.loads(given.one))))
         return
-    until = time.monotonic() + 60 * given.minutes
     runs = {(r["problem"], r["method"], r["seed"]): r for r in runs_there()}
-    for key in wanted(given.problems, given.methods, given.seeds):
-        if key in runs and runs[key]["seconds"] >= given.seconds:
-            continue
-        if time.monotonic() > until:
-            break
-        runs[key] = run_apart(*key, given.seconds)
-        seconds, evaluations, loss, error = runs[key]["curve"][-1]
+    keys = [
+        key
+        for key in wanted(given.problems, given.methods, given.seeds)
+        if key not in runs or runs[key]["seconds"] < given.seconds
+    ]
+    for found in run_all(keys, given.seconds, given.lanes, given.minutes):
+        key = found["problem"], found["method"], found["seed"]
+        runs[key] = found
+        seconds, evaluations, loss, error = found["curve"][-1]
         print(f"{key}: {seconds:.0f} s, {evaluations} evaluations, loss {loss:.1e}, error {error:.1e}", flush=True)
         write("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
     print(table([*runs.values()]))
