@@ -351,10 +351,9 @@ def helmholtz_residual(module: Any, at: Tensor, _: None) -> Tensor:
 
 def edges(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Points of the four edges, where u is 0."""
-    at = draw((-1, -1), (1, 1), count, seed)
-    rows = torch.arange(count)
-    which = rows % 2
-    at[rows, which] = torch.copysign(torch.ones(count, dtype=torch.float64), at[rows, which])
+    which, along = draw((0, -1), (4, 1), count, seed).T
+    side = torch.where(which.long() % 2 == 0, -1.0, 1.0).double()
+    at = torch.where((which < 2)[:, None], torch.stack((side, along), 1), torch.stack((along, side), 1))
     return at, torch.zeros(count, dtype=torch.float64)
 
 
