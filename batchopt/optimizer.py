@@ -71,61 +71,56 @@ class BatchOptimizer:
 
     Args:
         module: its trainable parameters become views of one vector, `parameters`. Tensors that viewed their memory
-        before
-            (`p.data`, `p.detach()`) are no part of it. One that is given other memory later (`p.data = ...`) is copied
-            into it at the next call; `BatchoptError` if it has another shape, dtype or device, is another Parameter
-            (`load_state_dict(assign=True)`), or a tensor still views the memory that it had.
+            before (`p.data`, `p.detach()`) are no part of it. One that is given other memory later (`p.data = ...`) is
+            copied into it at the next call; `BatchoptError` if it has another shape, dtype or device, is another
+            Parameter (`load_state_dict(assign=True)`), or a tensor still views the memory that it had.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
         optimizer: `"lbfgs"`, the default, `"cg"`, `"ssbroyden"` or `"lm"` for those of batchopt; the name of another
             class of `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or
             None to only evaluate.
         parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each
-        step
-            anew. 1, the default, is this process itself, except on Ray.
+            step anew. 1, the default, is this process itself, except on Ray.
         backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of
-        a
-            Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
+            a Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
             `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine.
-        loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion. terms: for an objective of
-        several terms, each over data of its own, instead of a criterion or `loss_fn`: a `Term`
-            under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for each:
-            its inputs, or a tuple of inputs, targets and options.
+        loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
+        terms: for an objective of several terms, each over data of its own, instead of a criterion or `loss_fn`: a
+            `Term` under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for
+            each: its inputs, or a tuple of inputs, targets and options.
         reduction: `"mean"` or `"sum"`: what the loss of some samples is. Default: the criterion's own, else the mean.
         denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called
             once a batch, returns what each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for
             cross entropy and negative log likelihood the class weights of the targets that are not ignored.
-        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of
-            the result for any number of workers. Default: a worker's whole share; a 32nd of the batch under
+        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of the
+            result for any number of workers. Default: a worker's whole share; a 32nd of the batch under
             `torch.use_deterministic_algorithms(True)`.
-        collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of
-            `(input, target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one
-            forward a sample. Of a Dataset, whose items are `(input, target)` or an input alone, it gets the list of
-            items; default: torch's `default_collate`.
+        collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` of a list of `(input,
+            target)` pairs, or its inputs of a list of inputs where there are no targets. Default: one forward a sample.
+            Of a Dataset, whose items are `(input, target)` or an input alone, it gets the list of items; default:
+            torch's `default_collate`.
         cache: of a batch that is a Dataset, keep what a worker has read and collated of it until the next one is
             loaded, the default; False: read it in each evaluation, where it does not fit into memory.
         precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules as
-        their
-            files are: what your program has changed in them (settings of a library, a patched method) is done here,
-            too.
+            their files are: what your program has changed in them (settings of a library, a patched method) is done
+            here, too.
         prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. What posthook
             returns is in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
         speeds: fixed relative speeds, one a worker. Default: measured on the first batch, and kept current.
         threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
             process what torch has. With `chunk_size` 1, here too, since the number of threads changes the bits.
         devices: of each worker, as `["cuda:0", "cuda:1", "cpu"]`, two or more; it settles `parallelize`. The module,
-        the
-            batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses with
-            each order: once an evaluation, and for chunks that it takes over from another worker. Unequal devices are
-            balanced by their measured speed, and are equal to rounding only. Default: all workers on the cores of this
-            machine.
+            the batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X crosses
+            with each order: once an evaluation, and for chunks that it takes over from another worker. Unequal devices
+            are balanced by their measured speed, and are equal to rounding only. Default: all workers on the cores of
+            this machine.
         timeout: seconds that a worker may make no progress (evaluate no chunk to its end, or be in one function of
             `run_on_workers`) before it is replaced. Default: 20 times what a chunk should take by its measured speed,
             but no less than 30 s, and 600 s before anything was measured; functions may take any time. What a worker
             does before it can work (precode) may take 60 s or `timeout`, whichever is longer; 600 s without a timeout.
         max_restarts: how many workers may be replaced in all, before `AllWorkersLostError`. Default: 4 for each worker.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
-        on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`.
-            `"return"`: the loss is infinity, for a line search that can back off.
+        on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`:
+            the loss is infinity, for a line search that can back off.
         check_cut: warn if the loss depends on how the batch is cut, as that of tokens without padding does without
             `denominators`. The first time that a batch is cut, the first 8 samples of each term are evaluated in one
             go, in two parts and, where that differs, in one go again, by one worker; `torch.nn`'s own losses are not.

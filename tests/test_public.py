@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,3 +104,16 @@ def test_a_worker_needs_neither_the_parents_side_nor_its_progress_bar() -> None:
     code = "import sys; sys.modules.update(batchopt=None, tqdm=None); import batchopt_workers.loop"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+TOLD = [name for name, value in sorted(vars(batchopt).items()) if callable(value) and "Args:" in (value.__doc__ or "")]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_each_argument_that_is_told_begins_a_line_of_its_own(name: str) -> None:
+    """And nothing else of a docstring is indented so: the lines of an argument lie further in."""
+    thing = getattr(batchopt, name)
+    block = inspect.cleandoc(thing.__doc__).split("Args:\n")[1].split("\n\n")[0].splitlines()
+    told = [line.strip().split(":")[0] for line in block if re.match(r" {4}\S", line)]
+    parameters = inspect.signature(thing).parameters
+    assert {part.strip() for line in told for part in line.split(",")} == {*parameters}, told

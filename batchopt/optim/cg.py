@@ -55,13 +55,11 @@ class CG(Descent):
 
     Args:
         params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`;
-        max_iter 200 by
-            default.
+            max_iter 200 by default.
         beta: `"hager-zhang"`, the default (Hager and Zhang, "A new conjugate gradient method with guaranteed descent
-        and an
-            efficient line search", SIAM Journal on Optimization 16, 2005); `"polak-ribiere"`, not less than 0 (Polak
-            and Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and Stiefel
-            1952); `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The
+            and an efficient line search", SIAM Journal on Optimization 16, 2005); `"polak-ribiere"`, not less than 0
+            (Polak and Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and
+            Stiefel 1952); `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The
             Computer Journal 7, 1964), begun anew where two gradients are far from orthogonal (Powell 1977).
 
     Takes the memory of few vectors of parameters, and more evaluations than `LBFGS`. `result`, and what becomes of the

@@ -22,13 +22,13 @@ class LBFGS(Descent):
         lr: the first step that a line search tries, 1 by default; the step itself without a line search. The very first
             one, and any along the steepest descent, is `lr` or what moves the parameters by `lr` (Euclidean), whichever
             is shorter.
-        max_iter: iterations in one call of `step`; None: no limit. Default 20. max_eval: evaluations in one call of
-        `step`, which may end it in the middle of a line search. Default None: no limit. tolerance_grad: ends a step
-        once no element of the gradient is larger (absolute). Default 1e-7; 0 is only met by a
-            gradient of 0.
+        max_iter: iterations in one call of `step`; None: no limit. Default 20.
+        max_eval: evaluations in one call of `step`, which may end it in the middle of a line search. Default None: no
+            limit.
+        tolerance_grad: ends a step once no element of the gradient is larger (absolute). Default 1e-7; 0 is only met by
+            a gradient of 0.
         tolerance_change: ends a step once f changes by less than this, or no parameter by more (absolute). Default
-        1e-9; 0
-            never ends it.
+            1e-9; 0 never ends it.
         history_size: pairs (a step, and what the gradient changed by) that are kept, 100 by default; each takes the
             memory of two vectors of parameters.
         line_search_fn: `"strong_wolfe"`, the default; `"armijo"`: back from `lr` until f has decreased enough; None: no
@@ -40,7 +40,7 @@ class LBFGS(Descent):
             decides. Along it, f may have up to 100 times the curvature that was known, or a hundredth: `result.kept` is
             True. Else it is forgotten after all, and `result.forgotten` has the ratio.
         callback: `callback(iteration)` after each accepted point, with an `Iteration`; ends the step if it returns
-        True.
+            True.
 
     `result` tells how the last call of `step` went. A further call goes on where the last one ended, with the same
     curvature, unless f is another function there (`when_data_change`). The parameters that a call leaves are always the

@@ -55,8 +55,8 @@ class LevenbergMarquardt(Minimizer):
         when_data_change: `"forget"`, the default, or `"keep"` the damping where f differs at the parameters that the
             last step left; it is forgotten after all if the first step there needs another by more than a factor of
             100.
-        max_iter: iterations in one call of `step`; None: no limit. Default 100. max_eval, tolerance_grad,
-            tolerance_change, callback: as of `LBFGS`.
+        max_iter: iterations in one call of `step`; None: no limit. Default 100.
+        max_eval, tolerance_grad, tolerance_change, callback: as of `LBFGS`.
 
     `result`, and what becomes of the parameters, as of `LBFGS`: a point is accepted only if it is lower, and a trial
     that is not finite only makes the next step shorter. `step(closure)` needs a closure that has the normal equations:
