@@ -27,7 +27,8 @@ def _pauses() -> list[Callable[[int], int]]:
     """`omp_pause_resource_all` of each copy of libgomp in this process."""
     try:
         paths = re.findall(r" (/\S*/libgomp\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-        functions = [ctypes.CDLL(path).omp_pause_resource_all for path in dict.fromkeys(paths)]
+        functions: list[Callable[[int], int]] = []
+        functions += [ctypes.CDLL(path).omp_pause_resource_all for path in dict.fromkeys(paths)]
     except (OSError, AttributeError):  # no such system, or a libgomp of before OpenMP 5
         return []
     for function in functions:
