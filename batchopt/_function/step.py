@@ -25,4 +25,5 @@ class Step(NamedTuple):
 
     def followed(self, speeds: Speeds) -> Step:
         """The same for the next evaluation: with another plan if `speeds` make one noticeably faster."""
-        return self._replace(plan=follow(self.plan, self.chunk_size, speeds)) if self.movable else self
+        plan = follow(self.plan, self.chunk_size, speeds) if self.movable else self.plan
+        return self if plan is self.plan else self._replace(plan=plan)

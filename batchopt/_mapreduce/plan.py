@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from batchopt._mapreduce.speeds import Speeds
@@ -12,23 +13,26 @@ from batchopt_workers.messages import Cut, Kind, Order
 
 @dataclass(frozen=True)
 class Plan:
-    """A cut of the batch, and the number of chunks in each worker's shard; `age` counts the evaluations that used
-    it."""
+    """A cut of the batch, and the number of chunks in each worker's shard; `age` counts the evaluations that used it,
+    as long as it is new."""
 
     cut: Cut
     shares: tuple[int, ...]
     age: int = 0
 
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """The first chunk of each worker's shard, and the one behind its last."""
+        return runs(self.shares)
+
     def orders(self, evaluation: int, step: int, kind: Kind = Kind.EVALUATE) -> list[Order | None]:
         """Each worker's order of that kind; None for a worker without a share."""
-        return [
-            Order(evaluation, step, first, last, kind) if last > first else None for first, last in runs(self.shares)
-        ]
+        return [Order(evaluation, step, first, last, kind) if last > first else None for first, last in self.runs]
 
     def samples(self) -> list[int]:
         """Each worker's number of samples."""
         bounds = self.cut.bounds
-        return [bounds[last] - bounds[first] for first, last in runs(self.shares)]
+        return [bounds[last] - bounds[first] for first, last in self.runs]
 
 
 # A plan is replaced if another one is expected to save more than WORTHWHILE of an evaluation; a plan younger than NEW
@@ -70,8 +74,10 @@ def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
 
     Fixed chunks stay as they are, and only change hands.
     """
-    if speeds.fixed or not speeds.gain(plan.samples(), MUCH if plan.age < NEW else WORTHWHILE):
-        return replace(plan, age=plan.age + 1)
+    if speeds.fixed or len(plan.shares) == 1:
+        return plan
+    if not speeds.gain(plan.samples(), MUCH if plan.age < NEW else WORTHWHILE):
+        return plan if plan.age >= NEW else replace(plan, age=plan.age + 1)
     if chunk_size is None:
         return make_plan(plan.cut.bounds[-1], None, speeds)
     return plan_of(plan.cut, speeds)

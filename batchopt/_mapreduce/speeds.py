@@ -78,6 +78,9 @@ class Speeds:
     def rested(self, workers: Iterable[int]) -> Speeds:
         """The speeds after an evaluation in which these workers had nothing to do. One that is so slow that it gets
         nothing is by and by thought as fast as the median again, until it gets a sample and is measured."""
+        workers = list(workers)
+        if not workers:
+            return self
         values, middle = list(self.values), statistics.median(self.relative())
         recent = list(self.recent) or [() if value is None else (value,) for value in values]
         for i in workers:

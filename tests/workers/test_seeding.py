@@ -74,3 +74,56 @@ def test_the_random_states_are_left_as_found_after_an_exception(kept: None) -> N
         draw()
         raise ZeroDivisionError
     assert draw() == expected
+
+
+@pytest.mark.parametrize("normal_draws", [0, 1, 2, 3])
+def test_half_a_pair_of_normal_draws_is_left_as_found(kept: None, normal_draws: int) -> None:
+    def begin() -> None:
+        np.random.seed(5)
+        for _ in range(normal_draws):
+            np.random.standard_normal()
+
+    begin()
+    expected = np.random.standard_normal(4).tolist()
+    begin()
+    for _ in range(2):
+        with draws_kept():
+            seed_draws(1, 2, 3)
+            np.random.standard_normal(normal_draws + 1)
+    assert np.random.standard_normal(4).tolist() == expected
+
+
+def test_what_is_drawn_does_not_depend_on_half_a_pair_of_before(kept: None) -> None:
+    found = []
+    for draws in (0, 1):
+        np.random.standard_normal(draws)
+        with draws_kept():
+            seed_draws(1, 2, 3)
+            found.append(np.random.standard_normal(3).tolist())
+    assert found[0] == found[1]
+
+
+def test_one_inside_the_other_leave_each_other_alone(kept: None) -> None:
+    def whole(inner: bool) -> Draws:
+        with draws_kept():
+            seed_draws(1, 2, 3)
+            draw()
+            if inner:
+                draw_after((4, 5, 6))
+            return draw()
+
+    assert whole(True) == whole(False)
+
+
+def test_a_generator_of_another_kind_is_left_as_found(kept: None) -> None:
+    generator = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        expected = np.random.random(5).tolist()
+        np.random.set_bit_generator(np.random.PCG64(3))
+        first = np.random.random(2).tolist()
+        assert len(draw_after((1, 2, 3))) == 3
+        assert [*first, *np.random.random(3).tolist()] == expected
+        assert type(np.random.get_bit_generator()) is np.random.PCG64
+    finally:
+        np.random.set_bit_generator(generator)

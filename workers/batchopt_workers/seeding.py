@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from batchopt_workers.numpy_draws import NumpyDraws
+
 
 def seed_draws(seed: int, step: int, chunk: int) -> None:
     """Seed torch, NumPy's global generator and `random` from `(seed, step, chunk)` alone.
@@ -45,14 +47,16 @@ def _cuda_states() -> list[torch.Tensor]:
 
 @contextmanager
 def draws_kept() -> Iterator[None]:
-    """Leave the random states of torch, NumPy and `random` as they were found."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    """Leave the random states of torch, NumPy and `random` as they were found. In the body, which seeds what it draws,
+    NumPy's has a state of its own."""
+    torch_state, numpy_draws, python_state = torch.get_rng_state(), NumpyDraws(), random.getstate()
     cuda_states = _cuda_states()
     try:
+        numpy_draws.put_aside()
         yield
     finally:
         torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
+        numpy_draws.put_back()
         random.setstate(python_state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)

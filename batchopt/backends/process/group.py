@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from batchopt._machine.cores import share_cores, usable_cores
+from batchopt._machine.openmp import end_spinning
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Meanwhile, Setup, WorkerInfo
 from batchopt.backends.patience import OTHERS
@@ -336,7 +337,8 @@ class WorkerGroup:
         return gather.answers()
 
     def _enter(self) -> None:
-        """Begin a call: take in what was said since the last one."""
+        """Begin a call: leave the cores to the workers, and take in what was said since the last one."""
+        end_spinning()
         for worker in self._overdue.workers:  # the pool would take no notice of what these say
             if self._pool.workers.get(worker.rank) is worker:
                 worker.channel.drain()

@@ -1,0 +1,36 @@
+"""OpenMP's threads in this process. After each use they spin for milliseconds, on cores that workers need."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+# What `omp_pause_resource_all` may take with it: threads, and nothing that the program has set.
+_SOFT = 1
+
+
+def end_spinning() -> None:
+    """End the OpenMP threads that this thread has used; its next parallel region starts new ones, in 50 us.
+
+    Each thread of the program has its own, so that no other one is disturbed. Takes less than a microsecond where there
+    are none. Does nothing where there is no OpenMP of GNU, which is the one in torch for Linux.
+    """
+    for pause in _pauses():
+        pause(_SOFT)
+
+
+@cache
+def _pauses() -> list[Callable[[int], int]]:
+    """`omp_pause_resource_all` of each copy of libgomp in this process."""
+    try:
+        paths = re.findall(r" (/\S*/libgomp\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        functions: list[Callable[[int], int]] = []
+        functions += [ctypes.CDLL(path).omp_pause_resource_all for path in dict.fromkeys(paths)]
+    except (OSError, AttributeError):  # no such system, or a libgomp of before OpenMP 5
+        return []
+    for function in functions:
+        function.argtypes, function.restype = [ctypes.c_int], ctypes.c_int
+    return functions
