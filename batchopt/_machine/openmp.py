@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # What `omp_pause_resource_all` may take with it: threads, and nothing that the program has set.
 _SOFT = 1
@@ -23,12 +23,11 @@ def end_spinning() -> None:
 
 
 @cache
-def _pauses() -> list[Callable[[int], int]]:
+def _pauses() -> list[Any]:
     """`omp_pause_resource_all` of each copy of libgomp in this process."""
     try:
         paths = re.findall(r" (/\S*/libgomp\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-        functions: list[Callable[[int], int]] = []
-        functions += [ctypes.CDLL(path).omp_pause_resource_all for path in dict.fromkeys(paths)]
+        functions: list[Any] = [ctypes.CDLL(path).omp_pause_resource_all for path in dict.fromkeys(paths)]
     except (OSError, AttributeError):  # no such system, or a libgomp of before OpenMP 5
         return []
     for function in functions:

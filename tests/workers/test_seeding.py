@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,14 +117,15 @@ def test_one_inside_the_other_leave_each_other_alone(kept: None) -> None:
 
 
 def test_a_generator_of_another_kind_is_left_as_found(kept: None) -> None:
-    generator = np.random.get_bit_generator()
+    numpy_random: Any = np.random
+    generator = numpy_random.get_bit_generator()
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
+        numpy_random.set_bit_generator(np.random.PCG64(3))
         expected = np.random.random(5).tolist()
-        np.random.set_bit_generator(np.random.PCG64(3))
+        numpy_random.set_bit_generator(np.random.PCG64(3))
         first = np.random.random(2).tolist()
         assert len(draw_after((1, 2, 3))) == 3
         assert [*first, *np.random.random(3).tolist()] == expected
-        assert type(np.random.get_bit_generator()) is np.random.PCG64
+        assert type(numpy_random.get_bit_generator()) is np.random.PCG64
     finally:
-        np.random.set_bit_generator(generator)
+        numpy_random.set_bit_generator(generator)
