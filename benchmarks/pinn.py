@@ -35,12 +35,13 @@ import torch
 
 import batchopt
 from batchopt._machine.cores import usable_cores
+from benchmarks import pinn_deepxde
+from benchmarks.curves import Curve
 from benchmarks.findings import RESULTS, Finding, publish, write
-from benchmarks.pinn_problems import PROBLEMS, Problem, burgers_solution, relative
+from benchmarks.pinn_problems import PROBLEMS, Problem
 
 POINTS, DRAWN, CANDIDATES, KNOWN = 10_000, 3_000, 20_000, 2_000
 OVER = 1.05
-ROWS = 1.1  # a row of a curve each time that so many times the seconds have gone by
 # The median error of those runs should be at most this, the highest ten times as much.
 AIMS = {"Burgers, SSBroyden + RAD, 900 s": 1e-6, "Allen-Cahn, SSBroyden + RAD, 900 s": 1e-5}
 
@@ -80,37 +81,7 @@ METHODS = ("torch LBFGS", *OURS, "DeepXDE")
 SEEDS = {name: range(10 if name == "Burgers" else 3) for name in PROBLEMS}
 
 
-class Curve:
-    """What a run came to, now and then: seconds without those for looking, evaluations, loss, error."""
-
-    def __init__(self, error: Callable[[], float], limit: float) -> None:
-        self.rows: list[tuple[float, int, float, float]] = []
-        self._error, self._limit = error, limit
-        self._began = time.perf_counter()
-        self._next = 1.0
-
-    @property
-    def seconds(self) -> float:
-        """So far."""
-        return time.perf_counter() - self._began
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return self.seconds >= self._limit
-
-    def look(self, evaluations: int, loss: float) -> None:
-        """One row more, if it is time for one."""
-        now = self.seconds
-        if now < self._next and now < self._limit:
-            return
-        looked = time.perf_counter()
-        self.rows.append((round(now, 2), evaluations, loss, self._error()))
-        self._next = now * ROWS
-        self._began += time.perf_counter() - looked
-
-
-def draw(problem: Problem, points: int, seed: int) -> dict[str, Any]:
+def points_of(problem: Problem, points: int, seed: int) -> dict[str, Any]:
     """The points of all terms: the same for the same seed."""
     parts = enumerate(problem.parts.items())
     return {name: part.draw(part.points or points, 10 * seed + i) for i, (name, part) in parts}
@@ -130,7 +101,7 @@ def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
     """On a worker for each core."""
     method, module = OURS[name], problem.network(seed)
     terms = {part: batchopt.Term(residual=it.residual, weight=it.weight) for part, it in problem.parts.items()}
-    points = draw(problem, POINTS if method.renew is None else DRAWN, seed)
+    points = points_of(problem, POINTS if method.renew is None else DRAWN, seed)
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return method.make(params, max_iter=method.iterations, max_eval=None, tolerance_grad=0.0, tolerance_change=0.0)
@@ -159,7 +130,7 @@ def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
 def run_torch(problem: Problem, seed: int, seconds: float) -> Curve:
     """`torch.optim.LBFGS` in one process, with all its threads."""
     module = problem.network(seed)
-    points = draw(problem, POINTS, seed)
+    points = points_of(problem, POINTS, seed)
     optimizer = torch.optim.LBFGS(
         module.parameters(),
         max_iter=50,
@@ -194,69 +165,12 @@ def run_torch(problem: Problem, seed: int, seconds: float) -> Curve:
     return curve
 
 
-def run_deepxde(seed: int, seconds: float) -> Curve:
-    """DeepXDE's example of Burgers' equation."""
-    os.environ["DDE_BACKEND"] = "pytorch"
-    import deepxde  # type: ignore[import-untyped]
-
-    deepxde.config.set_default_float("float64")
-    deepxde.config.set_random_seed(seed)
-    viscosity = 0.01 / math.pi
-
-    def pde(x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        along_x, along_t = (deepxde.grad.jacobian(u, x, i=0, j=j) for j in range(2))
-        left: torch.Tensor = along_t + u * along_x - viscosity * deepxde.grad.hessian(u, x, i=0, j=0)
-        return left
-
-    domain = deepxde.geometry.GeometryXTime(deepxde.geometry.Interval(-1, 1), deepxde.geometry.TimeDomain(0, 0.99))
-    sides = deepxde.icbc.DirichletBC(domain, lambda x: 0, lambda _, on_boundary: on_boundary)
-    start = deepxde.icbc.IC(domain, lambda x: -_sine(x[:, 0:1]), lambda _, on_initial: on_initial)
-    data = deepxde.data.TimePDE(domain, pde, [sides, start], num_domain=2540, num_boundary=80, num_initial=160)
-    model = deepxde.Model(data, deepxde.nn.FNN([2, 20, 20, 20, 1], "tanh", "Glorot normal"))
-    t, x, solution = burgers_solution()
-    at = torch.from_numpy(_columns(x, t))
-
-    def error() -> float:
-        with torch.no_grad():
-            return relative(model.net(at).reshape(solution.shape), solution)
-
-    class Look(deepxde.callbacks.Callback):  # type: ignore[misc]
-        """Stops when the part of the time is over."""
-
-        def on_epoch_end(self) -> None:
-            steps = self.model.train_state.step
-            curve.look(steps, float(sum(self.model.train_state.loss_train)) if steps else math.nan)
-            self.model.stop_training = curve.seconds >= until
-
-    model.compile("adam", lr=1e-3)
-    curve, until = Curve(error, seconds), seconds / 3
-    model.train(iterations=10**9, callbacks=[Look()], verbose=0)
-    deepxde.optimizers.set_LBFGS_options(maxiter=10**6, gtol=0.0)
-    deepxde.optimizers.config.LBFGS_options |= {"iter_per_step": 50, "fun_per_step": 65}  # to look at the time
-    model.compile("L-BFGS")
-    until = seconds
-    model.train(callbacks=[Look()], verbose=0)
-    return curve
-
-
-def _sine(x: Any) -> Any:
-    import numpy as np
-
-    return np.sin(np.pi * x)
-
-
-def _columns(one: Any, other: Any) -> Any:
-    import numpy as np
-
-    return np.stack((one.ravel(), other.ravel()), 1)
-
-
 def run(problem: str, method: str, seed: int, seconds: float) -> dict[str, Any]:
     """One run."""
     if method == "torch LBFGS":
         curve = run_torch(PROBLEMS[problem], seed, seconds)
     elif method == "DeepXDE":
-        curve = run_deepxde(seed, seconds)
+        curve = pinn_deepxde.run(seed, seconds)
     else:
         curve = run_ours(PROBLEMS[problem], method, seed, seconds)
     there = {"problem": problem, "method": method, "seed": seed, "seconds": seconds, "cores": usable_cores()}
