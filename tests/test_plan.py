@@ -112,6 +112,15 @@ def test_a_plan_made_by_the_present_speeds_is_followed_unchanged(
     assert ages == [*range(NEW), *[NEW] * (11 - NEW)] or not any(ages)  # nothing depends on it then
 
 
+def test_what_only_parts_of_chunks_could_save_does_not_make_a_plan_new() -> None:
+    """Nine chunks of two for two workers: five for one of them, though a half of 17 samples is less than ten."""
+    plan = make_plan(17, 2, Speeds.unknown(2))
+    for _ in range(NEW):
+        plan = follow(plan, 2, Speeds.unknown(2))
+    assert plan.samples() == [10, 7] and plan.age == NEW
+    assert follow(plan, 2, Speeds.unknown(2)) is plan
+
+
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_fixed_speeds_never_change_the_plan(chunk_size: int | None) -> None:
     plan = make_plan(100, chunk_size, Speeds.unknown(2))

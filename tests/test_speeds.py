@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
@@ -30,7 +31,7 @@ def test_an_absent_worker_gets_nothing_and_keeps_its_estimate() -> None:
     speeds = Speeds((2.0, 8.0, None)).without([1])
     assert speeds.relative() == [2.0, 0.0, 5.0]
     assert speeds.observed([2, 0, 2], [1.0, 0.0, 1.0]).relative() == [2.0, 0.0, 2.0]
-    assert speeds.gain([1, 1, 1]) == 1.0 and not Speeds((1.0, 1.0)).without([1]).gain([4, 0])
+    assert speeds.makespan([1, 1, 1]) == math.inf and speeds.makespan([4, 0, 5]) == 2.0
     assert speeds.without([]).relative() == [2.0, 8.0, 5.0]
     assert not speeds.measured and Speeds((1.0, None)).without([1]).measured
     assert Speeds((1.0, 3.0), fixed=True).without([0]).relative() == [0.0, 3.0]
@@ -93,32 +94,23 @@ def test_the_estimate_reaches_a_steady_speed(before: float, now: float) -> None:
 
 @given(st.integers(0, 10_000), st.lists(RATES, min_size=1, max_size=10))
 @settings(deadline=None)
-def test_nothing_improves_on_the_split_by_the_same_speeds(n: int, rates: list[float]) -> None:
+def test_no_split_is_faster_than_the_shortest(n: int, rates: list[float]) -> None:
     speeds = Speeds(tuple(rates))
-    assert not speeds.gain(split_batch(n, speeds.relative()))
+    assert speeds.makespan(split_batch(n, speeds.relative())) >= speeds.shortest(n) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(
-    "shares, gain",
-    [
-        ([50, 50], 0.0),
-        ([54, 46], 0.0),  # 7 % to gain
-        ([56, 44], 6 / 56),
-        ([44, 56], 6 / 56),
-        ([100, 0], 0.5),
-        ([1, 0], 0.0),  # one sample cannot be split
-        ([0, 0], 0.0),
-    ],
-)
-def test_what_a_new_split_saves(shares: list[int], gain: float) -> None:
-    assert Speeds((3.0, 3.0)).gain(shares, 0.1) == pytest.approx(gain)
-    assert Speeds((3.0, 3.0)).gain([54, 46], 0.05) == pytest.approx(4 / 54)
+@pytest.mark.parametrize("shares, seconds", [([50, 50], 50 / 3), ([54, 46], 18.0), ([100, 0], 100 / 3), ([0, 0], 0.0)])
+def test_the_slowest_worker_is_waited_for(shares: list[int], seconds: float) -> None:
+    speeds = Speeds((3.0, 3.0))
+    assert speeds.makespan(shares) == pytest.approx(seconds)
+    assert speeds.shortest(sum(shares)) == pytest.approx(sum(shares) / 6)
 
 
-def test_samples_at_a_worker_of_speed_zero_are_worth_moving() -> None:
+def test_samples_at_a_worker_of_speed_zero_take_for_ever() -> None:
     speeds = Speeds((0.0, 1.0), fixed=True)
-    assert speeds.gain([1, 99]) == pytest.approx(1.0)
-    assert not speeds.gain([0, 100])
+    assert speeds.makespan([1, 99]) == math.inf
+    assert speeds.makespan([0, 100]) == speeds.shortest(100) == 100
+    assert Speeds((1.0, 1.0)).without([0, 1]).shortest(5) == 0.0
 
 
 def test_a_worker_that_was_too_slow_to_get_anything_is_tried_again() -> None:

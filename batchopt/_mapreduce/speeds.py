@@ -1,4 +1,4 @@
-"""Estimates of the speed of each worker, and of the gain of splitting the batch again: pure functions of numbers."""
+"""Estimates of the speed of each worker, and of how long a split takes: pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-
-from batchopt._mapreduce.split import split_batch
 
 # A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
 LARGEST_RATIO = 1024.0
@@ -89,16 +87,11 @@ class Speeds:
                 values[i], recent[i] = min(RECOVERY * value, middle), ()
         return replace(self, values=tuple(values), recent=tuple(recent))
 
-    def gain(self, shares: Sequence[int], worthwhile: float = 0.0) -> float:
-        """The part of an evaluation in `shares` that splitting anew would save; 0 where it is less than
-        `worthwhile`."""
-        speeds = self.relative()
+    def makespan(self, shares: Sequence[int]) -> float:
+        """The seconds that an evaluation in `shares` is expected to take; infinite where a worker of speed 0 has
+        samples."""
+        return max((c / s if s else math.inf for c, s in zip(shares, self.relative(), strict=True) if c), default=0.0)
 
-        def makespan(counts: Sequence[int]) -> float:
-            return max((c / s if s else math.inf for c, s in zip(counts, speeds, strict=True) if c), default=0.0)
-
-        now = makespan(shares)
-        if sum(shares) == 0 or sum(shares) / sum(speeds) >= (1 - worthwhile) * now:  # no split is faster than that
-            return 0.0
-        saved = 1 - makespan(split_batch(sum(shares), speeds)) / now
-        return saved if saved > worthwhile else 0.0
+    def shortest(self, samples: int) -> float:
+        """The seconds that no split of so many samples is expected to go below."""
+        return samples / (sum(self.relative()) or math.inf)
