@@ -14,6 +14,11 @@ from batchopt.optim.descent import Descent
 from batchopt.optim.line import Point
 from batchopt.optim.minimizer import Callback
 
+# Steps that are shorter than this part of what the matrix says, in the mean, show that the matrix is too large.
+SHORT = 0.1
+# The weight of the last step in that mean, which is geometric.
+LAST = 0.1
+
 
 class SSBroyden(Descent):
     """Self-scaled Broyden, with the inverse Hessian as one matrix of n x n elements for n parameters.
@@ -29,8 +34,12 @@ class SSBroyden(Descent):
     Each update is of Broyden's family, scaled, with the factors of Al-Baali and Khalfan, "A wide interval for efficient
     self-scaling quasi-Newton algorithms", Optimization Methods and Software 20, 2005, as Urban, Stefanou and Pons
     proposed it for physics-informed networks: "Unveiling the optimization process of physics informed neural networks",
-    Journal of Computational Physics 523, 2025. `result`, and what becomes of the parameters, as of `LBFGS`. Raises
-    `ValueError` or `TypeError` for options that cannot work.
+    Journal of Computational Physics 523, 2025. These factors only ever enlarge the matrix, apart from the direction of
+    a step. So where f is more curved than where a run began, and line searches end at less than a tenth of the
+    direction for some ten iterations, the matrix is multiplied with what they end at in the mean.
+
+    `result`, and what becomes of the parameters, as of `LBFGS`. Raises `ValueError` or `TypeError` for options that
+    cannot work.
     """
 
     def __init__(
@@ -57,7 +66,7 @@ class SSBroyden(Descent):
         }
         super().__init__(params, options, callback)
 
-    _kept = (*Descent._kept, "inverse")
+    _kept = (*Descent._kept, "inverse", "pace")
 
     def _aim(self, here: Point, out: torch.Tensor) -> None:
         inverse = self._memory.get("inverse")
@@ -76,9 +85,9 @@ class SSBroyden(Descent):
         if "inverse" in memory:
             # the change is `length` times the direction, which is minus the inverse times the gradient
             length = dot(change, change) / along
-            curvature = -length * dot(change, before.gradient)
+            curvature = -length * dot(change, before.gradient) / self._shrunk(length)
         else:
-            memory["inverse"] = torch.eye(len(y), dtype=y.dtype, device=y.device) * (sy / yy)
+            memory["inverse"], memory["pace"] = torch.eye(len(y), dtype=y.dtype, device=y.device) * (sy / yy), 1.0
             curvature = dot(change, change) * yy / sy
         inverse: torch.Tensor = memory["inverse"]
         with_y = multiply(inverse, y, out=self._vector.empty())
@@ -87,6 +96,17 @@ class SSBroyden(Descent):
             scale, of_y, of_both, of_s = weights
             left = torch.stack((of_y * with_y + of_both * change, of_both * with_y + of_s * change))
             update(inverse, scale, left, torch.stack((with_y, change)))
+
+    def _shrunk(self, length: float) -> float:
+        """What the matrix was multiplied with because steps have been short, or 1; the last one was `length` times the
+        direction."""
+        memory = self._memory
+        pace = memory.get("pace", 1.0) ** (1 - LAST) * length**LAST
+        memory["pace"] = pace if pace >= SHORT else 1.0
+        if pace >= SHORT:
+            return 1.0
+        memory["inverse"].mul_(pace)
+        return float(pace)
 
     def _forget(self) -> bool:
         return self._memory.pop("inverse", None) is not None

@@ -1,4 +1,4 @@
-"""Conjugate gradients against linear ones, and the whole quasi-Newton matrix against its formulas."""
+"""Conjugate gradients against linear ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import batchopt
 from tests.optim import reference
-from tests.optim.test_descent import Problem, logistic, start
+from tests.optim.test_descent import Problem, start
 
 
 @pytest.mark.parametrize("beta", ["fletcher-reeves", "polak-ribiere", "hestenes-stiefel", "hager-zhang"])
@@ -27,22 +27,3 @@ def test_on_a_quadratic_with_exact_searches_the_iterates_are_those_of_linear_cg(
         expected = reference.conjugate_gradients(matrix, right, start(8), i + 1)
         torch.testing.assert_close(point, expected, rtol=1e-5, atol=1e-6)
     assert len(points) == 6
-
-
-def test_self_scaled_broyden_is_its_formulas() -> None:
-    points, gradients = [], []
-    problem = Problem(batchopt.SSBroyden, logistic, start(6), max_iter=9, tolerance_change=0.0)
-
-    def record(iteration: object) -> None:
-        points.append(problem.x)
-
-    problem.optimizer.callback = record
-    problem.step()
-    points = [start(6), *points]
-    gradients = [reference.value_and_gradient(logistic, point)[1] for point in points]
-    s, y = points[1] - points[0], gradients[1] - gradients[0]
-    inverse = torch.eye(6, dtype=torch.float64) * (s @ y) / (y @ y)
-    for i in range(len(points) - 1):
-        inverse = reference.broyden(inverse, points[i + 1] - points[i], gradients[i + 1] - gradients[i])
-    found = problem.optimizer.state_dict()["state"][0]["inverse"]
-    torch.testing.assert_close(found, inverse, rtol=1e-5, atol=1e-8)
