@@ -1,0 +1,58 @@
+"""Sums over long vectors against plain torch, for numbers of any size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from batchopt.optim.algebra import BLOCK, largest, norm
+
+NAN, INF = math.nan, math.inf
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "elements, expected",
+    [
+        ([], 0.0),
+        ([-0.0], 0.0),
+        ([-5.0, 3.0], 5.0),
+        ([-5.0, 6.0], 6.0),
+        ([NAN, 1.0], NAN),
+        ([1.0, NAN], NAN),
+        ([-INF, 1.0], INF),
+        ([INF, NAN], NAN),
+    ],
+)
+def test_the_largest_absolute_value(elements: list[float], expected: float, dtype: torch.dtype) -> None:
+    found = largest(torch.tensor(elements, dtype=dtype))
+    assert found == expected or (math.isnan(found) and math.isnan(expected))
+    assert math.copysign(1.0, found) == 1.0 or math.isnan(found)
+
+
+@every_dtype
+@pytest.mark.parametrize("at", [0, BLOCK, 2 * BLOCK + 2])
+@pytest.mark.parametrize("value", [-7.0, NAN])
+def test_the_largest_of_several_blocks(at: int, value: float, dtype: torch.dtype) -> None:
+    vector = torch.zeros(2 * BLOCK + 3, dtype=dtype)
+    vector[at] = value
+    assert str(largest(vector)) == str(abs(value))
+
+
+@pytest.mark.parametrize("count", [4, 3 * BLOCK])
+@pytest.mark.parametrize(
+    "size, dtype",
+    [(s, torch.float64) for s in (1e-300, 1e-15, 1.0, 1e15, 1e300)]
+    + [(s, torch.float32) for s in (1e-37, 1e-15, 1.0, 1e15, 1e34)],
+)
+def test_no_length_is_lost_where_squares_are_no_numbers(size: float, dtype: torch.dtype, count: int) -> None:
+    vector = torch.full((count,), size, dtype=dtype)
+    assert norm(vector) == pytest.approx(float(vector[0]) * math.sqrt(count), rel=1e-4)
+
+
+@pytest.mark.parametrize("element, expected", [(NAN, NAN), (-INF, INF), (0.0, 0.0)])
+def test_the_length_of_what_is_not_finite(element: float, expected: float) -> None:
+    assert str(norm(torch.full((3,), element))) == str(expected)
