@@ -121,10 +121,10 @@ class CG(Descent):
     def _forget(self) -> bool:
         return self._memory.pop("direction", None) is not None
 
-    def _first(self, slope: float, length: float) -> float:
+    def _first(self, slope: float) -> float:
         """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization",
         2006, equation 3.60)."""
         if "direction" in self._memory:
             first: float = self._memory["decrease"] / slope
             return first
-        return min(1.0, 1.0 / length)
+        return self._unit()

@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import torch
 
-from batchopt.optim.algebra import add, dot, largest, norm
+from batchopt.optim.algebra import add, dot, norm
 from batchopt.optim.line import Line, Point
 from batchopt.optim.linesearch import C2, TrialPoint, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.minimizer import Minimizer, Search, limit
@@ -36,8 +36,12 @@ class Descent(Minimizer):
         """A step was made, by which the parameters changed by `change`."""
 
     @abstractmethod
-    def _first(self, slope: float, length: float) -> float:
-        """Where a line search begins, along a direction of Euclidean `length`."""
+    def _first(self, slope: float) -> float:
+        """Where a line search begins along the direction, by the slope there."""
+
+    def _unit(self) -> float:
+        """The step along the direction that has length 1; at most 1."""
+        return min(1.0, 1.0 / norm(self._direction))
 
     def _line(self, run: Search) -> Line:
         return Line(run.function, run.here, self._direction, run.spare)
@@ -68,10 +72,10 @@ class Descent(Minimizer):
             found = self._search(run, line, start)
         run.line = None
         after, spare = line.take(found)
-        largest_change = largest(add(after.x, here.x, -1.0, out=self._change))
-        if after is here or largest_change == 0:
+        change = 0.0 if after is here else norm(add(after.x, here.x, -1.0, out=self._change))
+        if change == 0:
             return None
-        run.change, run.here, run.spare = norm(self._change), after, spare
+        run.change, run.here, run.spare = change, after, spare
         self._keep_lowest(run, here)
         if self._memory.get("on_trial", False):
             self._judge(run, self._curvature_ratio(here, after, slope))
@@ -87,7 +91,7 @@ class Descent(Minimizer):
 
     def _search(self, run: Search, line: Line, start: TrialPoint) -> TrialPoint | None:
         group, kind = self._group, self._line_search
-        first = group["lr"] * self._first(start.slope, norm(self._direction))
+        first = group["lr"] * self._first(start.slope)
         if not 0 < first < math.inf:  # what it was made of is as small as numbers get
             first = group["lr"]
         evaluations = int(min(SEARCH, limit(group["max_eval"]) - run.function.evaluations))

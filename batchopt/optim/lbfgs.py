@@ -126,8 +126,8 @@ class LBFGS(Descent):
     def _may_keep(self) -> bool:
         return self._group["when_data_change"] == "keep" and len(self._curvature) > 0
 
-    def _first(self, slope: float, length: float) -> float:
-        return 1.0 if len(self._curvature) else min(1.0, 1.0 / length)
+    def _first(self, slope: float) -> float:
+        return 1.0 if len(self._curvature) else self._unit()
 
     @property
     def _line_search(self) -> str | None:

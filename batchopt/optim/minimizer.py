@@ -39,6 +39,7 @@ class Search:
     spare: list[Point]
     iterations: int = 0
     change: float = 0.0  # the length of the last step
+    steepest: float = math.nan  # the largest element of the gradient here
     line: Line | None = None  # that is searched along
     forgotten: list[str] = field(default_factory=list)
     kept: bool = False  # the curvature, when the function had changed
@@ -158,6 +159,7 @@ class Minimizer(torch.optim.Optimizer):
         run = Search(function, begin, [self._spare[1], self._last_point()])
         self._recognise(run)
         try:
+            run.steepest = largest(self._steepest(begin))
             status = Status.NOT_FINITE if not begin.finite else self._why_stop(run) or self._descend(run)
         finally:
             self._settle(run)
@@ -215,7 +217,7 @@ class Minimizer(torch.optim.Optimizer):
 
     def _why_stop(self, run: Search) -> Status | None:
         group = self._group
-        if largest(self._steepest(run.here)) <= group["tolerance_grad"]:
+        if run.steepest <= group["tolerance_grad"]:
             return Status.GRADIENT
         if run.iterations >= limit(group["max_iter"]):
             return Status.ITERATIONS
@@ -240,18 +242,23 @@ class Minimizer(torch.optim.Optimizer):
         """An iteration is over; `f` is what it began with."""
         run.iterations += 1
         here, memory = run.here, self._memory
-        gradient = largest(self._steepest(here))
-        run.stale = 0 if here.f < run.least[0] or gradient < run.least[1] else run.stale + 1
-        run.least = min(here.f, run.least[0]), min(gradient, run.least[1])
+        run.steepest = largest(self._steepest(here))
+        run.stale = 0 if here.f < run.least[0] or run.steepest < run.least[1] else run.stale + 1
+        run.least = min(here.f, run.least[0]), min(run.steepest, run.least[1])
         if self.callback is not None:
             self._vector.write(here.x)  # which need not be the last one that was evaluated
             numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
-            if self.callback(Iteration(*numbers, here.f, gradient, step, run.change)):
+            if self.callback(Iteration(*numbers, here.f, run.steepest, step, run.change)):
                 return Status.CALLBACK
         tolerance = self._group["tolerance_change"]
-        if largest(self._change) <= tolerance or abs(here.f - f) < tolerance:
+        if abs(here.f - f) < tolerance or self._moved_at_most(tolerance, run.change):
             return Status.CHANGE
         return None
+
+    def _moved_at_most(self, tolerance: float, length: float) -> bool:
+        """Whether no element of the last step, of that length, is larger."""
+        may_be = length <= 2 * tolerance * math.sqrt(self._vector.size)  # twice, for rounding
+        return may_be and largest(self._change) <= tolerance
 
     def _settle(self, run: Search) -> None:
         """Leave the best point, in the middle of a search too."""

@@ -114,8 +114,8 @@ class SSBroyden(Descent):
     def _may_keep(self) -> bool:
         return self._group["when_data_change"] == "keep" and "inverse" in self._memory
 
-    def _first(self, slope: float, length: float) -> float:
-        return 1.0 if "inverse" in self._memory else min(1.0, 1.0 / length)
+    def _first(self, slope: float) -> float:
+        return 1.0 if "inverse" in self._memory else self._unit()
 
 
 def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float, float, float, float] | None:
