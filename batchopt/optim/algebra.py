@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ from batchopt._machine.threads import torch_threads
 BLOCK = 2**16
 # Elements to be read, in all, from which on it pays to start threads.
 LARGE = 2**22
+# Elements that torch goes through in one thread, however many it has.
+SMALL = 2**15
 
 T = TypeVar("T")
 
@@ -53,17 +56,21 @@ def _each(slices: Sequence[slice], function: Callable[[slice], T], elements: int
     return [item for items in found for item in items]
 
 
-def _on_cpu(vector: torch.Tensor) -> bool:
-    return vector.device.type == "cpu"
+def _one_thread(vector: torch.Tensor) -> AbstractContextManager[None]:
+    """Have torch use one thread for a vector, which it is told only where it would use more."""
+    return _AS_IT_IS if vector.numel() < SMALL else torch_threads(1)
+
+
+_AS_IT_IS = nullcontext()
 
 
 def dot(one: torch.Tensor, other: torch.Tensor) -> float:
     """The sum of the products of two vectors' elements (shape `(n,)` both)."""
-    if not _on_cpu(one):
+    if not one.is_cpu:
         return torch.dot(one, other).item()
-    if len(one) <= BLOCK:
+    if one.numel() <= BLOCK:
         return torch.dot(one, other).item()
-    return math.fsum(_blocks(len(one), lambda part: torch.dot(one[part], other[part]).item(), 2 * len(one)))
+    return math.fsum(_blocks(one.numel(), lambda part: torch.dot(one[part], other[part]).item(), 2 * one.numel()))
 
 
 def norm(vector: torch.Tensor) -> float:
@@ -80,20 +87,20 @@ def norm(vector: torch.Tensor) -> float:
 
 def absolute_sum(vector: torch.Tensor) -> float:
     """The sum of the absolute values."""
-    if not _on_cpu(vector) or len(vector) <= BLOCK:
+    if not vector.is_cpu or vector.numel() <= BLOCK:
         return vector.abs().sum().item()
-    return math.fsum(_blocks(len(vector), lambda part: vector[part].abs().sum().item(), len(vector)))
+    return math.fsum(_blocks(vector.numel(), lambda part: vector[part].abs().sum().item(), vector.numel()))
 
 
 def largest(vector: torch.Tensor) -> float:
     """The largest absolute value; NaN if there is one, 0 for no elements."""
-    if not len(vector):
+    if not vector.numel():
         return 0.0
-    if not _on_cpu(vector):
+    if not vector.is_cpu:
         return float(torch.linalg.vector_norm(vector, math.inf).item())
-    if len(vector) <= BLOCK:
+    if vector.numel() <= BLOCK:
         return _largest(vector)
-    found = _blocks(len(vector), lambda part: _largest(vector[part]), len(vector))
+    found = _blocks(vector.numel(), lambda part: _largest(vector[part]), vector.numel())
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
@@ -110,46 +117,46 @@ def _largest(vector: torch.Tensor) -> float:
 
 def copy(source: torch.Tensor, out: torch.Tensor) -> None:
     """The elements of `source` into `out` (of one shape), rounded if need be."""
-    if not _on_cpu(out) or out.dim() != 1 or len(out) < LARGE:
-        with torch_threads(1):
+    if not out.is_cpu or out.dim() != 1 or out.numel() < LARGE:
+        with _one_thread(out):
             out.copy_(source)
     else:
-        _blocks(len(out), lambda part: out[part].copy_(source[part]), 2 * len(out))
+        _blocks(out.numel(), lambda part: out[part].copy_(source[part]), 2 * out.numel())
 
 
 def scaled(vector: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
     """`factor * vector`, in `out`."""
-    if not _on_cpu(out) or len(out) < LARGE:
-        with torch_threads(1):
+    if not out.is_cpu or out.numel() < LARGE:
+        with _one_thread(out):
             return torch.mul(vector, factor, out=out)
-    _blocks(len(out), lambda part: torch.mul(vector[part], factor, out=out[part]), 2 * len(out))
+    _blocks(out.numel(), lambda part: torch.mul(vector[part], factor, out=out[part]), 2 * out.numel())
     return out
 
 
 def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
     """`one + factor * other`, in `out`, which may be one of them."""
-    if not _on_cpu(out) or len(out) < LARGE:
-        with torch_threads(1):
+    if not out.is_cpu or out.numel() < LARGE:
+        with _one_thread(out):
             return torch.add(one, other, alpha=factor, out=out)
-    _blocks(len(out), lambda part: torch.add(one[part], other[part], alpha=factor, out=out[part]), 3 * len(out))
+    _blocks(out.numel(), lambda part: torch.add(one[part], other[part], alpha=factor, out=out[part]), 3 * out.numel())
     return out
 
 
 def products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     """The product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU. The
     rows are read once."""
-    if not _on_cpu(rows):
+    if not rows.is_cpu:
         return torch.mv(rows, vector).double().cpu()
-    found = _blocks(len(vector), lambda part: torch.mv(rows[:, part], vector[part]).double(), rows.numel())
+    found = _blocks(vector.numel(), lambda part: torch.mv(rows[:, part], vector[part]).double(), rows.numel())
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
 
 def combination(weights: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Add `weights @ rows` (shapes `(k,)`, `(k, n)`) to `out` (shape `(n,)`). The rows are read once."""
     factors = weights.to(rows)
-    if not _on_cpu(rows):
+    if not rows.is_cpu:
         return out.addmv_(rows.T, factors)
-    _blocks(len(out), lambda part: out[part].addmv_(rows[:, part].T, factors), rows.numel())
+    _blocks(out.numel(), lambda part: out[part].addmv_(rows[:, part].T, factors), rows.numel())
     return out
 
 
@@ -160,7 +167,7 @@ def _row_blocks(matrix: torch.Tensor, function: Callable[[slice], T], elements: 
 
 def multiply(matrix: torch.Tensor, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`matrix @ vector` (shapes `(n, n)`, `(n,)`), in `out`."""
-    if not _on_cpu(matrix):
+    if not matrix.is_cpu:
         return torch.mv(matrix, vector, out=out)
     _row_blocks(matrix, lambda part: torch.mv(matrix[part], vector, out=out[part]), matrix.numel())
     return out
@@ -168,7 +175,7 @@ def multiply(matrix: torch.Tensor, vector: torch.Tensor, out: torch.Tensor) -> t
 
 def update(matrix: torch.Tensor, scale: float, left: torch.Tensor, right: torch.Tensor) -> None:
     """Make `matrix` (shape `(n, n)`) `scale * matrix + left.T @ right` (shapes `(k, n)`), in place."""
-    if not _on_cpu(matrix):
+    if not matrix.is_cpu:
         matrix.addmm_(left.T, right, beta=scale)
         return
     _row_blocks(matrix, lambda part: matrix[part].addmm_(left[:, part].T, right, beta=scale), 2 * matrix.numel())
