@@ -18,30 +18,30 @@ RATES = st.floats(1e-3, 1e9)
 def test_nothing_is_known_at_first_and_all_workers_count_the_same() -> None:
     speeds = Speeds.unknown(3)
     assert not speeds.measured
-    assert speeds.relative() == [1.0, 1.0, 1.0]
+    assert speeds.relative == [1.0, 1.0, 1.0]
 
 
 def test_a_worker_not_measured_counts_as_the_median_of_the_others() -> None:
     speeds = Speeds((10.0, None, 30.0, 20.0))
     assert not speeds.measured
-    assert speeds.relative() == [10.0, 20.0, 30.0, 20.0]
+    assert speeds.relative == [10.0, 20.0, 30.0, 20.0]
 
 
 def test_an_absent_worker_gets_nothing_and_keeps_its_estimate() -> None:
     speeds = Speeds((2.0, 8.0, None)).without([1])
-    assert speeds.relative() == [2.0, 0.0, 5.0]
-    assert speeds.observed([2, 0, 2], [1.0, 0.0, 1.0]).relative() == [2.0, 0.0, 2.0]
+    assert speeds.relative == [2.0, 0.0, 5.0]
+    assert speeds.observed([2, 0, 2], [1.0, 0.0, 1.0]).relative == [2.0, 0.0, 2.0]
     assert speeds.makespan([1, 1, 1]) == math.inf and speeds.makespan([4, 0, 5]) == 2.0
-    assert speeds.without([]).relative() == [2.0, 8.0, 5.0]
+    assert speeds.without([]).relative == [2.0, 8.0, 5.0]
     assert not speeds.measured and Speeds((1.0, None)).without([1]).measured
-    assert Speeds((1.0, 3.0), fixed=True).without([0]).relative() == [0.0, 3.0]
+    assert Speeds((1.0, 3.0), fixed=True).without([0]).relative == [0.0, 3.0]
 
 
 @given(st.lists(RATES, min_size=1, max_size=10))
 @settings(deadline=None)
 def test_no_worker_is_starved_by_one_measurement(rates: list[float]) -> None:
     middle = statistics.median(rates)
-    for rate, relative in zip(rates, Speeds(tuple(rates)).relative(), strict=True):
+    for rate, relative in zip(rates, Speeds(tuple(rates)).relative, strict=True):
         assert middle / LARGEST_RATIO <= relative <= middle * LARGEST_RATIO
         if middle / LARGEST_RATIO <= rate <= middle * LARGEST_RATIO:
             assert relative == rate
@@ -51,7 +51,7 @@ def test_fixed_speeds_are_used_as_given_and_never_change() -> None:
     speeds = Speeds((1.0, 1000.0, 0.0), fixed=True)
     assert speeds.measured
     assert speeds.observed([5, 5, 5], [1.0, 1.0, 1.0]) == speeds
-    assert speeds.relative() == [1.0, 1000.0, 0.0]
+    assert speeds.relative == [1.0, 1000.0, 0.0]
 
 
 def test_the_estimate_is_the_median_of_the_last_measurements() -> None:
@@ -96,7 +96,7 @@ def test_the_estimate_reaches_a_steady_speed(before: float, now: float) -> None:
 @settings(deadline=None)
 def test_no_split_is_faster_than_the_shortest(n: int, rates: list[float]) -> None:
     speeds = Speeds(tuple(rates))
-    assert speeds.makespan(split_batch(n, speeds.relative())) >= speeds.shortest(n) * (1 - 1e-12)
+    assert speeds.makespan(split_batch(n, speeds.relative)) >= speeds.shortest(n) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("shares, seconds", [([50, 50], 50 / 3), ([54, 46], 18.0), ([100, 0], 100 / 3), ([0, 0], 0.0)])
@@ -116,9 +116,9 @@ def test_samples_at_a_worker_of_speed_zero_take_for_ever() -> None:
 def test_a_worker_that_was_too_slow_to_get_anything_is_tried_again() -> None:
     """Else one that was held up once would idle for good."""
     speeds = Speeds((100.0, 100.0, 0.2), recent=((100.0,), (100.0,), (0.2,)))
-    assert split_batch(100, speeds.relative())[2] == 0
+    assert split_batch(100, speeds.relative)[2] == 0
     for _ in range(200):
-        assert speeds.relative()[2] <= 100.0
+        assert speeds.relative[2] <= 100.0
         speeds = speeds.rested([2])
     assert speeds.values == (100.0, 100.0, 100.0)
     assert speeds.observed([0, 0, 1], [0.0, 0.0, 0.02]).values[2] == 50.0  # what was measured before says nothing now

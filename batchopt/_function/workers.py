@@ -167,7 +167,7 @@ class Workers:
         if not self.speeds.fixed:
             with self.without_hooks():
                 self.observe(*self.learning(lambda: measure(self.backend, samples, self.number, step)))
-        return self.speeds.relative()
+        return list(self.speeds.relative)
 
     def observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
         """Worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""

@@ -55,18 +55,18 @@ def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
     """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows;
     else a run of the chunks that the size fixes."""
     if chunk_size is None:
-        counts = split_batch(size, speeds.relative())
+        counts = split_batch(size, speeds.relative)
         bounds = [0, *accumulate(count for count in counts if count)]
         shares = [1 if count else 0 for count in counts]
     else:
         bounds = [*range(0, size, chunk_size), size]
-        shares = split_batch(len(bounds) - 1, speeds.relative())
+        shares = split_batch(len(bounds) - 1, speeds.relative)
     return Plan(Cut(tuple(bounds)), tuple(shares))
 
 
 def plan_of(cut: Cut, speeds: Speeds) -> Plan:
     """How to evaluate a batch that is cut so."""
-    return Plan(cut, tuple(split_batch(cut.chunks, speeds.relative())))
+    return Plan(cut, tuple(split_batch(cut.chunks, speeds.relative)))
 
 
 def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 # A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
 LARGEST_RATIO = 1024.0
@@ -49,6 +50,7 @@ class Speeds:
         """Whether each worker has a speed."""
         return all(value is not None or i in self.absent for i, value in enumerate(self.values))
 
+    @cached_property
     def relative(self) -> list[float]:
         """Speeds to split by: a worker not measured counts as the median of the others, and none is further from the
         median than `LARGEST_RATIO`."""
@@ -79,7 +81,7 @@ class Speeds:
         workers = list(workers)
         if not workers:
             return self
-        values, middle = list(self.values), statistics.median(self.relative())
+        values, middle = list(self.values), statistics.median(self.relative)
         recent = list(self.recent) or [() if value is None else (value,) for value in values]
         for i in workers:
             value = values[i]
@@ -90,8 +92,8 @@ class Speeds:
     def makespan(self, shares: Sequence[int]) -> float:
         """The seconds that an evaluation in `shares` is expected to take; infinite where a worker of speed 0 has
         samples."""
-        return max((c / s if s else math.inf for c, s in zip(shares, self.relative(), strict=True) if c), default=0.0)
+        return max((c / s if s else math.inf for c, s in zip(shares, self.relative, strict=True) if c), default=0.0)
 
     def shortest(self, samples: int) -> float:
         """The seconds that no split of so many samples is expected to go below."""
-        return samples / (sum(self.relative()) or math.inf)
+        return samples / (sum(self.relative) or math.inf)

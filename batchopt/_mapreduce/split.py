@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import accumulate
 
 
@@ -26,16 +25,23 @@ def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
     for i, speed in enumerate(speeds):
         if not (math.isfinite(speed) and speed >= 0):
             raise ValueError(f"`speeds` must be finite and >= 0, got {speed} at index {i}")
-    exact_speeds = [Fraction(speed) for speed in speeds]
-    total = sum(exact_speeds)
+    parts = _as_integers(speeds)
+    total = sum(parts)
     if total == 0:
-        exact_speeds, total = [Fraction(1)] * len(speeds), Fraction(len(speeds))
-    exact = [n * speed / total for speed in exact_speeds]
-    shares = [math.floor(share) for share in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda i: (shares[i] - exact[i], i))
-    for i in by_remainder[: n - sum(shares)]:
-        shares[i] += 1
-    return shares
+        parts, total = [1] * len(speeds), len(speeds)
+    shares, remainders = zip(*(divmod(n * part, total) for part in parts), strict=True)
+    counts = list(shares)
+    by_remainder = sorted(range(len(counts)), key=lambda i: (-remainders[i], i))
+    for i in by_remainder[: n - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def _as_integers(numbers: Sequence[float]) -> list[int]:
+    """The numbers, all multiplied with the same power of two, which makes them integers."""
+    ratios = [float(number).as_integer_ratio() for number in numbers]  # whose denominators are powers of two
+    common = max(denominator for _, denominator in ratios)
+    return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def runs(shares: Sequence[int]) -> list[tuple[int, int]]:
