@@ -166,7 +166,7 @@ class Distributed:
 
     def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
         torch.set_num_threads(1)
-        store = f"tcp://127.0.0.1:{port}"
+        store = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         self._case = share(build(workload), rank, ranks)
         self.module = self._case.module

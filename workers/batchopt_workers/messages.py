@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from batchopt_workers.tree import Node
 
@@ -50,10 +51,12 @@ ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY}) | TASKS
 ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
 # How many chunks a LIMIT leaves; the chunk that a HOOKED or a FORM is about.
 CHUNK = struct.Struct("!I")
+_ORDER = struct.Struct("<QQII")
+_REPORT = struct.Struct("<QIddIII?")
+_SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for each parameter
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), the Hessian times the
     current direction (`MULTIPLY`), or what the current task says (`COLLECT`, `TOTAL`). `evaluation` numbers the
     evaluation, of which a worker may get several orders; `step` numbers the batch, for the random draws."""
@@ -64,21 +67,18 @@ class Order:
     last: int
     kind: Kind = Kind.EVALUATE
 
-    _FORMAT = struct.Struct("<QQII")
-
     def encode(self) -> bytes:
         """The frame after its kind byte."""
-        return self._FORMAT.pack(self.evaluation, self.step, self.first, self.last)
+        return _ORDER.pack(self.evaluation, self.step, self.first, self.last)
 
     @classmethod
     def decode(cls, frame: bytes, kind: Kind = Kind.EVALUATE) -> Order:
         """The inverse of `encode`, for a frame after this kind byte."""
-        evaluation, step, first, last = cls._FORMAT.unpack(frame)
+        evaluation, step, first, last = _ORDER.unpack(frame)
         return cls(evaluation, step, first, last, kind)
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's
     gradients holds the sum, the loss sum of each term, and a byte for each parameter that says whether any chunk had a
     gradient for it."""
@@ -89,8 +89,7 @@ class Summary:
     used: bytes
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
     came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of
     earlier orders too. What they say stands until the next report: a row that is not named any more may be
@@ -103,17 +102,14 @@ class Report:
     began: float = 0.0
     drew: bool = False
 
-    _HEAD = struct.Struct("<QIddIII?")
-    _SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for each parameter
-
     def encode(self) -> bytes:
         """The frame after its kind byte."""
         terms, width = (len(self.summaries[0].losses), len(self.summaries[0].used)) if self.summaries else (0, 0)
         count = len(self.summaries)
-        parts = [self._HEAD.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width, self.drew)]
+        parts = [_REPORT.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width, self.drew)]
         for s in self.summaries:
             parts += (
-                self._SUMMARY.pack(s.node.level, s.node.position, s.row),
+                _SUMMARY.pack(s.node.level, s.node.position, s.row),
                 struct.pack(f"<{terms}d", *s.losses),
                 s.used,
             )
@@ -123,9 +119,9 @@ class Report:
     def decode(cls, frame: bytes) -> Report:
         """The inverse of `encode`; raises `ValueError` for anything else."""
         try:
-            evaluation, done, seconds, began, count, terms, width, drew = cls._HEAD.unpack_from(frame)
-            stride = cls._SUMMARY.size + 8 * terms + width
-            if len(frame) != cls._HEAD.size + count * stride:
+            evaluation, done, seconds, began, count, terms, width, drew = _REPORT.unpack_from(frame)
+            stride = _SUMMARY.size + 8 * terms + width
+            if len(frame) != _REPORT.size + count * stride:
                 raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
             return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride, terms)), began, drew)
         except struct.error as error:
@@ -134,10 +130,10 @@ class Report:
     @classmethod
     def _summaries(cls, frame: bytes, stride: int, terms: int) -> list[Summary]:
         found = []
-        for offset in range(cls._HEAD.size, len(frame), stride):
-            level, index, row = cls._SUMMARY.unpack_from(frame, offset)
-            losses = struct.unpack_from(f"<{terms}d", frame, offset + cls._SUMMARY.size)
-            used = frame[offset + cls._SUMMARY.size + 8 * terms : offset + stride]
+        for offset in range(_REPORT.size, len(frame), stride):
+            level, index, row = _SUMMARY.unpack_from(frame, offset)
+            losses = struct.unpack_from(f"<{terms}d", frame, offset + _SUMMARY.size)
+            used = frame[offset + _SUMMARY.size + 8 * terms : offset + stride]
             found.append(Summary(Node(level, index), row, losses, used))
         return found
 

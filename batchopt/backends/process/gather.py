@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
@@ -62,7 +61,7 @@ class ProcessGather:
 
     def order(self, worker: WorkerProcess, run: Assign) -> Order:
         """The order that gives the worker this run."""
-        self._orders[worker] = replace(self._order, first=run.first, last=run.last)
+        self._orders[worker] = self._order._replace(first=run.first, last=run.last)
         return self._orders[worker]
 
     def leave(self, living: Collection[WorkerProcess]) -> dict[int, Pace]:

@@ -75,7 +75,7 @@ class CellReduce:
         found: list[Order | None] = []
         first = 0
         for share in aligned(shares, [places.get(rank) for rank in range(len(orders))], 2**cells.level):
-            found.append(replace(order, first=first, last=first + share) if share else None)
+            found.append(order._replace(first=first, last=first + share) if share else None)
             first += share
         return found
 

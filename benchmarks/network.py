@@ -1,0 +1,206 @@
+"""What does an evaluation over several machines cost where there is a wire between them?
+
+Each machine is a network namespace of this one, with an address of its own behind a switch; what leaves it and what
+comes in passes a token bucket (tbf) of 1 or 10 Gbit/s. Ours by a Ray node in each, the parent on the first; and
+DistributedDataParallel over gloo with a rank in each; linear layers of 10,000 and 8.4 million parameters on eight
+samples, one worker or rank a machine. All share the cores of this machine. Namespaces are removed at the end. They need
+root, `ip` and `tc`: where they cannot be made, a line says so.
+
+    python -m benchmarks.network [--rates 1 10] [--machines 2 4] [--rounds 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arms import ROUNDS, Arm, Distributed, Ours, take_turns
+from benchmarks.findings import Finding, publish
+
+SIZES = ("10,000", "8.4 million")
+SWITCH, PREFIX, NETWORK = "batchopt-switch", "batchopt-", "10.77.0"
+PORT = 6399
+CLONE_NEWNET = 0x40000000
+STARTING = 60.0
+BURST = 8
+# By the size and the number of machines: at most so many times DistributedDataParallel.
+AIMS = {("8.4 million", 2): 1.15, ("8.4 million", 4): 1.3}
+SMALL = 4.0  # ms at most of the small one
+
+
+class NotAllowed(Exception):
+    """Why there can be no such network here."""
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def name_of(machine: int) -> str:
+    """Of its namespace."""
+    return f"{PREFIX}{machine}"
+
+
+def address(machine: int) -> str:
+    """Its address."""
+    return f"{NETWORK}.{machine + 1}"
+
+
+@contextmanager
+def network(machines: int, gigabits: float) -> Iterator[None]:
+    """So many namespaces behind a switch. Raises `NotAllowed`."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NotAllowed(f"there is no `{tool}`")
+    remove(machines)
+    try:
+        try:
+            _make(machines, gigabits)
+        except (subprocess.CalledProcessError, OSError) as error:
+            raise NotAllowed(str(getattr(error, "stderr", "") or error).strip()) from error
+        yield
+    finally:
+        remove(machines)
+
+
+def _make(machines: int, gigabits: float) -> None:
+    _run("ip", "netns", "add", SWITCH)
+    switch = ("ip", "-n", SWITCH)
+    _run(*switch, "link", "add", "bridge", "type", "bridge")
+    _run(*switch, "link", "set", "bridge", "up")
+    limit = ("root", "tbf", "rate", f"{gigabits:g}gbit", "burst", "512kb", "latency", "50ms")
+    for machine in range(machines):
+        port, here = f"port{machine}", ("ip", "-n", name_of(machine))
+        _run("ip", "netns", "add", name_of(machine))
+        _run(*switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name_of(machine))
+        _run(*switch, "link", "set", port, "master", "bridge")
+        _run(*switch, "link", "set", port, "up")
+        _run(*here, "address", "add", f"{address(machine)}/24", "dev", "eth0")
+        _run(*here, "link", "set", "eth0", "up")
+        _run(*here, "link", "set", "lo", "up")
+        _run("tc", "-n", SWITCH, "qdisc", "add", "dev", port, *limit)
+        _run("tc", "-n", name_of(machine), "qdisc", "add", "dev", "eth0", *limit)
+
+
+def remove(machines: int) -> None:
+    """Remove them, as far as they are there."""
+    for name in (SWITCH, *map(name_of, range(machines))):
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def enter(machine: int) -> None:
+    """Let this thread, and what it starts, be on that machine."""
+    with Path(f"/run/netns/{name_of(machine)}").open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+
+
+def on_its_machine(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What `make` makes, on the machine of its rank; on the first, where there are no ranks."""
+    enter(arguments[-3] if make is Distributed else 0)
+    return make(*arguments)
+
+
+@contextmanager
+def ray_nodes(machines: int) -> Iterator[None]:
+    """A Ray node with one core on each machine."""
+    common = ["--num-cpus=1", "--object-store-memory=1000000000", "--disable-usage-stats", "--block"]
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+    processes = []
+    try:
+        for machine in range(machines):
+            role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            if machine > 0:
+                role = [f"--address={address(0)}:{PORT}"]
+            place = ["ip", "netns", "exec", name_of(machine)]
+            command = [*place, *ray, *role, f"--node-ip-address={address(machine)}", *common]
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            )
+            if machine == 0:
+                _await_ray(1)
+        _await_ray(machines)
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def _await_ray(nodes: int) -> None:
+    """Wait until so many nodes are there. Raises `TimeoutError`."""
+    look = f"import ray; ray.init('{address(0)}:{PORT}', logging_level='error'); print(len(ray.nodes()))"
+    command = ["ip", "netns", "exec", name_of(0), sys.executable, "-W", "ignore", "-c", look]
+    until = time.monotonic() + STARTING
+    while time.monotonic() < until:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        if found.returncode == 0 and int(found.stdout.split()[-1]) >= nodes:
+            return
+    raise TimeoutError(f"Ray did not start in {STARTING:g} s: {found.stderr[-2000:]}")
+
+
+def measure(size: str, machines: int, rounds: int) -> dict[str, float]:
+    """Seconds of an evaluation of each arm."""
+    arms: dict[str, Arm] = {}
+    there = {"RAY_ADDRESS": f"{address(0)}:{PORT}", "PYTHONWARNINGS": "ignore"}
+    gloo = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+    try:
+        arms["ours"] = Arm(on_its_machine, Ours, size, machines, {"backend": "ray"}, environment=there)
+        arms["ddp"] = Arm(on_its_machine, Distributed, size, processes=machines, environment=gloo)
+        return take_turns(arms, BURST, rounds)
+    finally:
+        for arm in arms.values():
+            arm.close()
+
+
+def main() -> None:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 10.0], help="Gbit/s")
+    parser.add_argument("--machines", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args()
+    os.environ |= {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    findings: list[Finding] = []
+    details = {}
+    for gigabits in given.rates:
+        for machines in given.machines:
+            try:
+                with network(machines, gigabits), ray_nodes(machines):
+                    for size in SIZES:
+                        name = f"{size} parameters, {machines} machines, {gigabits:g} Gbit/s"
+                        times = details[name] = measure(size, machines, given.rounds)
+                        print(name, {arm: f"{1e3 * seconds:.2f} ms" for arm, seconds in times.items()}, flush=True)
+                        most = SMALL if size == SIZES[0] else None
+                        findings.append(Finding(f"{name}: an evaluation", 1e3 * times["ours"], "ms", most))
+                        aim = AIMS.get((size, machines))
+                        findings.append(
+                            Finding("  of DistributedDataParallel's time", times["ours"] / times["ddp"], most=aim)
+                        )
+            except NotAllowed as error:
+                print(f"left out, since network namespaces cannot be made here: {error}")
+                return
+    publish("network", findings, details)
+
+
+if __name__ == "__main__":
+    main()
