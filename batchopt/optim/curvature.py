@@ -6,21 +6,25 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchopt.optim.algebra import add, combination, copy, dot, norm, products, scaled
+
+Doubles = npt.NDArray[np.float64]
 
 # A pair whose s.y is a smaller part of y.y than this says nothing that is not rounding.
 LEAST = 2.3e-16
 
 
 class _Known(NamedTuple):
-    """What is known of the pairs beside themselves; small, float64, and replaced, never written."""
+    """What is known of the pairs beside themselves; small, and replaced, never written."""
 
     first: int  # the slot of the oldest pair; those of the younger ones follow, in a ring
-    sy: torch.Tensor  # s_i . y_j for i <= j
-    yy: torch.Tensor  # y_i . y_j
-    with_seen: torch.Tensor  # s_i and y_i (shape `(2, pairs)`) times the vector that H was last multiplied with
+    sy: Doubles  # s_i . y_j for i <= j
+    yy: Doubles  # y_i . y_j
+    with_seen: Doubles  # s_i and y_i (shape `(2, pairs)`) times the vector that H was last multiplied with
 
     @property
     def pairs(self) -> int:
@@ -29,10 +33,10 @@ class _Known(NamedTuple):
     def without_oldest(self, slots: int) -> _Known:
         return _Known((self.first + 1) % slots, self.sy[1:, 1:], self.yy[1:, 1:], self.with_seen[:, 1:])
 
-    def with_pair(self, pair: _Pair, columns: torch.Tensor) -> _Known:
+    def with_pair(self, pair: _Pair, columns: Doubles) -> _Known:
         """`columns`: the older s and y (shape `(2, pairs)`) times the y of `pair`."""
         count = self.pairs
-        sy, yy = torch.zeros(2, count + 1, count + 1, dtype=torch.float64, device="cpu")
+        sy, yy = np.zeros((2, count + 1, count + 1))
         sy[:count, :count], yy[:count, :count] = self.sy, self.yy
         sy[:count, count], yy[:count, count] = columns
         yy[count, :count] = columns[1]
@@ -50,8 +54,8 @@ class _Pair(NamedTuple):
     after: torch.Tensor | None
 
 
-_NONE = torch.zeros(0, 0, dtype=torch.float64)
-_NO_PRODUCTS = torch.zeros(2, 0, dtype=torch.float64)
+_NONE = np.zeros((0, 0))
+_NO_PRODUCTS = np.zeros((2, 0))
 _NOTHING = _Known(0, _NONE, _NONE, _NO_PRODUCTS)
 
 
@@ -106,19 +110,19 @@ class Curvature:
         self._pair = _Pair(slot, sy, yy, after if chained else None)
         return True
 
-    def _complete(self, columns: torch.Tensor | None = None) -> None:
+    def _complete(self, columns: Doubles | None = None) -> None:
         """Take up the pair that is new; `columns` as in `_Known.with_pair`."""
         if self._pair is not None:
             if columns is None:
                 columns = self._with_rows(self._rows[2 * self._pair.slot + 1])[:, :-1]
             self._known, self._pair = self._known.with_pair(self._pair, columns), None
 
-    def _with_rows(self, vector: torch.Tensor) -> torch.Tensor:
+    def _with_rows(self, vector: torch.Tensor) -> Doubles:
         """s and y of all pairs, the oldest first (shape `(2, pairs)`), times `vector`."""
         if not len(self):
             return _NO_PRODUCTS
-        found = products(self._rows[: 2 * len(self)], vector)
-        return torch.roll(found, -2 * self._known.first).view(-1, 2).T
+        found = products(self._rows[: 2 * len(self)], vector).numpy()
+        return _turned(found.reshape(-1, 2), self._known.first).T
 
     def times(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`-H @ vector`, in `out` (shapes `(size,)`); `vector` has to stay as it is until a pair is added."""
@@ -128,14 +132,16 @@ class Curvature:
             pair = None
         found = self._with_rows(vector)
         if pair is not None:
-            self._complete(found[:, :-1] - self._known.with_seen)
+            with _quietly():
+                self._complete(found[:, :-1] - self._known.with_seen)
         self._known, self._seen = self._known._replace(with_seen=found), vector
         if not len(self):
             return scaled(vector, -1.0, out)
-        scale, weights = _weights(self._known)
+        with _quietly():
+            scale, weights = _weights(self._known)
         scaled(vector, -scale, out)
-        weights = torch.roll(weights.view(-1), 2 * self._known.first)
-        return combination(weights, self._rows[: 2 * len(self)], out)
+        weights = _turned(weights, -self._known.first).reshape(-1)
+        return combination(torch.from_numpy(weights), self._rows[: 2 * len(self)], out)
 
     def mark(self) -> None:
         """Remember the present, for `rewind`: rows are copied when they are overwritten."""
@@ -164,7 +170,7 @@ class Curvature:
         """Tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), and their products."""
         self._complete()
         pairs = torch.roll(self._rows.view(self.most, 2, -1)[: len(self)], -self._known.first, dims=0)
-        return {"pairs": pairs, "sy": self._known.sy.clone(), "yy": self._known.yy.clone()}
+        return {"pairs": pairs, "sy": torch.tensor(self._known.sy), "yy": torch.tensor(self._known.yy)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_dict` returned, as much of it as there is room for. Raises `ValueError` for pairs of
@@ -175,17 +181,29 @@ class Curvature:
         dropped = max(len(pairs) - self.most, 0)
         kept = pairs[dropped:]
         self._rows[: 2 * len(kept)] = kept.reshape(-1, kept.shape[-1]).to(self._rows)
-        sy, yy = (state[key].double().cpu()[dropped:, dropped:] for key in ("sy", "yy"))
-        self._known = _Known(0, sy, yy, torch.zeros(2, len(kept), dtype=torch.float64, device="cpu"))
+        sy, yy = (state[key].double().cpu().numpy()[dropped:, dropped:] for key in ("sy", "yy"))
+        self._known = _Known(0, sy, yy, np.zeros((2, len(kept))))
         self._pair = self._seen = None
 
 
-def _weights(known: _Known) -> tuple[float, torch.Tensor]:
+def _quietly() -> np.errstate:
+    """What is no number any more is found out where the direction is looked at."""
+    return np.errstate(all="ignore")
+
+
+def _turned(rows: Doubles, by: int) -> Doubles:
+    """The rows from row `by` on first, those before it after them."""
+    return np.concatenate((rows[by:], rows[:by])) if by else rows
+
+
+def _weights(known: _Known) -> tuple[float, Doubles]:
     """Of `-H @ vector`: the factor of `-vector`, and those of s and y of each pair (shape `(pairs, 2)`)."""
     with_s, with_y = known.with_seen
     diagonal = known.sy.diagonal()
-    scale = (diagonal[-1] / known.yy[-1, -1]).item()
-    once = torch.linalg.solve_triangular(known.sy, with_s[:, None], upper=True)[:, 0]
-    inner = diagonal * once + scale * (torch.mv(known.yy, once) - with_y)
-    of_s = torch.linalg.solve_triangular(known.sy.T, inner[:, None], upper=False)[:, 0]
-    return scale, torch.stack((-of_s, scale * once), dim=1)
+    scale = float(diagonal[-1] / known.yy[-1, -1])
+    sy, yy = torch.from_numpy(known.sy), torch.from_numpy(known.yy)  # NumPy's products would start threads
+    once = torch.linalg.solve_triangular(sy, torch.from_numpy(with_s)[:, None], upper=True)[:, 0]
+    of_y = once.numpy()
+    inner = diagonal * of_y + scale * (torch.mv(yy, once).numpy() - with_y)
+    of_s = torch.linalg.solve_triangular(sy.T, torch.from_numpy(inner)[:, None], upper=False)[:, 0].numpy()
+    return scale, np.stack((-of_s, scale * of_y), axis=1)
