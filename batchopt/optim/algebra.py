@@ -179,3 +179,25 @@ def update(matrix: torch.Tensor, scale: float, left: torch.Tensor, right: torch.
         matrix.addmm_(left.T, right, beta=scale)
         return
     _row_blocks(matrix, lambda part: matrix[part].addmm_(left[:, part].T, right, beta=scale), 2 * matrix.numel())
+
+
+def update_and_multiply(
+    matrix: torch.Tensor,
+    scale: float,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    vector: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`update`, then `multiply`; the matrix is read once."""
+    if not matrix.is_cpu:
+        update(matrix, scale, left, right)
+        return multiply(matrix, vector, out)
+
+    def both(part: slice) -> None:
+        rows = matrix[part]
+        rows.addmm_(left[:, part].T, right, beta=scale)
+        torch.mv(rows, vector, out=out[part])
+
+    _row_blocks(matrix, both, 2 * matrix.numel())
+    return out

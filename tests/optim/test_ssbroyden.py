@@ -87,3 +87,22 @@ def test_a_state_without_how_long_steps_were_is_taken_up() -> None:
     problem.step()
     after.step()
     assert torch.equal(problem.x, after.x)
+
+
+def test_a_state_that_is_taken_in_the_middle_of_a_step_is_whole_and_changes_nothing() -> None:
+    """Within a step the matrix lags behind by an update."""
+    plain = Problem(batchopt.SSBroyden, product, small(4), max_iter=30, tolerance_change=0.0)
+    looked_at = Problem(batchopt.SSBroyden, product, small(4), max_iter=30, tolerance_change=0.0)
+    states: list[torch.Tensor] = []
+
+    def look(_: object) -> None:
+        states.append(looked_at.optimizer.state_dict()["state"][0].get("inverse", torch.empty(0)).clone())
+
+    looked_at.optimizer.callback = look
+    plain.step()
+    looked_at.step()
+    assert torch.equal(plain.x, looked_at.x)
+    assert len(states) == 30 and torch.equal(states[-1], plain.optimizer.state_dict()["state"][0]["inverse"])
+    shorter = Problem(batchopt.SSBroyden, product, small(4), max_iter=17, tolerance_change=0.0)
+    shorter.step()
+    assert torch.equal(states[16], shorter.optimizer.state_dict()["state"][0]["inverse"])
