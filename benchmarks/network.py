@@ -31,7 +31,7 @@ SIZES = ("10,000", "8.4 million")
 SWITCH, PREFIX, NETWORK = "batchopt-switch", "batchopt-", "10.77.0"
 PORT = 6399
 CLONE_NEWNET = 0x40000000
-STARTING = 60.0
+STARTING = 180.0
 BURST = 8
 # By the size and the number of machines: at most so many times DistributedDataParallel.
 AIMS = {("8.4 million", 2): 1.15, ("8.4 million", 4): 1.3}
