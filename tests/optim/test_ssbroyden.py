@@ -106,3 +106,20 @@ def test_a_state_that_is_taken_in_the_middle_of_a_step_is_whole_and_changes_noth
     shorter = Problem(batchopt.SSBroyden, product, small(4), max_iter=17, tolerance_change=0.0)
     shorter.step()
     assert torch.equal(states[16], shorter.optimizer.state_dict()["state"][0]["inverse"])
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_a_step_is_taken_as_it_is() -> None:
+    """What was due for the matrix of before is not made to the one that is loaded."""
+    given = Problem(batchopt.SSBroyden, product, small(4), max_iter=9, tolerance_change=0.0)
+    given.step()
+    state = given.optimizer.state_dict()
+    expected = state["state"][0]["inverse"].clone()
+    problem = Problem(batchopt.SSBroyden, product, small(4), max_iter=5, tolerance_change=0.0)
+
+    def load(iteration: object) -> bool:
+        problem.optimizer.load_state_dict(state)
+        return True  # the step ends here
+
+    problem.optimizer.callback = load
+    problem.step()
+    assert torch.equal(problem.optimizer.state_dict()["state"][0]["inverse"], expected)
