@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -137,11 +137,6 @@ class SSBroyden(Descent):
         """See `Minimizer.state_dict`."""
         self._catch_up()
         return super().state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Minimizer.load_state_dict`."""
-        self._catch_up()  # what is due belongs to the matrix of before
-        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self._catch_up()
