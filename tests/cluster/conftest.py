@@ -99,11 +99,14 @@ def two_nodes(start: Start) -> Cluster:
     has ended it."""
     if not (_whole and ray.is_initialized() and ray.get_runtime_context().gcs_address == _whole[0].address):
         _whole[:] = [start()]
+    await_free()
+    return _whole[0]
+
+
+def await_free() -> None:
+    """Wait until all cores of the cluster are free: Ray frees those of an actor a little after its end."""
     cluster: Any = ray
     until = time.monotonic() + PATIENCE
-    while (
-        cluster.available_resources().get("CPU") != cluster.cluster_resources()["CPU"]
-    ):  # Ray frees them a little later
+    while cluster.available_resources().get("CPU") != cluster.cluster_resources()["CPU"]:
         assert time.monotonic() < until, "the cores of an actor were not freed"
         time.sleep(0.01)
-    return _whole[0]

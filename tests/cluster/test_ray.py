@@ -23,7 +23,7 @@ import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from batchopt.backends.ray.messages import NodeRequest
 from batchopt.backends.ray.node import ClusterNode
-from tests.cluster.conftest import Start
+from tests.cluster.conftest import Start, await_free
 from tests.workloads import Mlp, cnn, mlp
 
 pytestmark = pytest.mark.timeout(180)
@@ -189,6 +189,7 @@ def test_the_bytes_of_an_evaluation_do_not_grow_with_the_workers_of_a_node(
 ) -> None:
     def measure(parallelize: int, chunk_size: int | None) -> tuple[int, int, int]:
         """Vectors that come back, bytes sent and received in an evaluation."""
+        await_free()  # or all workers come on the node that is free first
         torch.manual_seed(0)
         module = nn.Linear(2000, 20)
         x, y = torch.randn(64, 2000), torch.randn(64, 20)

@@ -29,6 +29,8 @@ from batchopt_workers.versions import versions
 INTERVAL = 0.5
 # Seconds to wait for room that others leave.
 FREEING = 10.0
+# Seconds for which room has to be the same before workers are spread over it, as long as others have some of it.
+SETTLING = 0.25
 # Seconds that nodes have to end their workers.
 GRACE = 1.0
 
@@ -103,25 +105,32 @@ class Nodes:
                 raise WorkerStartError(f"no worker was placed within {ANSWERING:.0f} s; `ray status` tells who is busy")
 
     def _room_for(self, workers: int) -> list[Room]:
-        """Where so many more workers fit. Room that somebody has just left is free a moment later: so this waits for
-        it.
+        """Where so many more workers fit. Room that somebody has just left is free a moment later, on one node sooner
+        than on another: so this waits for enough, and until no more comes.
 
         Raises `ValueError` where they do not fit.
         """
-        until = time.monotonic() + FREEING
+        free: list[Room] | None = None
+        since = time.monotonic()
+        until = since + FREEING
         while True:
-            free = rooms(self._ray, self._needs)
-            left = sum(room.workers for room in free)
-            if workers <= left:
+            whole, found, now = (
+                rooms(self._ray, self._needs, whole=True),
+                rooms(self._ray, self._needs),
+                time.monotonic(),
+            )
+            if found != free:
+                free, since = found, now
+            left, all_in_all = (sum(room.workers for room in some) for some in (free, whole))
+            if workers <= left and (free == whole or now >= min(since + SETTLING, until)):
                 return spread(workers, free)
-            all_in_all = sum(room.workers for room in rooms(self._ray, self._needs, whole=True))
-            if workers > all_in_all or time.monotonic() >= until:
+            if workers > all_in_all or now >= until:
                 raise ValueError(
                     f"{workers} workers are asked for, each with {self._needs.each}; the cluster has room for {left} "
                     f"more, and for {all_in_all} if nobody else used it: use fewer, or less for each, as "
                     "ray_options={'num_cpus': 0.5}"
                 )
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def room(self) -> int:
         """How many more workers the cluster has room for."""
