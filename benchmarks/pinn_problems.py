@@ -7,7 +7,7 @@ mean squares times their weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -57,14 +57,18 @@ class Network(nn.Module):
     `unknowns` are numbers to be found beside the layers' parameters."""
 
     def __init__(
-        self, features: Callable[[Tensor], Tensor], seed: int, unknowns: Mapping[str, float] | None = None
+        self,
+        features: Callable[[Tensor], Tensor],
+        seed: int,
+        unknowns: Mapping[str, float] | None = None,
+        widths: Sequence[int] = WIDTHS,
     ) -> None:
         super().__init__()
         self.features = features
         generator = torch.Generator().manual_seed(seed)
         first = features(torch.zeros(1, 2)).shape[1]
         layers: list[nn.Module] = []
-        for inputs, outputs in pairwise((first, *WIDTHS, 1)):
+        for inputs, outputs in pairwise((first, *widths, 1)):
             linear = nn.Linear(inputs, outputs, dtype=torch.float64)
             nn.init.xavier_normal_(linear.weight, generator=generator)
             nn.init.zeros_(linear.bias)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from batchopt_workers.batch import Piece
 from batchopt_workers.layout import Layout, Slot
-from batchopt_workers.task import Applied, ParameterWatch, Predicted, PrivateTotals, Surroundings, in_mode
+from batchopt_workers.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 
@@ -26,17 +28,55 @@ def piece(targets: torch.Tensor | None = None) -> Piece:
     return Piece(X, targets, None, range(5), 1.0)
 
 
+class Careful(nn.Dropout):
+    """Wants to know what is set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "training":
+            self.heard = value
+
+
 @pytest.mark.parametrize("train", [True, False, None])
 def test_each_part_is_put_back_into_its_own_mode(train: bool | None) -> None:
     norm = nn.BatchNorm1d(2).eval()
-    module = nn.Sequential(nn.Dropout(), nn.Sequential(norm))
-    modes = [part.training for part in module.modules()]
-    with pytest.raises(ArithmeticError), in_mode(module, train):
-        inside = [part.training for part in module.modules()]
-        module.train(not module.training)
-        raise ArithmeticError
-    assert inside == (modes if train is None else [train] * len(modes))
-    assert [part.training for part in module.modules()] == modes
+    module = nn.Sequential(nn.Dropout(), nn.Sequential(norm), Careful())
+    parts, modes = Modes(module, train), [part.training for part in module.modules()]
+    for _ in range(3):
+        with pytest.raises(ArithmeticError), parts:
+            inside = [part.training for part in module.modules()]
+            module.train(not module.training)
+            raise ArithmeticError
+        assert inside == (modes if train is None else [train] * len(modes))
+        assert [part.training for part in module.modules()] == modes
+        assert module[2].heard == modes[-1]
+        norm.train(not norm.training)  # another one to come back to
+        modes = [part.training for part in module.modules()]
+
+
+class FrozenNorm(nn.Sequential):
+    """Keeps its second part in evaluation mode, and cannot be made to evaluate."""
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self[1].eval()
+        if not mode:
+            raise ArithmeticError
+        return self
+
+
+def test_what_a_module_makes_of_a_mode_is_kept() -> None:
+    module = FrozenNorm(nn.Dropout(), nn.BatchNorm1d(2))
+    nn.Module.train(module, False)
+    parts = Modes(module, True)
+    for _ in range(3):
+        with parts:
+            assert [part.training for part in module.modules()] == [True, True, False]
+        assert not any(part.training for part in module.modules())
+    module.train()
+    with pytest.raises(ArithmeticError), Modes(module, False):
+        pass
+    assert [part.training for part in module.modules()] == [True, True, False]
 
 
 def test_hooks_on_layers_are_gone_whatever_happens() -> None:

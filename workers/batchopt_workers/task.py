@@ -126,17 +126,41 @@ def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict
         raise ValueError(f"layer {missing[0]!r} was not called by the function")
 
 
-@contextmanager
-def in_mode(module: torch.nn.Module, train: bool | None) -> Iterator[None]:
-    """The module is in training mode, in evaluation mode, or as it is; afterwards each part is in its own mode."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        if train is not None:
-            module.train(train)
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
+class Modes:
+    """Brings a module into training mode or evaluation mode again and again, and each of its parts back into its own.
+
+    What `module.train()` did the first time is done part by part from then on: it looks at every attribute, which takes
+    longer than a small forward.
+    """
+
+    def __init__(self, module: torch.nn.Module, train: bool | None) -> None:
+        """`train`: the mode; None: that in which the module is."""
+        self._module, self._train = module, train
+        self._parts = [*module.modules()]
+        self._known: tuple[list[bool], list[bool]] | None = None  # the parts' modes before and after `module.train()`
+
+    def __enter__(self) -> None:
+        self._own = [part.training for part in self._parts]
+        if self._train is None or all(mode is self._train for mode in self._own):
+            return
+        if self._known is not None and self._known[0] == self._own:
+            self._set(self._known[1])
+        else:
+            try:
+                self._module.train(self._train)
+            except BaseException:
+                self._set(self._own)
+                raise
+            self._known = self._own, [part.training for part in self._parts]
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._own)
+
+    def _set(self, modes: list[bool]) -> None:
+        for part, mode in zip(self._parts, modes, strict=True):
+            if part.training is not mode:
+                plain = type(part).__setattr__ is torch.nn.Module.__setattr__
+                (object.__setattr__ if plain else setattr)(part, "training", mode)
 
 
 class ParameterWatch:

@@ -19,7 +19,7 @@ from batchopt_workers.messages import Cut, Kind, Order, Report
 from batchopt_workers.output import MemoryOutput, Output, write_results
 from batchopt_workers.rows import Rows
 from batchopt_workers.sums import PartialSum, Sums
-from batchopt_workers.task import ParameterWatch, PrivateTotals, Surroundings, Task, Totals, in_mode
+from batchopt_workers.task import Modes, ParameterWatch, PrivateTotals, Surroundings, Task, Totals
 from batchopt_workers.tree import most_held
 from batchopt_workers.walk import Walk
 
@@ -92,13 +92,14 @@ class TaskRunner:
         needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
         began = time.perf_counter()
         watch = None if task.writes else ParameterWatch(self._module, self._parameters, self.protected)
+        modes = Modes(self._module, task.train)
         self._walk.watch.begin()
         for chunk in range(order.first, order.last):
             row = sums.free_row()
             with (
                 self._walk.restoring(loaded),
                 grads_kept(self._parameters),
-                in_mode(self._module, task.train),
+                modes,
                 torch.enable_grad(),  # as in a process of its own
             ):
                 results = []
