@@ -5,7 +5,7 @@ number of workers is the asking, the answering and the putting together, and eac
 want a core at the same moment. The slope of a line through the medians: of the whole, and of what this process
 computes.
 
-    python -m benchmarks.growth [--workers 2 4 8 16 32] [--repeats 30]
+    python -m benchmarks.growth [--workers 2 4 8 16 32 64] [--repeats 30]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sleeping(module: torch.nn.Module, inputs: torch.Tensor, targets: None) -> to
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=30)
     given = parser.parse_args()
     seconds: dict[int, list[float]] = {count: [] for count in given.workers}
