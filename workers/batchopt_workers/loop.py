@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 import cloudpickle
@@ -29,6 +30,8 @@ from batchopt_workers.versions import versions
 _F_SETSIG = 10  # Linux; Python does not name it
 # Bytes of a message: its length is sent as 4 bytes, with a sign.
 LARGEST = 2**31 - 1
+# Bytes of a message that a pipe takes if it says that there is room: where it does, a quarter of it is in use at most.
+_LITTLE = 2**15 if sys.platform == "linux" else 0
 # Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
@@ -36,13 +39,21 @@ _SHORT = 0.01
 
 class _Mailbox:
     """The worker's end of the pipe. Between two chunks it sees whether the parent wants less; what else comes then is
-    kept for later."""
+    kept for later.
+
+    While it is `quiet` the parent does not wait for this pipe: it reads what is there whenever it is awake, and is
+    woken up through `wake` when there is no room for more, and at the end.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        self.quiet = False
+        self.wake: Callable[[], None] = lambda: None
         self._connection = connection
         self._kept: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection.fileno(), select.POLLOUT)
 
     def take(self, awake: float) -> bytes:
         """The next message; stays awake for so many seconds. Raises `EOFError` or `OSError` once the parent has hung
@@ -82,6 +93,8 @@ class _Mailbox:
             )
         frame = HEAD.pack(number, kind) + body
         faults.point("worker.send", chunk)
+        if self.quiet and (len(frame) > _LITTLE or not self._room.poll(0)):
+            self.wake()
         self._connection.send_bytes(frame)
         faults.point("worker.sent", chunk)
 
@@ -99,13 +112,18 @@ def serve(connection: Connection, session: Session) -> None:
                 continue
             try:
                 if kind in ORDERS:
-                    seconds = _evaluate(mailbox, session, number, Order.decode(message[HEAD.size :], Kind(kind)))
+                    order = Order.decode(message[HEAD.size :], Kind(kind))
+                    mailbox.quiet, mailbox.wake = order.is_quiet, session.wake_parent
+                    seconds = _evaluate(mailbox, session, number, order)
                     awake = session.awake if seconds < _SHORT else 0.0
                 else:
                     mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
             except BaseException as error:  # of the pipe too: then this message does not get out either
                 samples = session.current if kind in ORDERS else range(0)
                 mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
+            if mailbox.quiet:
+                mailbox.quiet = False
+                mailbox.wake()
         except (EOFError, OSError):
             return
 

@@ -67,6 +67,12 @@ class Order(NamedTuple):
     last: int
     kind: Kind = Kind.EVALUATE
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody waits for what is said before its end: a report of each chunk, which is for the case that
+        something goes wrong, or that another worker has nothing left to do."""
+        return self.last - self.first > 1
+
     def encode(self) -> bytes:
         """The frame after its kind byte."""
         return _ORDER.pack(self.evaluation, self.step, self.first, self.last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing import spawn
 from typing import Any
 
@@ -43,6 +43,7 @@ class Session:
         self.worker = Worker(rank, world_size, HOST)
         self._mirror: Mirror | None = None  # where this worker computes on another device
         self.awake = 0.0
+        self._waking = -1  # what wakes the parent up
         self._blocks: dict[str, SharedBlock] = {}
         self._private: dict[str, SharedBlock] = {}
         self._layout: Layout | None = None  # of X, once that is known
@@ -85,6 +86,15 @@ class Session:
         """Forget the memory of that name."""
         self._blocks.pop(name, None)
         self._private.pop(name, None)
+
+    def wake_through(self, fd: int) -> None:
+        """Wake the parent up through the pipe `fd`."""
+        self._waking = fd
+
+    def wake_parent(self) -> None:
+        """Let the parent see what was said."""
+        with suppress(BlockingIOError):  # then it will wake up anyway
+            os.write(self._waking, b"\1")
 
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any]) -> None:
         """Be the process that the parent would have started: its environment, path, arguments, working directory."""
@@ -308,4 +318,11 @@ def _hooks(module: torch.nn.Module) -> int:
 
 
 # The calls that a descriptor follows through the pipe: it is their last argument.
-WITH_DESCRIPTOR = (Session.attach, Session.attach_copy, Session.write_to, Session.write_outputs_to, Session.sum_in)
+WITH_DESCRIPTOR = (
+    Session.attach,
+    Session.attach_copy,
+    Session.write_to,
+    Session.write_outputs_to,
+    Session.sum_in,
+    Session.wake_through,
+)

@@ -11,8 +11,10 @@
     partials    block "rows", one a worker ═╬═══════════  gradients are summed there
     rows, sums  files that grow ════════════╬═══════════  what such a function returns
     answers     ◄── pipe ───────────────────╫───────────  REPORT after a chunk, DONE; or FAILED, as text
+    wake up     ◄── pipe, one for all ──────╫───────────  where the order had several chunks: at its end
 
 Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
+Nobody waits for the report of a chunk: it is read at its worker's end, at another one's, or when it is late.
 A pipe message orders memory: a row is read only after it was reported, and is not written again before the next report.
 This file has the memory of batches; the workers are in `group`. Who evaluates what is decided in `scheduler`; processes
 are kept alive by `pool`, as `roster` decides.

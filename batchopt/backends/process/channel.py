@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from batchopt.backends.process.waking import WakingPipe
 from batchopt_workers.memory import GrowingFile, SharedBlock
 from batchopt_workers.messages import ANSWERS, HEAD, Kind
 
@@ -46,7 +47,7 @@ class _Frame:
 
     sent: int
     data: memoryview
-    block: SharedBlock | GrowingFile | None
+    block: SharedBlock | GrowingFile | WakingPipe | None
     taken: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
 
@@ -78,7 +79,9 @@ class Channel:
         """A number for the next message."""
         return next(self._numbers)
 
-    def send(self, number: int, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | None = None) -> None:
+    def send(
+        self, number: int, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | WakingPipe | None = None
+    ) -> None:
         """Queue message `number`, and the descriptor of a block after it; send what the pipe takes.
 
         Raises `OSError` if the worker is gone.
@@ -95,7 +98,9 @@ class Channel:
         self._queue(self.sent, number, kind, body, None)
         self.flush()
 
-    def _queue(self, sent: int, number: int, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | None) -> None:
+    def _queue(
+        self, sent: int, number: int, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | WakingPipe | None
+    ) -> None:
         length = HEAD.size + len(body)
         if length > _LARGEST:
             raise ValueError(f"a message of {length / 1e9:.1f} GB beside its tensors is too large for a worker's pipe")

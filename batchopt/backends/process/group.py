@@ -30,6 +30,7 @@ from batchopt.backends.process.results import Results
 from batchopt.backends.process.scheduler import Assign, Limit
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.startup import startup_calls
+from batchopt.backends.process.waking import WakingPipe
 from batchopt.backends.process.worker import (
     Activity,
     PendingMessage,
@@ -37,6 +38,7 @@ from batchopt.backends.process.worker import (
     WorkerProcess,
     call,
     call_with_block,
+    call_with_file,
 )
 from batchopt.backends.sendable import sending
 from batchopt_workers import faults
@@ -97,6 +99,9 @@ class WorkerGroup:
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
+        self._waking = WakingPipe()
+        self._pool.wake_up_for(self._waking.reader)
+        self._pool.set_state("waking", call_with_file(Activity.STARTING, Session.wake_through, self._waking))
         self.results = Results(self._pool)
         devices = None if setup.devices is None else self._by_rank(setup.devices)
         for name, calls in startup_calls(setup, setup.flat.block, self._torch, max(self._threads()), devices):

@@ -167,8 +167,7 @@ class Pool:
             self._sync()
             self._amiss = self.roster.is_amiss(self.workers)
         for worker in self.workers.values():
-            if worker.writing != worker.channel.pending:  # what its pipe did not take waits for room
-                self._listen(worker)
+            self._listen(worker)
         for key in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             if key.data is None:
                 os.read(key.fd, 4096)
@@ -190,6 +189,10 @@ class Pool:
             self.hear(worker, listener)
             if gone and self.workers.get(worker.rank) is worker:
                 self._reap(worker, listener)
+        for worker in list(self.workers.values()):
+            if worker.quiet:
+                worker.channel.drain()
+                self.hear(worker, listener)
         if time.monotonic() >= self._check_at:
             self._look_for_hung(listener)
 
@@ -321,17 +324,27 @@ class Pool:
         self._selector.register(fd, selectors.EVENT_READ, None)
 
     def _watch(self, worker: WorkerProcess) -> None:
+        """Let events of the worker come: those that should, whatever an interrupt has left."""
         known = self._selector.get_map()
-        if worker.channel not in known:
-            self._selector.register(worker.channel, selectors.EVENT_READ, (worker, False))
         if worker.process.sentinel not in known:
             self._selector.register(worker.process.sentinel, selectors.EVENT_READ, (worker, True))
+        worker.listening = known[worker.channel].events if worker.channel in known else 0
+        self._listen(worker)
 
     def _listen(self, worker: WorkerProcess) -> None:
-        """Let an event come when its pipe takes more, if there is more."""
-        worker.writing = worker.channel.pending
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.writing else 0)
-        self._selector.modify(worker.channel, events, (worker, False))
+        """Let an event come when its pipe has something, unless it is quiet; and when it takes more, if there is
+        more."""
+        events = 0 if worker.quiet else selectors.EVENT_READ
+        events |= selectors.EVENT_WRITE if worker.channel.pending else 0
+        if events == worker.listening:
+            return
+        if not worker.listening:
+            self._selector.register(worker.channel, events, (worker, False))
+        elif events:
+            self._selector.modify(worker.channel, events, (worker, False))
+        else:
+            self._selector.unregister(worker.channel)
+        worker.listening = events
 
     def _unwatch(self, worker: WorkerProcess) -> None:
         for watched in (worker.channel, worker.process.sentinel):

@@ -19,6 +19,7 @@ from batchopt.backends.process.roster import REAPING
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.backends.process.task_files import TotalsFile
+from batchopt.backends.process.waking import WakingPipe
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.failures import Failure
 from batchopt_workers.layout import Layout
@@ -58,7 +59,7 @@ class SessionCall(NamedTuple):
 
     activity: Activity
     body: bytes
-    block: SharedBlock | GrowingFile | None = None
+    block: SharedBlock | GrowingFile | WakingPipe | None = None
 
 
 def call(
@@ -79,7 +80,9 @@ def call_with_block(
     return SessionCall(activity, dumps((method.__name__, (name,))), block)
 
 
-def call_with_file(activity: Activity, method: Callable[[Session, int], None], file: GrowingFile) -> SessionCall:
+def call_with_file(
+    activity: Activity, method: Callable[[Session, int], None], file: GrowingFile | WakingPipe
+) -> SessionCall:
     """A call whose only argument is the descriptor of `file`, which follows the message."""
     return SessionCall(activity, dumps((method.__name__, ())), file)
 
@@ -125,7 +128,8 @@ class WorkerProcess:
         self._hung = False
         self._asked: deque[PendingMessage] = deque([PendingMessage(0, Activity.STARTING)])
         self._engaged = -1  # the number of the last order, or call of a function
-        self.writing = False  # whether the pipe is watched for room
+        self._quiet = -1  # that of the last order whose end alone is waited for
+        self.listening = 0  # which events of the pipe are watched
         try:
             with theirs:
                 self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
@@ -166,6 +170,11 @@ class WorkerProcess:
         """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still
         have something to take in."""
         return self.channel.answered >= self._engaged
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is at an order of which nothing but the end is waited for, which the waking pipe tells."""
+        return self.channel.answered < self._quiet
 
     def is_behind(self, state: str) -> bool:
         """Whether it still evaluates an order that it was given before the latest version of that state."""
@@ -225,7 +234,11 @@ class WorkerProcess:
             self.rows.grow(more, block)
 
     def _ask(
-        self, asked: PendingMessage, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | None = None
+        self,
+        asked: PendingMessage,
+        kind: Kind,
+        body: bytes,
+        block: SharedBlock | GrowingFile | WakingPipe | None = None,
     ) -> None:
         self._note(asked)
         self.channel.send(asked.number, kind, body, block)
@@ -236,6 +249,8 @@ class WorkerProcess:
         self._asked.append(asked)
         if asked.order is not None or asked.activity is Activity.FUNCTION:
             self._engaged = asked.number
+        if asked.order is not None and asked.order.is_quiet:
+            self._quiet = asked.number
 
     def find(self, number: int) -> PendingMessage | None:
         """The message of that number, if it was not answered before."""

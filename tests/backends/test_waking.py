@@ -1,0 +1,86 @@
+"""A worker that evaluates several chunks wakes its parent up at the end, and where its pipe is full."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from batchopt import BatchOptimizer, Sample, Worker
+from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.waking import WakingPipe
+from tests.workloads import mlp
+
+CHUNKS = 48
+
+
+def test_nobody_wakes_up_for_the_report_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, wait = 0, Pool._wait
+
+    def counted(pool: Pool, timeout: float) -> Any:
+        nonlocal turns
+        turns += 1
+        return wait(pool, timeout)
+
+    monkeypatch.setattr(Pool, "_wait", counted)
+    case, found = mlp(samples=2 * CHUNKS), []
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=2) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        for _ in range(8):
+            turns = 0
+            opt.evaluate()
+            found.append(turns)
+    assert min(found) <= CHUNKS // 4  # two workers end, and may take something from each other before
+
+
+class Long:
+    """A posthook that returns so many bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, worker: Worker, sample: Sample) -> bytes:
+        return bytes([sample.indices[0] % 256]) * self.size
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [2**14, 2**20])
+def test_a_full_pipe_is_emptied(size: int) -> None:
+    case = mlp(samples=2 * CHUNKS)
+    with BatchOptimizer(
+        case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=2, posthook=Long(size), timeout=1000.0
+    ) as opt:
+        opt.load(case.inputs, case.targets)
+        for _ in range(2):
+            opt.evaluate()
+            assert opt.hook_results == [bytes([2 * chunk % 256]) * size for chunk in range(CHUNKS)]
+
+
+def interrupted(pool: Pool, timeout: float) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_workers_are_heard_after_an_interrupt() -> None:
+    case = mlp(samples=16)
+    with BatchOptimizer(
+        case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=1, timeout=1000.0
+    ) as opt:
+        opt.load(case.inputs, case.targets)
+        expected = opt.evaluate().item()
+        for _ in range(3):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Pool, "_wait", interrupted)
+                opt.evaluate()
+            assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
+            opt.load(case.inputs, case.targets)
+            assert opt.evaluate().item() == expected
+
+
+def test_a_pipe_that_is_full_says_nothing_new() -> None:
+    pipe = WakingPipe()
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(pipe.fd, bytes(4096))
+    assert os.read(pipe.reader, 10) == bytes(10)
