@@ -60,18 +60,20 @@ class FrozenNorm(nn.Sequential):
     def train(self, mode: bool = True) -> FrozenNorm:
         super().train(mode)
         self[1].eval()
+        self.calls = getattr(self, "calls", 0) + 1
         if not mode:
             raise ArithmeticError
         return self
 
 
-def test_what_a_module_makes_of_a_mode_is_kept() -> None:
+def test_a_module_with_a_train_of_its_own_is_asked_each_time() -> None:
     module = FrozenNorm(nn.Dropout(), nn.BatchNorm1d(2))
     nn.Module.train(module, False)
     parts = Modes(module, True)
-    for _ in range(3):
+    for calls in range(1, 4):
         with parts:
             assert [part.training for part in module.modules()] == [True, True, False]
+        assert module.calls == calls  # it may write what is put back after each chunk
         assert not any(part.training for part in module.modules())
     module.train()
     with pytest.raises(ArithmeticError), Modes(module, False):

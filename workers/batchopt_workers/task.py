@@ -129,29 +129,28 @@ def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict
 class Modes:
     """Brings a module into training mode or evaluation mode again and again, and each of its parts back into its own.
 
-    What `module.train()` did the first time is done part by part from then on: it looks at every attribute, which takes
-    longer than a small forward.
+    `module.train()` looks at every attribute, which takes longer than a small forward; so it is called only where a
+    part has a `train` of its own, which may do more than to set the mode.
     """
 
     def __init__(self, module: torch.nn.Module, train: bool | None) -> None:
         """`train`: the mode; None: that in which the module is."""
         self._module, self._train = module, train
         self._parts = [*module.modules()]
-        self._known: tuple[list[bool], list[bool]] | None = None  # the parts' modes before and after `module.train()`
+        self._plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
 
     def __enter__(self) -> None:
         self._own = [part.training for part in self._parts]
-        if self._train is None or all(mode is self._train for mode in self._own):
+        if self._train is None:
             return
-        if self._known is not None and self._known[0] == self._own:
-            self._set(self._known[1])
-        else:
-            try:
-                self._module.train(self._train)
-            except BaseException:
-                self._set(self._own)
-                raise
-            self._known = self._own, [part.training for part in self._parts]
+        if self._plain:
+            self._set([self._train] * len(self._parts))
+            return
+        try:
+            self._module.train(self._train)
+        except BaseException:
+            self._set(self._own)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._set(self._own)
