@@ -55,12 +55,13 @@ class Pool:
         self._make, self._allowance = make, allowance
         self._state: dict[str, tuple[SessionCall, ...]] = {}
         self._selector = selectors.DefaultSelector()
+        self._ends = selectors.DefaultSelector()  # the same without the workers' pipes
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost: whoever gives out orders looks again
         self._stopped = False
         self._presence = Presence()
         self._amiss = True  # whether something may not be as it should be
-        self._shut_down = util.Finalize(self, _shut_down, (self.workers, self._selector), exitpriority=100)
+        self._shut_down = util.Finalize(self, _shut_down, (self.workers, self._selector, self._ends), exitpriority=100)
 
     # ---- what should be
 
@@ -167,7 +168,8 @@ class Pool:
             self._sync()
             self._amiss = self.roster.is_amiss(self.workers)
         for worker in self.workers.values():
-            self._listen(worker)
+            if worker.writing != worker.channel.pending:  # what its pipe did not take waits for room
+                self._listen(worker)
         for key in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             if key.data is None:
                 os.read(key.fd, 4096)
@@ -198,12 +200,14 @@ class Pool:
 
     def _wait(self, timeout: float) -> list[selectors.SelectorKey]:
         """The events within so many seconds."""
-        events = self._selector.select(timeout)
+        waits = any(not (worker.idle or worker.quiet) or worker.writing for worker in self.workers.values())
+        selector = self._selector if waits else self._ends
+        events = selector.select(timeout)
         away = self._presence.away(timeout)
         if away:
             for worker in self.workers.values():
                 worker.since = later(worker.since, away)
-            events = self._selector.select(0.0)  # a wait in which this process was stopped misses what has come since
+            events = selector.select(0.0)  # a wait in which this process was stopped misses what has come since
         return [key for key, _ in events]
 
     def hear(self, worker: WorkerProcess, listener: ProcessListener) -> None:
@@ -321,35 +325,27 @@ class Pool:
 
     def wake_up_for(self, fd: int) -> None:
         """Let `pump` return when there is something to read from `fd`, a pipe, which it empties."""
-        self._selector.register(fd, selectors.EVENT_READ, None)
+        for selector in (self._selector, self._ends):
+            selector.register(fd, selectors.EVENT_READ, None)
 
     def _watch(self, worker: WorkerProcess) -> None:
-        """Let events of the worker come: those that should, whatever an interrupt has left."""
-        known = self._selector.get_map()
-        if worker.process.sentinel not in known:
-            self._selector.register(worker.process.sentinel, selectors.EVENT_READ, (worker, True))
-        worker.listening = known[worker.channel].events if worker.channel in known else 0
-        self._listen(worker)
+        if worker.channel not in self._selector.get_map():
+            self._selector.register(worker.channel, selectors.EVENT_READ, (worker, False))
+        for selector in (self._selector, self._ends):
+            if worker.process.sentinel not in selector.get_map():
+                selector.register(worker.process.sentinel, selectors.EVENT_READ, (worker, True))
 
     def _listen(self, worker: WorkerProcess) -> None:
-        """Let an event come when its pipe has something, unless it is quiet; and when it takes more, if there is
-        more."""
-        events = 0 if worker.quiet else selectors.EVENT_READ
-        events |= selectors.EVENT_WRITE if worker.channel.pending else 0
-        if events == worker.listening:
-            return
-        if not worker.listening:
-            self._selector.register(worker.channel, events, (worker, False))
-        elif events:
-            self._selector.modify(worker.channel, events, (worker, False))
-        else:
-            self._selector.unregister(worker.channel)
-        worker.listening = events
+        """Let an event come when its pipe takes more, if there is more."""
+        worker.writing = worker.channel.pending
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.writing else 0)
+        self._selector.modify(worker.channel, events, (worker, False))
 
     def _unwatch(self, worker: WorkerProcess) -> None:
-        for watched in (worker.channel, worker.process.sentinel):
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(watched)
+        for selector in (self._selector, self._ends):
+            for watched in (worker.channel, worker.process.sentinel):
+                with suppress(KeyError, ValueError):
+                    selector.unregister(watched)
 
     def stop(self) -> None:
         """Let `pump` raise from now on."""
@@ -382,7 +378,8 @@ def _end(workers: Iterable[WorkerProcess]) -> None:
         worker.reap()
 
 
-def _shut_down(workers: dict[int, WorkerProcess], selector: selectors.BaseSelector) -> None:
+def _shut_down(workers: dict[int, WorkerProcess], *waiting: selectors.BaseSelector) -> None:
     _end(workers.values())
     workers.clear()
-    selector.close()
+    for selector in waiting:
+        selector.close()

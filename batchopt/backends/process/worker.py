@@ -129,7 +129,7 @@ class WorkerProcess:
         self._asked: deque[PendingMessage] = deque([PendingMessage(0, Activity.STARTING)])
         self._engaged = -1  # the number of the last order, or call of a function
         self._quiet = -1  # that of the last order whose end alone is waited for
-        self.listening = 0  # which events of the pipe are watched
+        self.writing = False  # whether the pipe is watched for room
         try:
             with theirs:
                 self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
