@@ -45,9 +45,9 @@ class _Mailbox:
     woken up through `wake` when there is no room for more, and at the end.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, wake: Callable[[], None]) -> None:
         self.quiet = False
-        self.wake: Callable[[], None] = lambda: None
+        self.wake = wake
         self._connection = connection
         self._kept: deque[bytes] = deque()
         self._poll = select.poll()
@@ -101,7 +101,7 @@ class _Mailbox:
 
 def serve(connection: Connection, session: Session) -> None:
     """Obey until the parent hangs up; whatever the user's code raises is reported and survived."""
-    mailbox = _Mailbox(connection)
+    mailbox = _Mailbox(connection, session.wake_parent)
     awake = 0.0
     while True:
         try:
@@ -113,7 +113,7 @@ def serve(connection: Connection, session: Session) -> None:
             try:
                 if kind in ORDERS:
                     order = Order.decode(message[HEAD.size :], Kind(kind))
-                    mailbox.quiet, mailbox.wake = order.is_quiet, session.wake_parent
+                    mailbox.quiet = order.is_quiet
                     seconds = _evaluate(mailbox, session, number, order)
                     awake = session.awake if seconds < _SHORT else 0.0
                 else:

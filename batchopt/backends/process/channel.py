@@ -17,10 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from batchopt.backends.process.waking import WakingPipe
-from batchopt_workers.memory import GrowingFile, SharedBlock
 from batchopt_workers.messages import ANSWERS, HEAD, Kind
 
 _LENGTH = struct.Struct("!i")  # of what follows, as multiprocessing's connections write it
@@ -40,6 +38,14 @@ class WorkerReply(NamedTuple):
     body: bytes
 
 
+class HasDescriptor(Protocol):
+    """What goes to a worker as a descriptor: shared memory, a file, a pipe."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor."""
+
+
 @dataclass
 class _Frame:
     """Bytes on their way, and the descriptor that follows them; how many the kernel took, call by call. `sent` is the
@@ -47,7 +53,7 @@ class _Frame:
 
     sent: int
     data: memoryview
-    block: SharedBlock | GrowingFile | WakingPipe | None
+    block: HasDescriptor | None
     taken: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
 
@@ -79,9 +85,7 @@ class Channel:
         """A number for the next message."""
         return next(self._numbers)
 
-    def send(
-        self, number: int, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | WakingPipe | None = None
-    ) -> None:
+    def send(self, number: int, kind: Kind, body: bytes, block: HasDescriptor | None = None) -> None:
         """Queue message `number`, and the descriptor of a block after it; send what the pipe takes.
 
         Raises `OSError` if the worker is gone.
@@ -98,9 +102,7 @@ class Channel:
         self._queue(self.sent, number, kind, body, None)
         self.flush()
 
-    def _queue(
-        self, sent: int, number: int, kind: Kind, body: bytes, block: SharedBlock | GrowingFile | WakingPipe | None
-    ) -> None:
+    def _queue(self, sent: int, number: int, kind: Kind, body: bytes, block: HasDescriptor | None) -> None:
         length = HEAD.size + len(body)
         if length > _LARGEST:
             raise ValueError(f"a message of {length / 1e9:.1f} GB beside its tensors is too large for a worker's pipe")

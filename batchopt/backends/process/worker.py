@@ -13,17 +13,16 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 import torch
 import torch.multiprocessing as mp
 
-from batchopt.backends.process.channel import Channel
+from batchopt.backends.process.channel import Channel, HasDescriptor
 from batchopt.backends.process.forkserver import fork_worker
 from batchopt.backends.process.roster import REAPING
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.backends.process.task_files import TotalsFile
-from batchopt.backends.process.waking import WakingPipe
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.failures import Failure
 from batchopt_workers.layout import Layout
-from batchopt_workers.memory import GrowingFile, SharedBlock
+from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
@@ -59,7 +58,7 @@ class SessionCall(NamedTuple):
 
     activity: Activity
     body: bytes
-    block: SharedBlock | GrowingFile | WakingPipe | None = None
+    block: HasDescriptor | None = None
 
 
 def call(
@@ -80,9 +79,7 @@ def call_with_block(
     return SessionCall(activity, dumps((method.__name__, (name,))), block)
 
 
-def call_with_file(
-    activity: Activity, method: Callable[[Session, int], None], file: GrowingFile | WakingPipe
-) -> SessionCall:
+def call_with_file(activity: Activity, method: Callable[[Session, int], None], file: HasDescriptor) -> SessionCall:
     """A call whose only argument is the descriptor of `file`, which follows the message."""
     return SessionCall(activity, dumps((method.__name__, ())), file)
 
@@ -238,7 +235,7 @@ class WorkerProcess:
         asked: PendingMessage,
         kind: Kind,
         body: bytes,
-        block: SharedBlock | GrowingFile | WakingPipe | None = None,
+        block: HasDescriptor | None = None,
     ) -> None:
         self._note(asked)
         self.channel.send(asked.number, kind, body, block)
