@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from multiprocessing.connection import Connection
 from typing import Any
 
 from batchopt_workers import forkserver
@@ -12,6 +13,12 @@ from batchopt_workers import forkserver
 MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes the last for its first product
 
 serve = forkserver.main
+
+
+def lasting(connection: Connection, parent: int, leash: int = -1) -> None:
+    """As `forkserver.main`, but it does not end after a minute in which nobody needed it."""
+    forkserver.LINGER = 3600.0
+    serve(connection, parent, leash)
 
 
 def main(*arguments: Any) -> None:

@@ -32,7 +32,8 @@ LARGEST = 5_000
 
 class Normal(NamedTuple):
     """The normal equations of f = rᵀWr, in float64: `loss` is f; `vector` JᵀWr, half of df/dX, shape `(n,)`; `matrix`
-    JᵀWJ, shape `(n, n)`. W has the weights of the squares in f: that of the term, by the number of its residuals."""
+    JᵀWJ, symmetric, shape `(n, n)`. W has the weights of the squares in f: that of the term, by the number of its
+    residuals."""
 
     loss: float
     vector: torch.Tensor
@@ -119,8 +120,9 @@ def normal(function: BatchFunction, limit: int) -> Normal:
         )
     matrix = torch.empty(size, size, dtype=torch.float64)
     for (start, stop), stripe in zip(stripes(size), found["matrix"], strict=True):
-        matrix[start:stop, start:] = stripe
-        matrix[start:, start:stop] = stripe.T
+        matrix[start:stop, start:stop] = _mirrored(stripe[:, : stop - start])
+        matrix[start:stop, stop:] = stripe[:, stop - start :]
+        matrix[stop:, start:stop] = stripe[:, stop - start :].T
     return Normal(float(found["loss"]), found["vector"].clone(), matrix)
 
 
@@ -136,7 +138,13 @@ def gram(function: BatchFunction, limit: int) -> torch.Tensor:
     rows = jacobian(function)
     parts = rows.values() if isinstance(rows, Mapping) else [rows]
     whole = torch.cat([part.flatten(0, 1) for part in parts]).double()
-    return whole @ whole.T
+    return _mirrored(whole @ whole.T)
+
+
+def _mirrored(matrix: torch.Tensor) -> torch.Tensor:
+    """The symmetric matrix with this upper triangle: the two of a product of a matrix and its transpose have other
+    bits on some processors."""
+    return matrix.triu() + matrix.triu(1).T
 
 
 def jacobian(function: BatchFunction) -> Any:

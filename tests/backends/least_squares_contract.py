@@ -127,7 +127,9 @@ class LeastSquaresContract:
         alike(torch.cat([values["pde"].flatten(), values["data"].flatten()]), r)
         alike(torch.cat([along["pde"].flatten(), along["data"].flatten()]), j @ v)
         alike(opt.vjp(values), j.T @ r)
-        alike(opt.gram(), j @ j.T)
+        gram = opt.gram()
+        alike(gram, j @ j.T)
+        assert torch.equal(gram, gram.T)
         if chunk_size is not None:  # else shares follow the speeds
             assert opt.evaluate().item() == f and torch.equal(opt.grad_parameters, gradient)
 

@@ -44,7 +44,8 @@ def wait(channel: Channel) -> None:
 def send(channel: Channel, body: bytes, block: SharedBlock | None = None) -> int:
     """Queue a call; returns its number."""
     number = channel.number()
-    channel.send(number, Kind.CALL, body, block)
+    channel.queue(number, Kind.CALL, body, block)
+    channel.flush()
     return number
 
 
@@ -96,6 +97,25 @@ def test_a_descriptor_follows_its_message(ends: Ends) -> None:
     assert os.fstat(fds[0]).st_ino == os.fstat(block.fd).st_ino
     os.close(fds[0])
     assert theirs.recv_bytes().endswith(b"after")
+
+
+@pytest.mark.parametrize("size", [1, 2**13, 2**15])
+def test_what_waits_leaves_together_in_its_order(ends: Ends, size: int) -> None:
+    channel, theirs = ends
+    bodies = [bytes([i]) * size for i in range(4)]
+    block = SharedBlock.create(1)
+    for i, body in enumerate(bodies):
+        channel.queue(channel.number(), Kind.CALL, body, block if i == 1 else None)
+    assert channel.pending and channel.sent == 4
+    assert channel.flush() and not channel.pending
+    for number, body in enumerate(bodies[:2], 1):
+        assert theirs.recv_bytes() == HEAD.pack(number, Kind.CALL) + body
+    with socket.socket(fileno=os.dup(theirs.fileno())) as end:
+        data, fds, _, _ = socket.recv_fds(end, 1, 1)
+    assert len(data) == len(fds) == 1
+    os.close(fds[0])
+    for number, body in enumerate(bodies[2:], 3):
+        assert theirs.recv_bytes() == HEAD.pack(number, Kind.CALL) + body
 
 
 def test_only_answers_answer(ends: Ends) -> None:

@@ -17,8 +17,10 @@ import torch
 
 import batchopt
 import batchopt.backends.process.scheduler
+import batchopt_workers.forkserver
 from batchopt.backends.process import forkserver
 from batchopt.backends.process.backend import ProcessBackend
+from tests import preload
 from tests.faults.sitecustomize import install
 from tests.workloads import Workload, mlp
 
@@ -143,7 +145,10 @@ def main() -> None:
     """One case, or many."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     ProcessBackend.local = False  # a single worker is a process here too
-    forkserver.ANSWERING = forkserver.STARTING  # on a machine that stands still for seconds it is not replaced either
+    # The process that workers are forked from is not replaced between two cases, however long tests of others take,
+    # nor on a machine that stands still for seconds: the test would take the new one for something left behind.
+    batchopt_workers.forkserver.main = preload.lasting
+    forkserver.ANSWERING = forkserver.STARTING
     if len(sys.argv) == 2:
         serve(Path(sys.argv[1]))
     else:

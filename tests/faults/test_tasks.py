@@ -66,7 +66,6 @@ def deaths(task: str) -> dict[str, Fault]:
     last: dict[str, Any] = {"chunk": LAST}
     return {
         "when the task comes": Fault("worker.begin_task", "SIGKILL", nth=at - 1),
-        "when the file comes": Fault("worker.write_to", "SIGKILL", nth=at - 1),
         "when it is cut": Fault("worker.cut_task", "SIGKILL", nth=at - 1),
         "when the order comes": Fault("worker.order", "SIGKILL", nth=at),
         "in the function": Fault("worker.forward", "SIGKILL", nth=at, **last),

@@ -23,9 +23,8 @@ def summaries(width: int, terms: int) -> st.SearchStrategy[tuple[Summary, ...]]:
     return st.lists(st.builds(Summary, st.builds(Node, U32, U32), U32, losses, used), max_size=5).map(tuple)
 
 
-REPORTS = st.builds(
-    Report, U64, U32, NUMBERS, st.tuples(st.integers(0, 6), st.integers(1, 3)).flatmap(lambda sizes: summaries(*sizes))
-)
+SUMMARIES = st.tuples(st.integers(0, 6), st.integers(1, 3)).flatmap(lambda sizes: summaries(*sizes))
+REPORTS = st.builds(Report, U64, U32, NUMBERS, SUMMARIES, NUMBERS, st.booleans())
 RECORDS = st.one_of(REPORTS, FAILURES)
 
 

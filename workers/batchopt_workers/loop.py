@@ -35,6 +35,7 @@ _LITTLE = 2**15 if sys.platform == "linux" else 0
 # Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
+_NOTHING: bytes = cloudpickle.dumps(None)
 
 
 class _Mailbox:
@@ -134,8 +135,8 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
     if method in WITH_DESCRIPTOR:
         arguments = (*arguments, mailbox.take_descriptor())
     faults.point(f"worker.{name}")
-    result: bytes = cloudpickle.dumps(method(session, *arguments))
-    return result
+    result = method(session, *arguments)
+    return _NOTHING if result is None else cloudpickle.dumps(result)
 
 
 def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:

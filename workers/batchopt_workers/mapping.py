@@ -35,6 +35,7 @@ def _libc() -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
     libc.munmap.argtypes = (pointer, size)
+    libc.mprotect.argtypes = (pointer, size, number)
     libc.memcmp.argtypes = (pointer, pointer, size)
     if hasattr(libc, "mremap"):
         libc.mremap.argtypes, libc.mremap.restype = (pointer, size, size, number, pointer), pointer
@@ -44,6 +45,12 @@ def _libc() -> ctypes.CDLL:
 def address_of(mapping: mmap.mmap) -> int:
     """Where it begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def protect(mapping: mmap.mmap, writable: bool) -> None:
+    """Forbid this process to write there, or allow it again. Does nothing where the C library cannot."""
+    with suppress(OSError, AttributeError):
+        _libc().mprotect(address_of(mapping), len(mapping), _WRITABLE if writable else mmap.PROT_READ)
 
 
 def _checked(address: int | None) -> int:

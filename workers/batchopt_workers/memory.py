@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -10,7 +9,6 @@ import os
 import resource
 import tempfile
 import weakref
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -209,9 +207,7 @@ class SharedBlock:
     def protect(self, writable: bool = False) -> None:
         """Forbid this process to write here (to try is SIGSEGV), or allow it again. Does nothing where the C library
         cannot."""
-        address, allowed = mapping.address_of(self._map), mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address), self.nbytes, allowed)
+        mapping.protect(self._map, writable)
 
     def discard(self) -> None:
         """Of a private mapping: drop what was written here, and see what the others see."""

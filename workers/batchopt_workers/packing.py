@@ -197,7 +197,7 @@ def assemble(data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[
 
 
 def unpack(
-    data: bytes, placements: Sequence[Placement], block: SharedBlock, parameters: Sequence[torch.Tensor] = ()
+    data: bytes, placements: Sequence[Placement], block: SharedBlock | None, parameters: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Build the object that `pack` was given, its tensors being views of `block`."""
-    return assemble(data, views(placements, block), parameters)
+    """Build the object that `pack` was given, its tensors being views of `block`; without any, it needs no block."""
+    return assemble(data, [] if block is None else views(placements, block), parameters)

@@ -209,9 +209,11 @@ class Session:
         (part,) = self._aside.parts
         part.fill(start, *unpack(data, placements, self._private[name]))
 
-    def begin_task(self, data: bytes, placements: Sequence[Placement]) -> None:
-        """Let orders of tasks be about this task, whose tensors are in block `TASK`."""
-        task: Task = unpack(data, placements, self._private[TASK], self._parameters)
+    def begin_task(self, data: bytes, placements: Sequence[Placement], fd: int) -> None:
+        """Let orders of tasks be about this task, whose tensors, if it has any, are in block `TASK`; the rows that it
+        yields go to the file `fd`."""
+        output = FileOutput(fd)
+        task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
         evaluator, batch = self.evaluator, self._aside
         if not task.aside:
             batch = of_term(evaluator.loaded.batch, task.term)
@@ -219,12 +221,9 @@ class Session:
         self.restart_step()  # the parent's state, if a step has ended since
         self._blocks["parameters"].protect(writable=task.writes)
         evaluator.tasks.begin(task, batch)
+        evaluator.tasks.output = output
         if self._totals is not None:
             evaluator.tasks.totals = self._totals
-
-    def write_to(self, fd: int) -> None:
-        """Write the rows that tasks yield to the file `fd`."""
-        self.evaluator.tasks.output = FileOutput(fd)
 
     def write_outputs_to(self, fd: int) -> None:
         """Write what the module returns in evaluations to the file `fd`."""
@@ -321,7 +320,7 @@ def _hooks(module: torch.nn.Module) -> int:
 WITH_DESCRIPTOR = (
     Session.attach,
     Session.attach_copy,
-    Session.write_to,
+    Session.begin_task,
     Session.write_outputs_to,
     Session.sum_in,
     Session.wake_through,

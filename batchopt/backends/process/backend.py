@@ -145,8 +145,10 @@ class ProcessBackend(Backend):
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
             packed = pack(task, self._parameters)
-        memory = SharedBlock.create(packed.nbytes)
-        packed.place(memory)
+        memory = None
+        if packed.placements:
+            memory = SharedBlock.create(packed.nbytes)
+            packed.place(memory)
         calls = [] if batch is None else self._place_aside(batch)
         changed = follow and self._group.follow()
         subject = batch or of_term(self._loaded, task.term)

@@ -24,6 +24,7 @@ from batchopt_workers.messages import ANSWERS, HEAD, Kind
 _LENGTH = struct.Struct("!i")  # of what follows, as multiprocessing's connections write it
 _READ = 2**18  # bytes asked for at a time
 _LARGEST = 2**31 - 1
+_TOGETHER = 2**14  # bytes up to which messages that wait leave as one
 
 
 class ProtocolError(Exception):
@@ -85,20 +86,12 @@ class Channel:
         """A number for the next message."""
         return next(self._numbers)
 
-    def send(self, number: int, kind: Kind, body: bytes, block: HasDescriptor | None = None) -> None:
-        """Queue message `number`, and the descriptor of a block after it; send what the pipe takes.
-
-        Raises `OSError` if the worker is gone.
-        """
+    def queue(self, number: int, kind: Kind, body: bytes, block: HasDescriptor | None = None) -> None:
+        """Queue message `number`, and the descriptor of a block after it; they leave at the next `flush`."""
         self._queue(number, number, kind, body, block)
-        self.flush()
-
-    def queue(self, number: int, kind: Kind, body: bytes) -> None:
-        """Queue message `number`; it leaves at the next `flush`."""
-        self._queue(number, number, kind, body, None)
 
     def send_about(self, number: int, kind: Kind, body: bytes) -> None:
-        """Queue a message about message `number`, which nothing answers."""
+        """Send a message about message `number`, which nothing answers. Raises `OSError` if the worker is gone."""
         self._queue(self.sent, number, kind, body, None)
         self.flush()
 
@@ -106,7 +99,12 @@ class Channel:
         length = HEAD.size + len(body)
         if length > _LARGEST:
             raise ValueError(f"a message of {length / 1e9:.1f} GB beside its tensors is too large for a worker's pipe")
-        self._outgoing.append(_Frame(sent, memoryview(_LENGTH.pack(length) + HEAD.pack(number, kind) + body), block))
+        data = _LENGTH.pack(length) + HEAD.pack(number, kind) + body
+        last = self._outgoing[-1] if self._outgoing else None
+        if last is None or last.block is not None or last.taken or len(last.data) + len(data) > _TOGETHER:
+            self._outgoing.append(_Frame(sent, memoryview(data), block))
+        else:
+            self._outgoing[-1] = _Frame(sent, memoryview(b"".join((last.data, data))), block)
 
     def flush(self) -> bool:
         """Send what the pipe takes; returns whether that was all. Raises `OSError` if the worker is gone."""

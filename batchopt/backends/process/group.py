@@ -270,7 +270,7 @@ class WorkerGroup:
         self,
         data: bytes,
         placements: Sequence[Placement],
-        memory: SharedBlock,
+        memory: SharedBlock | None,
         batch: Sequence[SessionCall],
         reading: bool,
     ) -> None:
@@ -289,10 +289,9 @@ class WorkerGroup:
 
     def end_task(self) -> None:
         """See `Backend.end_task`."""
-        self.results.end_task()
         for worker in self._pool.workers.values():
-            with suppress(OSError):  # gone; the pool will find out
-                worker.drop_totals()
+            worker.drop_totals()
+        self.results.end_task()
 
     # ---- evaluating
 
@@ -368,14 +367,12 @@ class WorkerGroup:
         asked = []
         for command in gather.scheduler.decide(idle, gather.estimate, time.monotonic()):
             worker = self._pool.workers[command.worker]
-            try:
-                if isinstance(command, Limit):
-                    worker.limit(command.last)
-                else:
-                    self._order(worker, gather, command)
-                    asked.append(worker)
-            except OSError:  # gone; the pool will find out
-                pass
+            if isinstance(command, Assign):
+                self._order(worker, gather, command)
+                asked.append(worker)
+                continue
+            with suppress(OSError):  # gone; the pool will find out
+                worker.limit(command.last)
         for worker in asked:  # only now: the first worker to wake up may take this process's core
             with suppress(OSError):
                 worker.flush()
@@ -439,9 +436,9 @@ class WorkerGroup:
         probe = ProcessProbe(order.evaluation, self._numbering)
         try:
             for worker in self._pool.available:
+                self._equip(worker, cut, most_held(order.first, order.last, cut.chunks, top=cut.top))
+                worker.order(order)
                 try:
-                    self._equip(worker, cut, most_held(order.first, order.last, cut.chunks, top=cut.top))
-                    worker.order(order)
                     worker.flush()
                 except OSError:
                     continue
@@ -469,8 +466,9 @@ class WorkerGroup:
         calls = ProcessCalls()
         for _, worker in sorted(self._pool.workers.items()):
             calls.asked(worker)
+            worker.ask(message)
             with suppress(OSError):  # gone; the pool will find out
-                worker.ask(message)
+                worker.flush()
         return calls.collect(lambda until: self._pool.pump(calls, until))
 
     def stop(self) -> None:

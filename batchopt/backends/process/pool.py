@@ -317,11 +317,12 @@ class Pool:
                 continue
             for name in unsent(self._state, worker.sent):
                 calls = self._state[name]
-                with suppress(OSError):  # a worker that is gone is found out elsewhere
-                    for call in calls:
-                        worker.ask(call, name, calls)
+                for call in calls:
+                    worker.ask(call, name, calls)
                 worker.sent[name] = calls
             worker.synced_with = self._state
+            with suppress(OSError):  # a worker that is gone is found out elsewhere
+                worker.flush()
 
     def wake_up_for(self, fd: int) -> None:
         """Let `pump` return when there is something to read from `fd`, a pipe, which it empties."""

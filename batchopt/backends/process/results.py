@@ -25,18 +25,14 @@ class Results:
         self._keeps_outputs = False
 
     def begin_task(
-        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock, batch: Sequence[SessionCall]
+        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock | None, batch: Sequence[SessionCall]
     ) -> None:
-        """Let orders of tasks be about the task that was packed so, its tensors in `memory`; `batch` are the calls that
-        let a worker take the one that comes with it."""
+        """Let orders of tasks be about the task that was packed so, its tensors, if it has any, in `memory`; `batch`:
+        the calls that let a worker take the one that comes with it."""
         self._file = GrowingFile()
-        self._pool.set_state(
-            "task",
-            *batch,
-            call_with_block(Activity.TASK, Session.attach_copy, TASK, memory),
-            call(Activity.TASK, Session.begin_task, data, placements),
-            call_with_file(Activity.TASK, Session.write_to, self._file),
-        )
+        attach = [] if memory is None else [call_with_block(Activity.TASK, Session.attach_copy, TASK, memory)]
+        begin = call_with_file(Activity.TASK, Session.begin_task, self._file, data, placements)
+        self._pool.set_state("task", *batch, *attach, begin)
 
     def end_task(self) -> None:
         """Let nobody hold anything of the task any more."""

@@ -79,9 +79,11 @@ def call_with_block(
     return SessionCall(activity, dumps((method.__name__, (name,))), block)
 
 
-def call_with_file(activity: Activity, method: Callable[[Session, int], None], file: HasDescriptor) -> SessionCall:
-    """A call whose only argument is the descriptor of `file`, which follows the message."""
-    return SessionCall(activity, dumps((method.__name__, ())), file)
+def call_with_file(
+    activity: Activity, method: Callable[..., None], file: HasDescriptor, *arguments: Any
+) -> SessionCall:
+    """A call whose last argument, after these, is the descriptor of `file`, which follows the message."""
+    return SessionCall(activity, dumps((method.__name__, arguments)), file)
 
 
 class PendingMessage(NamedTuple):
@@ -180,9 +182,10 @@ class WorkerProcess:
         return len(before) < len(self._asked) and any(asked.order is not None for asked in before)
 
     def ask(self, message: SessionCall, state: str | None = None, calls: tuple[SessionCall, ...] = ()) -> None:
-        """Queue a call. Raises `OSError` if the worker is gone."""
+        """Queue a call, which leaves at the next `flush`."""
         asked = PendingMessage(self.channel.number(), message.activity, state, calls)
-        self._ask(asked, Kind.CALL, message.body, message.block)
+        self._note(asked)
+        self.channel.queue(asked.number, Kind.CALL, message.body, message.block)
 
     def order(self, order: Order, patience: float = 1.0) -> None:
         """Queue an order, which leaves at the next `flush`."""
@@ -195,30 +198,30 @@ class WorkerProcess:
         self.channel.flush()
 
     def set_cut(self, cut: Cut) -> None:
-        """Let it cut the batch so. Raises `OSError` if the worker is gone."""
+        """Let it cut the batch so, from the next `flush` on, like all that follows here."""
         self.ask(call(Activity.CUT, Session.set_cut, cut))
         self.cut = cut
 
     def cut_task(self, cut: Cut) -> None:
-        """Let it cut the batch of the task so. Raises `OSError` if the worker is gone."""
+        """Let it cut the batch of the task so."""
         self.ask(call(Activity.CUT, Session.cut_task, cut))
         self.task_cut = cut
 
     def make_totals(self) -> None:
-        """Let it have a file to sum totals in. Raises `OSError` if the worker is gone."""
+        """Let it have a file to sum totals in."""
         if self.totals is None:
             totals = TotalsFile()
             self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
             self.totals = totals
 
     def drop_totals(self) -> None:
-        """Let it give back what it sums totals in, if that is far too large. Raises `OSError` if the worker is gone."""
+        """Let it give back what it sums totals in, if that is far too large."""
         if self.totals is not None and self.totals.is_too_large:
             self.totals = None
             self.ask(call(Activity.MEMORY, Session.sum_nowhere))
 
     def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
-        """Let it have that many rows to sum gradients in, at least; they only grow. Raises `OSError` if it is gone."""
+        """Let it have that many rows to sum gradients in, at least; they only grow."""
         more = needed - (0 if self.rows is None else len(self.rows))
         if more <= 0:
             return
@@ -229,16 +232,6 @@ class WorkerProcess:
             self.rows = Rows(layout, changes, more, block, device)
         else:
             self.rows.grow(more, block)
-
-    def _ask(
-        self,
-        asked: PendingMessage,
-        kind: Kind,
-        body: bytes,
-        block: HasDescriptor | None = None,
-    ) -> None:
-        self._note(asked)
-        self.channel.send(asked.number, kind, body, block)
 
     def _note(self, asked: PendingMessage) -> None:
         if self.idle:

@@ -113,7 +113,7 @@ class NodeWorkers:
             calls = [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, manifest.data, manifest.placements)]
         self.group.follow()
         self._forget_task_pieces()
-        self.group.begin_task(task.data, task.placements, task.unload(), calls, reading)
+        self.group.begin_task(task.data, task.placements, task.unload() if task.placements else None, calls, reading)
         self._of_task = numbering
 
     def fill_task(self, part: BatchSlice) -> None:
