@@ -47,6 +47,18 @@ def test_it_is_kept_for_the_next_workers() -> None:
         assert {psutil.Process(worker.pid).ppid() for worker in opt.workers} == {first.pid}
 
 
+def test_it_is_kept_when_it_has_ended_what_workers_left() -> None:
+    def leave(worker: Worker) -> int:
+        return subprocess.Popen(["sleep", "100"], start_new_session=True).pid
+
+    with small() as opt:
+        first, orphans = latest(), [psutil.Process(pid) for pid in opt.run_on_workers(leave)]
+    _, left = psutil.wait_procs(orphans, timeout=10)
+    assert not left
+    ended, _ = psutil.wait_procs([first], timeout=1)  # ten times as long as between two looks at what was left
+    assert not ended
+
+
 def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def look(worker: Worker) -> tuple[str | None, str, str, list[str]]:
         return os.environ.get("BATCHOPT_TEST_THING"), os.getcwd(), sys.path[-1], sys.argv

@@ -115,12 +115,13 @@ def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
     forgotten: set[int] = set()
     orphaned = False
     while True:
-        ready = poll.poll(1000 * (_INTERVAL if forgotten or orphaned else LINGER))
+        cleans_up = bool(forgotten) or orphaned
+        ready = poll.poll(1000 * (_INTERVAL if cleans_up else LINGER))
         for pid in [pid for pid in forgotten if has_ended(pid)]:
             forgotten.remove(pid)
             orphaned = True
         orphaned = orphaned and orphans.end(workers | forgotten)
-        if not ready and not workers and not forgotten and not orphaned:
+        if not (ready or workers or cleans_up):
             return set()
         if any(fd != end.fileno() for fd, _ in ready):
             return workers | forgotten
