@@ -70,8 +70,8 @@ class Order(NamedTuple):
     @property
     def is_quiet(self) -> bool:
         """Whether nobody waits for what is said before its end: a report of each chunk, which is for the case that
-        something goes wrong, or that another worker has nothing left to do."""
-        return self.last - self.first > 1
+        something goes wrong, or that another worker has nothing left to do; and answers to what a task begins with."""
+        return self.last - self.first > 1 or self.kind in TASKS
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
