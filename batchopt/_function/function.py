@@ -327,7 +327,7 @@ class BatchFunction:
 
     def residuals(self) -> dict[int, torch.Tensor]:
         """What compression has left of gradients so far, of each part of the sum."""
-        return self.workers.backend.residuals(self._past.residuals) if self._compresses else {}
+        return self.workers.compressing.residuals(self._past.residuals) if self._compresses else {}
 
     def check_exact(self, what: str) -> None:
         """Raise `ValueError` where gradients are compressed, which `what` would be wrong with."""
@@ -552,7 +552,7 @@ class BatchFunction:
         number = 0
         if self._compresses and residuals:
             number = self.workers.number()
-            self.workers.backend.restore_residuals(number, residuals)
+            self.workers.compressing.restore_residuals(number, residuals)
         elif residuals:
             warnings.warn(
                 "the state is of a run with `compress`, and has what compression had left of gradients, which is "

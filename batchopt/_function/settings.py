@@ -15,7 +15,7 @@ from batchopt._data.terms import Term, read_terms
 from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
-from batchopt.backends.base import Backend
+from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.evaluate import Program
 from batchopt_workers.items import Collate
@@ -77,7 +77,7 @@ class Settings:
         reduction = resolve_reduction(found["reduction"], found["criterion"])
         found |= {name: read(found[name]) for name, read in _READERS.items()}
         settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": workers, "reduction": reduction})
-        if settings.compress is not None and not kind.compresses:
+        if settings.compress is not None and not issubclass(kind, CompressingBackend):
             raise ValueError(
                 f"`compress` is for gradients that cross a network, got backend={settings.backend!r}, where none does: "
                 "leave it out, or use backend='ray'"

@@ -18,7 +18,7 @@ from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
-from batchopt.backends.base import Backend, Meanwhile, Setup, WorkerInfo
+from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
 from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Kind
@@ -126,6 +126,12 @@ class Workers:
         """The program that the workers evaluate."""
         return program_of(self._subject, self._settings)
 
+    @property
+    def compressing(self) -> CompressingBackend:
+        """The backend, where gradients are compressed."""
+        assert isinstance(self.backend, CompressingBackend)  # as the settings have seen to
+        return self.backend
+
     # ---- evaluations
 
     def evaluate(self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None) -> list[Answer]:
@@ -138,12 +144,12 @@ class Workers:
         self, step: Step, taken: int, kept: int, meanwhile: Meanwhile | None = None
     ) -> tuple[list[Answer], int]:
         """Evaluate a loaded batch as planned, with compressed gradients; and the number of the evaluation. Raises what
-        `Backend.evaluate_compressed` raises."""
+        `CompressingBackend.evaluate_compressed` raises."""
 
         def evaluate() -> tuple[list[Answer], int]:
             number = self.number()
             orders = step.plan.orders(number, step.number)
-            return self.backend.evaluate_compressed(step.plan.cut, orders, taken, kept, meanwhile), number
+            return self.compressing.evaluate_compressed(step.plan.cut, orders, taken, kept, meanwhile), number
 
         return self.learning(evaluate)
 

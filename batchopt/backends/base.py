@@ -90,8 +90,6 @@ class Backend(ABC):
 
     # Whether workers are on this machine, so that a single one may as well be this process.
     local: ClassVar[bool] = False
-    # Whether gradients cross a network to get here, so that it pays to compress them.
-    compresses: ClassVar[bool] = False
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -152,27 +150,6 @@ class Backend(ABC):
         that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
 
-    def evaluate_compressed(
-        self,
-        cut: Cut,
-        orders: Sequence[Order | None],
-        taken: int,
-        kept: int,
-        meanwhile: Meanwhile | None = None,
-    ) -> list[Answer]:
-        """As `evaluate`, with gradients compressed; where `compresses`. What compression has left in the evaluation of
-        number `taken` is added to them; 0 for nothing. Later ones may go on from this one, from `taken` or from `kept`:
-        so nothing is lost if this one turns out not to count. Raises `DoesNotFit`, too."""
-        raise NotImplementedError
-
-    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
-        """What compression has left in the evaluation of that number, of each part of the sum; where `compresses`."""
-        raise NotImplementedError
-
-    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Let this be what compression has left in an evaluation of that number."""
-        raise NotImplementedError
-
     @property
     def late(self) -> Mapping[int, tuple[int, float]]:
         """What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples
@@ -227,3 +204,28 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the workers; does nothing the second time."""
+
+
+class CompressingBackend(Backend):
+    """One whose gradients cross a network to get here, so that it pays to compress them."""
+
+    @abstractmethod
+    def evaluate_compressed(
+        self,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        taken: int,
+        kept: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> list[Answer]:
+        """As `evaluate`, with gradients compressed as `Setup.compression` says. What compression has left in the
+        evaluation of number `taken` is added to them; 0 for nothing. Later ones may go on from this one, from `taken`
+        or from `kept`: so nothing is lost if this one turns out not to count. Raises `DoesNotFit`, too."""
+
+    @abstractmethod
+    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
+        """What compression has left in the evaluation of that number, of each part of the sum."""
+
+    @abstractmethod
+    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        """Let this be what compression has left in an evaluation of that number."""

@@ -24,7 +24,7 @@ import torch
 
 from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.answers import Answer
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.gather import Ignore
 from batchopt.backends.ledger import ChunkRun
 from batchopt.backends.patience import OTHERS
@@ -66,11 +66,9 @@ class SlicedBatch(Prepared):
     sendable: SendableBatch
 
 
-class RayBackend(Backend):
+class RayBackend(CompressingBackend):
     """`setup.workers` workers on the nodes of a cluster. They end with this object, with this process, or at
     `close`."""
-
-    compresses = True
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
