@@ -189,6 +189,23 @@ print("PIDS", server_pid, forkserver._latest._process.pid)
     assert_gone([stopped, new])
 
 
+@pytest.mark.slow
+def test_it_is_replaced_if_it_is_stopped_while_it_starts() -> None:
+    """Under the limit of `python`, which the time that it may take to start would exceed."""
+    first = """
+import os, signal
+from batchopt.backends.process import forkserver
+forkserver.anticipate(2, None)
+first = forkserver._latest._process.pid
+os.kill(first, signal.SIGSTOP)
+"""
+    ended = python("-c", first + SMALL + "print('PIDS', first, server_pid)")
+    assert ended.returncode == 0, ended.stderr
+    stopped, new = pids(ended.stdout)
+    assert stopped != new
+    assert_gone([stopped, new])
+
+
 @pytest.mark.parametrize(
     "last", [pytest.param("opt.close()", id="close", marks=pytest.mark.slow), pytest.param("", id="end")]
 )

@@ -186,14 +186,18 @@ class ForkServer:
         """
         with self._lock:
             number = self.tell(task, subject, world, threads, descriptors)
-            patience = ANSWERING if self._serves.is_set() else STARTING
-            deadline = time.monotonic() + patience
+            began = time.monotonic()
             while number not in self._answers:
-                if not _is_readable(self._socket.fileno(), max(0.0, deadline - time.monotonic())):
+                if _is_readable(self._socket.fileno(), ANSWERING):
+                    self._hear()
+                    continue
+                silence = time.monotonic() - began
+                if self._serves.is_set() or silence >= STARTING or self._process.is_stopped:
                     self._process.kill()
                     self._process.join(ENDING)
-                    raise ForkServerError(f"the process that workers are forked from did not answer for {patience:g} s")
-                self._hear()
+                    raise ForkServerError(
+                        f"the process that workers are forked from did not answer for {silence:.0f} s"
+                    )
             self._serves.set()
             self._stderr.pass_on()
             return self._answers.pop(number)

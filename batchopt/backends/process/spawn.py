@@ -91,6 +91,13 @@ class LaunchedProcess(SpawnProcess):
 
     _Popen = staticmethod(_Popen)  # type: ignore[assignment]
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, where the system tells."""
+        with suppress(AttributeError, OSError):  # macOS, or it has ended
+            return os.waitid(os.P_PID, self.pid or 0, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
+
     def __reduce__(self) -> Any:
         """Arrive as the plain kind, so that it does not import this package; its environment it has already."""
         state = {key: value for key, value in vars(self).items() if key not in ("environment", "stderr", "leash")}
