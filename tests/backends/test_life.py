@@ -369,6 +369,25 @@ assert held() == before, (held(), before)
     assert ended.returncode == 0, ended.stderr
 
 
+def test_what_was_closed_holds_no_memory_of_a_worker_that_was_late() -> None:
+    script = """
+import gc, os, signal, torch, batchopt
+gc.disable()
+x, y = torch.zeros(64, 4), torch.zeros(64, 1)
+with batchopt.BatchOptimizer(
+    torch.nn.Linear(4, 1), torch.nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=8
+) as opt:
+    opt.load(x, y)
+    opt.evaluate()
+    os.kill(opt.workers[0].pid, signal.SIGSTOP)
+    opt.evaluate()
+with open("/proc/self/maps") as maps:
+    assert not [line for line in maps if "memfd:batchopt" in line]
+"""
+    ended = python("-c", script)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as much each time that it seems to hang: three workers that die of that are no reason to give it up."""
     monkeypatch.setattr(deadlines, "FLOOR", 0.5)

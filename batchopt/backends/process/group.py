@@ -481,3 +481,4 @@ class WorkerGroup:
         # This object and its pool refer to each other: memory is given back now, not when Python's collector comes.
         self._direction = None
         self._attached.clear()
+        self._overdue = Overdue(self._paces)
