@@ -39,7 +39,8 @@ def measure(name: str, parallelize: int, counts: list[int], rounds: int) -> tupl
     finally:
         for arm in arms.values():
             arm.close()
-    return tuple({count: times[f"{way} {count}"] for count in (0, *counts)} for way in ("ours", "torch"))  # type: ignore[return-value]
+    ours, torchs = ({count: times[f"{way} {count}"] for count in (0, *counts)} for way in ("ours", "torch"))
+    return ours, torchs
 
 
 def price(times: Times, count: int) -> float:

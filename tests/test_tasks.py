@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
+from batchopt.backends.process.backend import ProcessBackend
 from batchopt_workers import loop
 from tests.workloads import Mlp
 
@@ -386,3 +388,31 @@ def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
             now <= then + kept + 2**16
             for now, then in zip(opt.run_on_workers(lambda worker: shared_bytes()), before, strict=True)
         )
+
+
+def test_a_call_is_four_messages_to_a_worker() -> None:
+    """The function with its file, the cut, the order, and that it is over."""
+    with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(torch.ones(8, 3), torch.ones(8, 2))
+        opt.predict()
+        opt.run_on_workers(lambda worker: None)  # which has answered all
+        backend = opt._function.workers.backend
+        assert isinstance(backend, ProcessBackend)
+        workers = backend._group._pool.workers.values()
+        before = [worker.channel.sent for worker in workers]
+        opt.predict()
+        assert [worker.channel.sent for worker in workers] == [sent + 4 for sent in before]
+
+
+def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
+    """In a worker, for later calls: others' tensors come to other memory."""
+
+    def keep(module: nn.Module, inputs: torch.Tensor, targets: Any, own: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor = vars(module).setdefault("_kept_by_the_test", own)
+        return kept.expand(len(inputs), -1).clone()
+
+    with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(torch.ones(8, 3), torch.ones(8, 2))
+        for value in (1.0, 2.0, 3.0):
+            found = opt.collect(partial(keep, own=torch.full((5,), value)))
+            assert torch.equal(found, torch.ones(8, 5))

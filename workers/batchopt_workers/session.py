@@ -213,10 +213,7 @@ class Session:
         """Let orders of tasks be about this task, whose tensors, if it has any, are in block `TASK`; the rows that it
         yields go to the file `fd`."""
         output = FileOutput(fd)
-        memory = self._private.get(TASK)
-        if memory is not None:
-            memory.discard()  # what the function of the task before wrote there
-        task: Task = unpack(data, placements, memory, self._parameters)
+        task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
         evaluator, batch = self.evaluator, self._aside
         if not task.aside:
             batch = of_term(evaluator.loaded.batch, task.term)
@@ -249,10 +246,10 @@ class Session:
         self.evaluator.tasks.loaded.cut = cut
 
     def end_task(self) -> None:
-        """Hold nothing of the task any more, but for its memory and that of its batch."""
+        """Hold nothing of the task any more, but for the memory of its batch."""
         self._aside = None
         self._blocks["parameters"].protect()
-        for name in [name for name in self._blocks if name.startswith(ASIDE) and name not in (TASK, ASIDE_BATCH)]:
+        for name in [name for name in self._blocks if name.startswith(ASIDE) and name != ASIDE_BATCH]:
             self.detach(name)
         self.evaluator.tasks.end()
 

@@ -40,13 +40,13 @@ from batchopt_workers.batch import Batch
 from batchopt_workers.forms import Column
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import TASKS, Cut, Order
-from batchopt_workers.packing import Packed, pack
-from batchopt_workers.session import ASIDE_BATCH, TASK, Session
+from batchopt_workers.packing import pack
+from batchopt_workers.session import ASIDE_BATCH, Session
 from batchopt_workers.task import Task
 from batchopt_workers.task_runner import of_term
 from batchopt_workers.worker import Hook
 
-# Bytes up to which memory for a task, or its batch, is kept for the next one.
+# Bytes up to which memory for the batches of tasks is kept for the next one.
 KEPT = 2**28
 
 
@@ -89,7 +89,7 @@ class ProcessBackend(Backend):
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.
         self._slots: list[SharedBlock | None] = [None, None]
         self._slot = 0
-        self._aside: dict[str, SharedBlock] = {}  # for a task and its batch
+        self._aside: SharedBlock | None = None  # for the batch of a task
         self._loaded = Batch(())
         self._of_task = self._loaded.numbering
         self._parameters = setup.parameters
@@ -145,28 +145,27 @@ class ProcessBackend(Backend):
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
             packed = pack(task, self._parameters)
-        if packed.placements:
-            self._place_aside(TASK, packed)
-        calls = [] if batch is None else self._read_aside(batch)
+        memory = None
+        if packed.placements:  # new memory: the user's code may keep what it was given, and the next task is another
+            memory = SharedBlock.create(packed.nbytes)
+            packed.place(memory)
+        calls = [] if batch is None else self._place_aside(batch)
         changed = follow and self._group.follow()
         subject = batch or of_term(self._loaded, task.term)
-        self._group.begin_task(packed.data, packed.placements, calls, subject.is_read)
+        self._group.begin_task(packed.data, packed.placements, memory, calls, subject.is_read)
         self._of_task = subject.numbering
         return changed
 
-    def _place_aside(self, name: str, packed: Packed) -> None:
-        """Bring what a task needs to shared memory, which workers know by that name."""
-        memory = self._aside.get(name)
-        if memory is None or packed.nbytes > memory.nbytes or not self._group.is_free:
-            memory = self._aside[name] = SharedBlock.create(packed.nbytes)
-        packed.place(memory)
-        self._group.attach(name, memory)
-
-    def _read_aside(self, batch: Batch) -> list[SessionCall]:
+    def _place_aside(self, batch: Batch) -> list[SessionCall]:
         """Bring the batch of a task to shared memory; the calls that let a worker take it."""
         with sending("the batch", batch):
             packed = pack(batch)
-        self._place_aside(ASIDE_BATCH, packed)
+        memory = self._aside
+        if memory is None or packed.nbytes > memory.nbytes or not self._group.is_free:
+            memory = SharedBlock.create(packed.nbytes)
+        self._aside = memory if memory.nbytes <= KEPT else None
+        packed.place(memory)
+        self._group.attach(ASIDE_BATCH, memory)
         return [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements)]
 
     def keep_outputs(self, keep: bool) -> None:
@@ -176,9 +175,8 @@ class ProcessBackend(Backend):
         return self._group.collected(columns, samples)
 
     def end_task(self) -> None:
-        for name in [name for name, memory in self._aside.items() if memory.nbytes > KEPT]:
-            del self._aside[name]
-            self._group.detach(name)
+        if self._aside is None:
+            self._group.detach(ASIDE_BATCH)
         self._group.end_task()
 
     def probe(self, cut: Cut, order: Order) -> dict[int, float]:
@@ -195,7 +193,7 @@ class ProcessBackend(Backend):
 
     def close(self) -> None:
         self._group.close()
-        self._slots, self._aside, self._loaded = [None, None], {}, Batch(())
+        self._slots, self._aside, self._loaded = [None, None], None, Batch(())
 
 
 def _name(slot: int) -> str:

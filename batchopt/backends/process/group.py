@@ -270,13 +270,14 @@ class WorkerGroup:
         self,
         data: bytes,
         placements: Sequence[Placement],
+        memory: SharedBlock | None,
         batch: Sequence[SessionCall],
         reading: bool,
     ) -> None:
         """As `Results.begin_task`. `reading`: whether workers read samples for it."""
         self._enter()
         self._deadlines.reading_for_task = reading
-        self.results.begin_task(data, placements, batch)
+        self.results.begin_task(data, placements, memory, batch)
         for worker in self._pool.workers.values():
             worker.task_cut = None
         for kind in TASKS:

@@ -8,11 +8,11 @@ import torch
 
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.task_files import read_columns
-from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_file
+from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block, call_with_file
 from batchopt_workers.forms import Column
-from batchopt_workers.memory import GrowingFile
+from batchopt_workers.memory import GrowingFile, SharedBlock
 from batchopt_workers.packing import Placement
-from batchopt_workers.session import Session
+from batchopt_workers.session import TASK, Session
 
 
 class Results:
@@ -24,12 +24,15 @@ class Results:
         self._file: GrowingFile | None = None
         self._keeps_outputs = False
 
-    def begin_task(self, data: bytes, placements: Sequence[Placement], batch: Sequence[SessionCall]) -> None:
-        """Let orders of tasks be about the task that was packed so, its tensors, if it has any, in the memory known as
-        `TASK`; `batch`: the calls that let a worker take the one that comes with it."""
+    def begin_task(
+        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock | None, batch: Sequence[SessionCall]
+    ) -> None:
+        """Let orders of tasks be about the task that was packed so, its tensors, if it has any, in `memory`; `batch`:
+        the calls that let a worker take the one that comes with it."""
         self._file = GrowingFile()
+        attach = [] if memory is None else [call_with_block(Activity.TASK, Session.attach_copy, TASK, memory)]
         begin = call_with_file(Activity.TASK, Session.begin_task, self._file, data, placements)
-        self._pool.set_state("task", *batch, begin)
+        self._pool.set_state("task", *batch, *attach, begin)
 
     def end_task(self) -> None:
         """Let nobody hold anything of the task any more."""

@@ -104,7 +104,8 @@ class PendingMessage(NamedTuple):
 class WorkerProcess:
     """A worker process: its pipe, the messages that it was sent, the memory that it was given, and its end.
 
-    It is killed, with all that it started, when this object is forgotten. `rank` is the parent's name for it, `number`
+    What it is asked leaves at the next `flush`. It is killed, with all that it started, when this object is forgotten.
+    `rank` is the parent's name for it, `number`
     its rank among all `world_size` workers: another one where some of them are on other machines.
     """
 
@@ -198,7 +199,7 @@ class WorkerProcess:
         self.channel.flush()
 
     def set_cut(self, cut: Cut) -> None:
-        """Let it cut the batch so, from the next `flush` on, like all that follows here."""
+        """Let it cut the batch so."""
         self.ask(call(Activity.CUT, Session.set_cut, cut))
         self.cut = cut
 

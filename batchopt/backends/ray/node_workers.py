@@ -24,7 +24,7 @@ from batchopt_workers.evaluate import Program
 from batchopt_workers.messages import Cut, Order
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import unpack
-from batchopt_workers.session import ASIDE, ASIDE_BATCH, PIECE, TASK, Session
+from batchopt_workers.session import ASIDE, ASIDE_BATCH, PIECE, Session
 from batchopt_workers.torch_settings import TorchSettings
 
 # The name by which workers know the memory of the batch.
@@ -113,9 +113,8 @@ class NodeWorkers:
             calls = [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, manifest.data, manifest.placements)]
         self.group.follow()
         self._forget_task_pieces()
-        if task.placements:
-            self.group.attach(TASK, task.unload())
-        self.group.begin_task(task.data, task.placements, calls, reading)
+        memory = task.unload() if task.placements else None
+        self.group.begin_task(task.data, task.placements, memory, calls, reading)
         self._of_task = numbering
 
     def fill_task(self, part: BatchSlice) -> None:
@@ -133,8 +132,7 @@ class NodeWorkers:
     def end_task(self) -> None:
         """Hold nothing of the task any more."""
         self._forget_task_pieces()
-        for name in (TASK, ASIDE_BATCH):
-            self.group.detach(name)
+        self.group.detach(ASIDE_BATCH)
         self.group.end_task()
 
     def _forget_task_pieces(self) -> None:
