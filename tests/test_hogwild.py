@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, WorkerError, hogwild
 from batchopt._data.epochs import permutation
-from tests.workloads import Mlp, Pairs
+from tests.workloads import Mlp, Pairs, once
 
 torch.manual_seed(0)
 X = torch.randn(96, 6, dtype=torch.float64)
@@ -99,11 +100,7 @@ def test_parameters_are_read_only_again_afterwards() -> None:
 
 def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
     def die(part: nn.Module, inputs: Any) -> None:
-        if (tmp_path / "armed").exists():
-            try:
-                os.close(os.open(tmp_path / "done", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                return
+        if (tmp_path / "armed").exists() and once(tmp_path / "done"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     module = network()
@@ -116,6 +113,60 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path
         assert (tmp_path / "done").exists() and sum(worker.restarts for worker in opt.workers) == 1
         assert sum(map(len, found.losses)) == 120
         assert nn.functional.mse_loss(module(X), Y).item() < before / 2
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: Path) -> None:
+    """Nobody steps on mini-batches that another worker is at, and no step is made after the call."""
+    steps = tmp_path / "steps"
+    others = 2 if failing else 20 * 12 - 7  # all are made by then but for the rest of the first chunk
+
+    def dawdle(part: nn.Module, inputs: Any) -> None:
+        with steps.open("ab") as file:
+            file.write(b".")
+        if once(tmp_path / "late"):
+            while steps.stat().st_size < others:
+                time.sleep(0.01)
+            time.sleep(0.3)  # so that somebody who does not wait is seen
+            (tmp_path / "done").touch()
+        elif failing and not (tmp_path / "done").exists():
+            raise ZeroDivisionError("while another one steps")
+
+    module = network()
+    module.get_submodule("first").register_forward_pre_hook(dawdle)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        if failing:
+            with pytest.raises(WorkerError, match="while another one steps"):
+                opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
+        else:
+            opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
+            assert steps.stat().st_size == 20 * 12
+        assert (tmp_path / "done").exists()
+        after = opt.parameters.clone()
+        opt.run_on_workers(lambda worker: None)
+        assert torch.equal(opt.parameters, after)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_path: Path) -> None:
+    parent = os.getpid()
+
+    def linger(part: nn.Module, inputs: Any) -> None:
+        if once(tmp_path / "late"):
+            os.kill(parent, signal.SIGINT)
+            time.sleep(0.3)  # for it to arrive
+            os.kill(parent, signal.SIGINT)
+            time.sleep(600.0)
+
+    module = network()
+    module.get_submodule("first").register_forward_pre_hook(linger)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        with pytest.raises(KeyboardInterrupt):
+            opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
+        opt.run_on_workers(lambda worker: None)
+        assert sum(worker.restarts for worker in opt.workers) == 1
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
 
 
 def test_sparse_gradients_of_embeddings() -> None:

@@ -23,7 +23,7 @@ import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt_workers import loop
-from tests.workloads import Mlp
+from tests.workloads import Mlp, once
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
 Y = torch.linspace(-1.0, 3.0, 40 * 4, dtype=torch.float64).reshape(40, 4).cos()
@@ -48,15 +48,6 @@ def gram(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torc
 def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Rows that are too many to be copied."""
     return inputs.repeat(1, 1000)
-
-
-def once(marker: Path) -> bool:
-    """Whether nobody has asked before, in any process."""
-    try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 # ---- what comes in between

@@ -19,6 +19,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 
+def once(marker: Path) -> bool:
+    """Whether nobody has asked before, in any process."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 class Mlp(nn.Module):
     """Two layers with tanh."""
 

@@ -17,7 +17,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Term, WorkerError
 from tests.backends.least_squares_contract import LeastSquaresContract
-from tests.workloads import Mlp, rnn
+from tests.workloads import Mlp, once, rnn
 
 Make = Callable[..., BatchOptimizer]
 X = torch.linspace(-2.0, 2.0, 37 * 6, dtype=torch.float64).reshape(37, 6).sin()
@@ -51,15 +51,6 @@ class Counting(nn.Module):
         self.seen += len(x)
         y: torch.Tensor = self.inner(x) + 0 * self.seen
         return y
-
-
-def once(marker: Path) -> bool:
-    """Whether nobody has asked before, in any process."""
-    try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 def first(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

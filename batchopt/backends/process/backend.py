@@ -152,7 +152,7 @@ class ProcessBackend(Backend):
         calls = [] if batch is None else self._place_aside(batch)
         changed = follow and self._group.follow()
         subject = batch or of_term(self._loaded, task.term)
-        self._group.begin_task(packed.data, packed.placements, memory, calls, subject.is_read)
+        self._group.begin_task(packed.data, packed.placements, memory, calls, subject.is_read, task.writes)
         self._of_task = subject.numbering
         return changed
 

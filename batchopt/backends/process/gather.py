@@ -28,7 +28,7 @@ class ProcessGather:
     """Collects the replies to one evaluation of a batch with this `numbering` of its samples.
 
     Of `paces` (seconds a sample, by rank) that of the kind of its orders is kept current. Replies to earlier
-    evaluations are for `overdue`.
+    evaluations are for `overdue`. `copies`: as in `WorkerScheduler`.
     """
 
     def __init__(
@@ -38,10 +38,12 @@ class ProcessGather:
         orders: Sequence[Order | None],
         paces: Mapping[Kind, dict[int, float]],
         overdue: Overdue | None = None,
+        copies: bool = True,
     ) -> None:
         some = next(order for order in orders if order is not None)
         self.cut = cut
-        self.scheduler = WorkerScheduler([None if o is None else ChunkRun(o.first, o.last) for o in orders], cut.chunks)
+        runs = [None if o is None else ChunkRun(o.first, o.last) for o in orders]
+        self.scheduler = WorkerScheduler(runs, cut.chunks, copies)
         self.failures = Failures()
         self.poison: PoisonChunkError | None = None
         self.gone: list[WorkerProcess] = []

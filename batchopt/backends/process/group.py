@@ -95,6 +95,7 @@ class WorkerGroup:
         self._attached: dict[str, SharedBlock] = {}
         self._hooked = True
         self._direction: torch.Tensor | None = None
+        self._writing = False  # whether the task at hand writes parameters
         self._program = setup.program
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._proven = False  # whether a forward of this program has come to its end
@@ -273,10 +274,12 @@ class WorkerGroup:
         memory: SharedBlock | None,
         batch: Sequence[SessionCall],
         reading: bool,
+        writing: bool = False,
     ) -> None:
-        """As `Results.begin_task`. `reading`: whether workers read samples for it."""
+        """As `Results.begin_task`. `reading`: whether workers read samples for it; `writing`: whether they write
+        parameters, which they have stopped doing when it has ended."""
         self._enter()
-        self._deadlines.reading_for_task = reading
+        self._deadlines.reading_for_task, self._writing = reading, writing
         self.results.begin_task(data, placements, memory, batch)
         for worker in self._pool.workers.values():
             worker.task_cut = None
@@ -289,9 +292,14 @@ class WorkerGroup:
 
     def end_task(self) -> None:
         """See `Backend.end_task`."""
-        for worker in self._pool.workers.values():
-            worker.drop_totals()
-        self.results.end_task()
+        try:
+            if self._writing:
+                self._pool.finish()
+        finally:
+            self._writing = False
+            for worker in self._pool.workers.values():
+                worker.drop_totals()
+            self.results.end_task()
 
     # ---- evaluating
 
@@ -307,7 +315,8 @@ class WorkerGroup:
         self._follow_torch()
         if numbering is None:
             self.results.begin_evaluation()
-        gather = ProcessGather(cut, numbering or self._numbering, orders, self._paces, self._overdue)
+        copies = not self._writing  # a step that two workers make is two steps
+        gather = ProcessGather(cut, numbering or self._numbering, orders, self._paces, self._overdue, copies)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
             directed, late = -1, math.inf

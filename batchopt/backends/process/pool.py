@@ -145,6 +145,7 @@ class Pool:
                 continue
             for worker in left:
                 worker.kill("was left in a function that nobody waits for")
+                self._reap(worker, Ignore())
             return
 
     def call_off(self) -> None:
@@ -153,6 +154,19 @@ class Pool:
             if not worker.idle and worker.asked is not None and worker.asked.activity is Activity.EVALUATING:
                 with suppress(OSError):
                     worker.limit(0)
+
+    def finish(self) -> None:
+        """Wait until nobody evaluates anything. Whoever still does when that is interrupted is killed."""
+        self.call_off()
+        try:
+            while not all(worker.free for worker in self.workers.values()):
+                self.pump(Ignore(), float("inf"))
+        except BaseException:
+            for worker in list(self.workers.values()):
+                if not worker.free:
+                    worker.kill("was left at a step that nobody waits for")
+                    self._reap(worker, Ignore())
+            raise
 
     # ---- what is
 

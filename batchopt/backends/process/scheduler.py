@@ -80,13 +80,15 @@ class WorkerScheduler:
     """Schedules the chunks of one evaluation. Tell it what happens (`reported`, `ended`, `lost`); it says what to do
     (`decide`)."""
 
-    def __init__(self, runs: Sequence[ChunkRun | None], chunks: int) -> None:
-        """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common."""
+    def __init__(self, runs: Sequence[ChunkRun | None], chunks: int, copies: bool = True) -> None:
+        """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common. `copies`:
+        whether another worker may be given a chunk that is late, too."""
         self._pending: list[tuple[int | None, ChunkRun]] = []  # with the worker that it is planned for
         for worker, run in enumerate(runs):
             if run is not None and run.first < run.last:
                 self._pending.append((worker, run))
         self.ledger = Ledger(chunks, [run for _, run in self._pending])
+        self._copies = copies
         self._tasks: dict[int, _WorkerTask] = {}
         self._blame: dict[int, float] = {}
         self._patience: dict[int, float] = {}
@@ -264,7 +266,7 @@ class WorkerScheduler:
     def _due(self, worker: int, estimate: ChunkEstimate) -> float:
         """When the worker is late with the chunk at hand."""
         task = self._tasks[worker]
-        return due(task.since, estimate(worker, task.next), PATIENCE)
+        return due(task.since, estimate(worker, task.next), PATIENCE) if self._copies else math.inf
 
     def _late(self, estimate: ChunkEstimate, now: float) -> ChunkRun | None:
         """A chunk that is at hand somewhere, and late with all who are at it."""
