@@ -279,6 +279,20 @@ def test_what_is_behind_a_late_chunk_is_taken_however_little_it_is() -> None:
     assert scheduler.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
 
 
+def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk() -> None:
+    scheduler = WorkerScheduler([ChunkRun(0, 2), None], 2, copies=False)
+    scheduler.decide([0], unknown, 0.0)
+    estimate = pace(1e-5, 1e-5)
+    assert scheduler.next_late(estimate) == PATIENCE
+    assert scheduler.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
+    scheduler.reported(1, 2, PATIENCE)
+    scheduler.ended(1)
+    assert scheduler.next_late(estimate) == math.inf
+    assert scheduler.decide([1], estimate, 1000.0) == []
+    scheduler.lost(0)
+    assert scheduler.decide([1], estimate, 1000.0) == [Assign(1, 0, 1)]
+
+
 def test_two_idle_workers_share_what_a_late_one_has() -> None:
     scheduler = begun((0, 3), None, None)
     estimate = pace(1e-5, 1e-5, 1e-5)

@@ -82,7 +82,7 @@ class WorkerScheduler:
 
     def __init__(self, runs: Sequence[ChunkRun | None], chunks: int, copies: bool = True) -> None:
         """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common. `copies`:
-        whether another worker may be given a chunk that is late, too."""
+        whether another worker may be given a chunk that is late, too, and not only what is behind it."""
         self._pending: list[tuple[int | None, ChunkRun]] = []  # with the worker that it is planned for
         for worker, run in enumerate(runs):
             if run is not None and run.first < run.last:
@@ -266,10 +266,12 @@ class WorkerScheduler:
     def _due(self, worker: int, estimate: ChunkEstimate) -> float:
         """When the worker is late with the chunk at hand."""
         task = self._tasks[worker]
-        return due(task.since, estimate(worker, task.next), PATIENCE) if self._copies else math.inf
+        return due(task.since, estimate(worker, task.next), PATIENCE)
 
     def _late(self, estimate: ChunkEstimate, now: float) -> ChunkRun | None:
         """A chunk that is at hand somewhere, and late with all who are at it."""
+        if not self._copies:
+            return None
         for chunk, late in sorted(self._dues(estimate).items(), key=lambda item: item[1]):
             if late <= now:
                 return ChunkRun(chunk, chunk + 1)
@@ -287,4 +289,5 @@ class WorkerScheduler:
     def next_late(self, estimate: ChunkEstimate) -> float:
         """When something can be given to an idle worker because it becomes late; infinity if that cannot be known."""
         blocked = [self._due(worker, estimate) for worker in self._tasks if self._behind(worker) is not None]
-        return min([*self._dues(estimate).values(), *blocked], default=math.inf)
+        copied = self._dues(estimate).values() if self._copies else ()
+        return min([*copied, *blocked], default=math.inf)
