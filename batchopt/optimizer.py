@@ -650,7 +650,8 @@ class BatchOptimizer:
         it, and no two runs are alike: for models of which a mini-batch touches few parameters, such as embeddings with
         `sparse=True` (Niu, Recht, Ré and Wright: "Hogwild!", 2011). Returns the losses of each worker. Raises
         `ValueError` for running statistics, which nobody would put together, and what `collect` raises; then
-        parameters are wherever the steps before have left them. Not on a cluster, nor with `devices`.
+        parameters are wherever the steps before have left them. No worker steps any more once the call has ended. Not
+        on a cluster, nor with `devices`.
         """
         return hogwild(self._function, data, optimizer, batch_size, epochs, shuffle)
 
