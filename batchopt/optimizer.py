@@ -529,8 +529,9 @@ class BatchOptimizer:
                     trials = Trials(function.subject.x, function.subject.parameters, self._tells)
                     with function.observers.including(trials):
                         self.optimize()
+                    left = self._left(trials)
                     function.end_step()
-                    function.stepped(self._left(trials))
+                    function.stepped(left)
             except BaseException:
                 function.subject.bind()
                 rollback.back()

@@ -60,6 +60,31 @@ def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> Non
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_state_that_nobody_knew_of_is_found_before_any_step_counts(parallelize: int) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+            self.seen = torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            y: torch.Tensor = self.inner(x)
+            return y
+
+    expected, losses = plain(1, shuffle=False)
+    module = Counting()
+    options = {"backend": "process", "threads_per_worker": 1, "parallelize": parallelize}
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:  # type: ignore[arg-type]
+        found = opt.hogwild((X, Y), momentum, batch_size=10, shuffle=False)
+    assert sum(map(len, found.losses)) == 10
+    assert found.losses[0][0] == losses[0] or parallelize == 2
+    if parallelize == 1:
+        assert found.losses == [losses]
+        assert all(map(torch.equal, module.inner.parameters(), expected.parameters()))
+
+
 def test_in_one_call_it_is_the_same() -> None:
     expected, losses = plain(2, shuffle=True)
     module = network()

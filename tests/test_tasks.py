@@ -50,6 +50,30 @@ def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torc
     return inputs.repeat(1, 1000)
 
 
+@EACH
+def test_what_user_code_writes_past_every_counter_is_gone_with_the_batch(parallelize: int) -> None:
+    def negated(module: nn.Module, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+        array = inputs.numpy()
+        array *= -1.0
+        return inputs.clone()
+
+    with make(parallelize, backend="process") as opt:
+        for value in (1.0, 7.0, 3.0):
+            given = torch.full_like(X, value)
+            assert torch.equal(opt.collect(negated, given, Y), torch.full_like(X, -value))
+    with make(parallelize, backend="process") as opt:
+        opt.prehook = _negate
+        for value in (1.0, 7.0, 3.0, 2.0):
+            opt.load(value * X, Y)
+            expected = nn.functional.mse_loss(opt.module(-value * X), Y)
+            assert opt.evaluate().item() == pytest.approx(expected.item())
+
+
+def _negate(worker: Worker, sample: Any) -> None:
+    array = sample.inputs.numpy()
+    array *= -1.0
+
+
 # ---- what comes in between
 
 

@@ -446,7 +446,8 @@ class BatchFunction:
                     self._forget_batch()
                 plan = self._plan_of_task(task, batch, cut)
                 orders = plan.orders(workers.number(), self._past.counters.steps, kind)
-                answers = workers.learning(lambda: workers.backend.evaluate(plan.cut, orders, self.observers.busy))
+                evaluate = partial(workers.backend.evaluate, plan.cut, orders, self.observers.busy)
+                answers = evaluate() if task.writes else workers.learning(evaluate)
                 workers.learn_from_task(answers)
                 self.observers.worked(kind.name.lower(), answers, plan.cut.bounds)
                 faults.point("parent.answers")
@@ -469,13 +470,14 @@ class BatchFunction:
     @contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
         """If the body raises, restore the counters and the buffers; a batch has to be loaded again."""
-        before, outer = self._past, self._goes_back_to
+        before, outer, step, ended = self._past, self._goes_back_to, self._step, self._ended
         self._goes_back_to = outer or before
         try:
             yield
         except BaseException:
             self._past = before
-            if self._step is not None and not self._ended:
+            has_begun = self._step is not step or not ended
+            if self._step is not None and has_begun:
                 self.subject.buffers.restore()
             self._forget_batch()
             raise

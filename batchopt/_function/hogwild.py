@@ -53,8 +53,16 @@ def hogwild(
     cut = Cut((*ends[:-1:TOGETHER], ends[-1]))
     numbers = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(batch) for batch in batches]))
     orders = Part(Columns((torch.cat(batches), numbers)), None, None, Weighting("mean", ends[-1]))
-    task = Task(Hogwild(part, optimizer), aside=True, writes=True)
-    losses, ranks = collect(function, task, Batch((orders,)), cut)
+    start = function.parameters.clone()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            function.parameters.copy_(start)  # if it begins anew, since forwards write state that was not known
+        task = Task(Hogwild(part, optimizer), aside=True, writes=True)
+        found: tuple[torch.Tensor, torch.Tensor] = collect(function, task, Batch((orders,)), cut)
+        return found
+
+    losses, ranks = function.workers.learning(run)
     firsts = torch.tensor(ends[:-1])
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):

@@ -115,8 +115,8 @@ class Workers:
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
         """Hooks do not run inside."""
-        self.backend.use_hooks(False)
         try:
+            self.backend.use_hooks(False)
             yield
         finally:
             self.backend.use_hooks(True)

@@ -69,8 +69,8 @@ class SVRG(torch.optim.Optimizer):
         due = memory["passes"] % self.update_freq == 0
         if due:
             full()
-            memory["at"] = [parameter.detach().clone() for parameter in self._parameters]
-            memory["full"] = _gradients(self._parameters)
+            at = [parameter.detach().clone() for parameter in self._parameters]
+            memory.update(at=at, full=_gradients(self._parameters))
         memory["passes"] += 1
         return bool(due)
 

@@ -79,7 +79,7 @@ class Parent:
         self.session.load("batch", packed.data, packed.placements)
         self.session.set_cut(Cut((0, 6)))
         block = self.share("rows", rows_nbytes(self.layout, CHANGES, 1))
-        self.session.add_rows(1)
+        self.session.add_rows(0, 1)
         self.rows = Rows(self.layout, CHANGES, 1, block, torch.device("cpu"))
 
     def evaluate(self) -> Report:

@@ -101,12 +101,12 @@ class Mirror:
         self._directions = shared, copy
         return copy
 
-    def add_rows(self, count: int, changes: int) -> None:
-        """Sum in `count` rows more, each with `changes` numbers that say how buffers change."""
+    def make_rows(self, count: int, changes: int) -> None:
+        """Have `count` rows to sum in, at least, each with `changes` numbers that say how buffers change."""
         if self._rows is None:
             self._rows = Rows(self._layout, changes, count, None, self._device)
         else:
-            self._rows.grow(count, None)
+            self._rows.grow(max(0, count - len(self._rows)), None)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._device, copy=True).requires_grad_(tensor.requires_grad)

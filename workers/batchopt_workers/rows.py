@@ -32,8 +32,9 @@ class Rows:
         self.grow(count, block)
 
     def grow(self, count: int, block: SharedBlock | None) -> None:
-        """Add `count` rows over `block`; those there keep their places."""
+        """Add `count` rows over `block`, all or, if that is interrupted, none; those there keep their places."""
         layout, changes = self._layout, self.changes
+        rows: list[Row] = []
         stride, split = _row_bytes(layout, changes)
         for i in range(count):
             if block is None:
@@ -42,7 +43,12 @@ class Rows:
             else:
                 gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)
                 deltas = block.tensor(torch.float64, (changes,), i * stride + split)
-            self._rows.append(Row(gradient, layout.views(gradient), deltas))
+            rows.append(Row(gradient, layout.views(gradient), deltas))
+        self._rows.extend(rows)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` rows."""
+        del self._rows[count:]
 
     def __len__(self) -> int:
         return len(self._rows)

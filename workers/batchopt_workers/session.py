@@ -183,6 +183,7 @@ class Session:
         for blocks in (self._blocks, self._private):
             for known in [known for known in blocks if known.startswith(PIECE)]:
                 del blocks[known]
+        self._private[name].discard()  # what the user's code wrote there was of the batch before
         self.evaluator.batch = unpack(data, placements, self._private[name])
         self.restart_step()
 
@@ -201,6 +202,7 @@ class Session:
 
     def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
+        self._private[name].discard()
         self._aside = unpack(data, placements, self._private[name])
 
     def fill_aside(self, name: str, start: int, data: bytes, placements: Sequence[Placement]) -> None:
@@ -274,16 +276,17 @@ class Session:
         if self._mirror is not None:
             self._mirror.forget_pieces()
 
-    def add_rows(self, count: int) -> None:
-        """Sum in the `count` rows of block "rows" too."""
+    def add_rows(self, first: int, count: int) -> None:
+        """Sum in the `count` rows of block "rows" too, which follow the `first` ones: in place of others that do."""
         assert self._layout is not None and self._buffers is not None
         pin(self._blocks["rows"], self.worker.device)
         if self._rows is None:
             self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], HOST)
         else:
+            self._rows.cut(first)
             self._rows.grow(count, self._blocks["rows"])
         if self._mirror is not None:
-            self._mirror.add_rows(count, self._buffers.size)
+            self._mirror.make_rows(first + count, self._buffers.size)
 
     def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
         """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake`

@@ -98,6 +98,7 @@ class WorkerGroup:
         self._writing = False  # whether the task at hand writes parameters
         self._program = setup.program
         self._shared = SharedProgram(setup.program, setup.parameters)
+        self._sent: tuple[bytes, SharedBlock] | None = None  # the program that all of the workers' state is about
         self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
         self._waking = WakingPipe()
@@ -134,22 +135,25 @@ class WorkerGroup:
             worker.cut = worker.task_cut = None
             if worker.rows is not None and worker.rows.changes != self._setup.buffers.size:
                 worker.rows = None
+        self._sent = packed.data, block
 
     def _follow(self) -> bool:
         """Send the workers what the user has changed of the program since; returns whether that was something."""
         hooks = self._holder.module_hooks()
         if self._program.module_hooks != hooks:
             self._program = replace(self._program, module_hooks=hooks)
-        changed = self._shared.follow(self._program)
-        if changed:
-            self._send_program()
-        return changed
+        self._shared.follow(self._program)
+        source, block = self._shared.source, self._shared.block
+        if self._sent is not None and self._sent[0] is source.packed.data and self._sent[1] is block:
+            return False
+        self._send_program()
+        return True
 
     def _follow_torch(self) -> None:
         settings = self._holder.torch_settings()
         if settings != self._torch:
-            self._torch = settings
             self._pool.set_state("torch", call(Activity.TORCH, Session.set_torch, settings))
+            self._torch = settings
 
     def tell(self, name: str, *calls: SessionCall) -> None:
         """Let each worker have been told `calls`, in place of what it was told by that name before."""
@@ -221,8 +225,8 @@ class WorkerGroup:
     def use_hooks(self, hooked: bool) -> None:
         """Run hooks, or run none."""
         if hooked != self._hooked:
-            self._hooked = hooked
             self._pool.set_state("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
+            self._hooked = hooked
 
     def include_state(self, names: Collection[str]) -> None:
         """Let evaluations change these tensors of the module, too."""
@@ -252,8 +256,8 @@ class WorkerGroup:
     def attach(self, name: str, memory: SharedBlock) -> None:
         """Let workers know this memory by that name."""
         if self._attached.get(name) is not memory:
-            self._attached[name] = memory
             self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
+            self._attached[name] = memory  # only now: what is interrupted before is told again
 
     def detach(self, name: str) -> None:
         """Let them forget it, if they know any by that name."""
@@ -277,7 +281,7 @@ class WorkerGroup:
         writing: bool = False,
     ) -> None:
         """As `Results.begin_task`. `reading`: whether workers read samples for it; `writing`: whether they write
-        parameters, which they have stopped doing when it has ended."""
+        parameters: then `evaluate` ends when nobody does any more."""
         self._enter()
         self._deadlines.reading_for_task, self._writing = reading, writing
         self.results.begin_task(data, placements, memory, batch)
@@ -292,14 +296,10 @@ class WorkerGroup:
 
     def end_task(self) -> None:
         """See `Backend.end_task`."""
-        try:
-            if self._writing:
-                self._pool.finish()
-        finally:
-            self._writing = False
-            for worker in self._pool.workers.values():
-                worker.drop_totals()
-            self.results.end_task()
+        self._writing = False
+        for worker in self._pool.workers.values():
+            worker.drop_totals()
+        self.results.end_task()
 
     # ---- evaluating
 
@@ -337,6 +337,8 @@ class WorkerGroup:
                 if gather.poison is not None:
                     raise gather.poison
         finally:
+            if self._writing:
+                self._pool.finish(gather)
             self._pool.call_off()
             self._holder.at_turn(None)
         if gather.failures:
@@ -489,6 +491,6 @@ class WorkerGroup:
         self._pool.close()
         self._shared.close()
         # This object and its pool refer to each other: memory is given back now, not when Python's collector comes.
-        self._direction = None
+        self._direction = self._sent = None
         self._attached.clear()
         self._overdue = Overdue(self._paces)

@@ -155,12 +155,13 @@ class Pool:
                 with suppress(OSError):
                     worker.limit(0)
 
-    def finish(self) -> None:
-        """Wait until nobody evaluates anything. Whoever still does when that is interrupted is killed."""
-        self.call_off()
+    def finish(self, listener: ProcessListener) -> None:
+        """Wait until nobody evaluates anything, and tell `listener` what they say. Whoever still does when that is
+        interrupted is killed."""
         try:
+            self.call_off()
             while not all(worker.free for worker in self.workers.values()):
-                self.pump(Ignore(), float("inf"))
+                self.pump(listener, float("inf"))
         except BaseException:
             for worker in list(self.workers.values()):
                 if not worker.free:

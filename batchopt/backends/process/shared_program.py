@@ -36,29 +36,35 @@ class SharedProgram:
         self.source = Source(program, parameters)
         self.block = _new_block(self.source.packed)
         self._constants: list[_SharedTensor] = []
+        self._placed: Packed | None = None  # what the block has
+        self._left: list[SharedBlock] = []  # blocks that it had
         self._place()
 
-    def follow(self, program: Program) -> bool:
+    def follow(self, program: Program) -> None:
         """Take over what the user has changed since, in `program` or in what it refers to; the workers must be idle.
-        Returns whether the workers need it anew; where only the elements of tensors have changed, they see them.
+        They need it anew if the `data` of the source is another one, or the block; where only the elements of tensors
+        have changed, they see them. What an interrupt or an error has left half done is done by the next call.
 
         Raises `TypeError` for a program that cannot be sent any more.
         """
-        packed, before = self.source.packed, self.block
-        if not self.source.follow(program):
+        self.source.follow(program)
+        now, placed = self.source.packed, self._placed
+        if now is placed:
             self._refresh()
-            return False
-        now = self.source.packed
-        if now.placements != packed.placements or self._have_moved(now):
+            return
+        if placed is None or now.placements != placed.placements or self._have_moved(now):
+            self._left.append(self.block)
+            self._placed = None
             self.block = _new_block(now)
         self._place()
-        if self.block is not before:
-            before.make_private()  # the user may have a tensor there that is no part of the program any more
-        return now.data is not packed.data or self.block is not before
+        while self._left:  # the user may have a tensor there that is no part of the program any more
+            self._left[-1].make_private()
+            self._left.pop()
 
     def close(self) -> None:
         """The workers are gone: the tensors stay where they are, in memory of this process alone."""
-        self.block.make_private()
+        for block in (*self._left, self.block):
+            block.make_private()
 
     def _place(self) -> None:
         packed = self.source.packed
@@ -69,6 +75,7 @@ class SharedProgram:
             for tensor, placement in zip(packed.tensors, packed.placements, strict=True)
         ]
         self._refresh()
+        self._placed = packed
 
     def _have_moved(self, packed: Packed) -> bool:
         """Whether a tensor lies in the block at another place than its own."""

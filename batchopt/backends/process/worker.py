@@ -222,13 +222,15 @@ class WorkerProcess:
             self.ask(call(Activity.MEMORY, Session.sum_nowhere))
 
     def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
-        """Let it have that many rows to sum gradients in, at least; they only grow."""
-        more = needed - (0 if self.rows is None else len(self.rows))
+        """Let it have that many rows to sum gradients in, at least; they only grow. After an interrupt in between it is
+        told once more."""
+        held = 0 if self.rows is None else len(self.rows)
+        more = needed - held
         if more <= 0:
             return
         block = SharedBlock.create(rows_nbytes(layout, changes, more))
         self.ask(call_with_block(Activity.MEMORY, Session.attach, "rows", block))
-        self.ask(call(Activity.MEMORY, Session.add_rows, more))
+        self.ask(call(Activity.MEMORY, Session.add_rows, held, more))
         if self.rows is None:
             self.rows = Rows(layout, changes, more, block, device)
         else:

@@ -1,0 +1,168 @@
+"""A call that is cut short at the worst place: what it left half done is done again, not taken for done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer
+from batchopt._function.trials import Trials
+from batchopt.backends.process import shared_program
+from batchopt.backends.process.backend import ProcessBackend
+from batchopt.backends.process.pool import Pool
+from batchopt_workers.rows import Rows
+from tests.workloads import Mlp
+
+X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
+Y = torch.linspace(-1.0, 3.0, 40 * 4, dtype=torch.float64).reshape(40, 4).cos()
+
+
+class Scaled(nn.Module):
+    """With a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp().double()
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x) * self.scale
+        return y
+
+
+def make(module: nn.Module, **options: Any) -> BatchOptimizer:
+    """Two workers."""
+    return BatchOptimizer(module, nn.MSELoss(), **{"optimizer": None, "parallelize": 2, **options})
+
+
+def check(opt: BatchOptimizer) -> None:
+    """f and df/dX of the whole batch are those of one process."""
+    module = opt.module
+    opt.load(X, Y)
+    found = opt.evaluate().item()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
+    loss = nn.functional.mse_loss(module(X), Y)
+    expected = torch.autograd.grad(loss, [*module.parameters()])
+    assert found == pytest.approx(loss.item())
+    torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]))
+
+
+def once(real: Callable[..., Any], error: BaseException, after: bool = False) -> Callable[..., Any]:
+    """Raises the first time: in place of what `real` does, or after it."""
+    left = [error]
+
+    def first_raises(*arguments: Any, **keywords: Any) -> Any:
+        result = real(*arguments, **keywords) if after or not left else None
+        if left:
+            raise left.pop()
+        return result
+
+    return first_raises
+
+
+@pytest.mark.parametrize("what", ["_new_block", "_place", "_send_program"])
+def test_a_change_of_the_program_that_did_not_reach_the_workers_is_sent_again(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Scaled()
+    with make(module) as opt:
+        check(opt)
+        module.register_buffer("scale", torch.full((4,), 3.0, dtype=torch.float64))
+        module.register_buffer("more", torch.zeros(1000, dtype=torch.float64))
+        with monkeypatch.context() as patch:
+            if what == "_new_block":
+                patch.setattr(shared_program, what, once(shared_program._new_block, MemoryError()))
+            elif what == "_place":
+                place = once(shared_program.SharedProgram._place, KeyboardInterrupt())
+                patch.setattr(shared_program.SharedProgram, what, place)
+            else:
+                resend = once(Pool.resend, KeyboardInterrupt())
+                patch.setattr(Pool, "resend", resend)
+            with pytest.raises((MemoryError, KeyboardInterrupt)):
+                opt.load(X, Y)
+        check(opt)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_rows_that_the_parent_did_not_note_are_given_again(
+    chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Mlp().double()
+    with make(module, chunk_size=chunk_size) as opt:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("batchopt.backends.process.worker.Rows", once(Rows, KeyboardInterrupt()))
+            opt.load(X, Y)  # which measures the workers
+            opt.evaluate()
+        check(opt)
+        check(opt)
+
+
+def test_more_rows_that_the_parent_did_not_note_are_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Mlp().double()
+    with make(module, chunk_size=2) as opt:
+        opt.load(X[:4], Y[:4])  # for which few rows are enough
+        opt.evaluate()
+        opt.load(X, Y)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Rows, "grow", once(Rows.grow, KeyboardInterrupt()))
+            opt.evaluate()
+        check(opt)
+
+
+def test_memory_that_workers_were_not_told_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Pool.set_state
+    interrupts = once(real, KeyboardInterrupt())
+
+    def set_state(pool: Pool, name: str, *calls: Any) -> None:
+        (interrupts if name.startswith("batch ") else real)(pool, name, *calls)
+
+    module = Mlp().double()
+    with make(module) as opt:
+        opt.load(X[:4], Y[:4])
+        opt.evaluate()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Pool, "set_state", set_state)
+            opt.load(X.repeat(1000, 1), Y.repeat(1000, 1))
+        check(opt)
+
+
+def test_hooks_run_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(worker: Any, sample: Any) -> None:
+        sample.inputs = 2 * sample.inputs
+
+    module = Mlp().double()
+    with make(module, prehook=doubled) as opt:
+        opt.load(X, Y)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ProcessBackend, "use_hooks", once(ProcessBackend.use_hooks, KeyboardInterrupt(), after=True))
+            opt.calibrate()
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(2 * X), Y).item())
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_were(
+    parallelize: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, max_iter=3)
+
+    with make(module, optimizer=optimizer, parallelize=parallelize) as opt:
+        opt.step(X, Y)
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        counters = opt.batch_counter
+        for owner, name in ((Trials, "left"), (type(opt._function), "stepped")):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(owner, name, once(getattr(owner, name), KeyboardInterrupt()))
+                opt.step(X, Y)
+            assert opt.batch_counter == counters
+            for key, tensor in module.state_dict().items():
+                assert torch.equal(tensor, before[key]), key
