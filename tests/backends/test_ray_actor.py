@@ -29,6 +29,7 @@ from batchopt.backends.ray.messages import (
     OutOfStep,
     Question,
 )
+from batchopt.backends.ray.node_state import NodeState, Target
 from batchopt.backends.ray.program_versions import ProgramVersions, update_for
 from batchopt.backends.ray.transfer import SendableBatch, from_bytes, to_bytes
 from batchopt.errors import WorkerError
@@ -247,6 +248,29 @@ def test_a_request_that_builds_on_a_lost_one_is_refused_until_all_is_told_anew(d
         work(parent.host, (1, 1), [], request(NodeActor.evaluate, assignment._replace(attempt=2), x, None)).failure
         is None
     )
+
+
+def test_what_was_sent_behind_updates_that_failed_is_refused(drive: Callable[..., ParentOf]) -> None:
+    parent = drive(mlp(samples=4))
+    assignment = Assignment(int(Kind.EVALUATE), 1, 1, (ChunkRun(0, 1), None))
+    evaluate = request(NodeActor.evaluate, assignment, to_bytes(parent.flat.vector), None)
+    assert work(parent.host, (0, 1), parent.updates, request(NodeActor.use_hooks, True)).failure is None
+    wrong = request(NodeActor.fill, [None])  # type: ignore[list-item]
+    failed = work(parent.host, (0, 2), [wrong], evaluate).failure
+    assert failed is not None and not failed.is_a(OutOfStep)
+    for position in (3, 4, 5):  # of which nobody had heard when they were sent
+        reply = work(parent.host, (0, position), [], evaluate)
+        assert reply.failure is not None and reply.failure.is_a(OutOfStep)
+    updates = [*parent.updates, request(NodeActor.fill, list(parent.sendable.slices(range(0, 4))))]
+    assert work(parent.host, (1, 0), updates, evaluate).failure is None
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_node_that_failed_is_told_again_whether_hooks_run_and_outputs_are_kept(hooked: bool) -> None:
+    settings = TorchSettings.current()
+    target = Target(hooked, settings, None, Cut((0, 1)), keeps_outputs=not hooked)
+    told = {update.method for update in NodeState(hooked=not hooked).forgotten().updates(target)}
+    assert {"use_hooks", "keep_outputs", "set_torch", "set_cut"} <= told
 
 
 def test_a_changed_program_is_sent_with_the_tensors_that_the_machine_lacks(drive: Callable[..., ParentOf]) -> None:

@@ -103,7 +103,7 @@ class Mirror:
 
     def make_rows(self, count: int, changes: int) -> None:
         """Have `count` rows to sum in, at least, each with `changes` numbers that say how buffers change."""
-        if self._rows is None:
+        if self._rows is None or self._rows.changes != changes:
             self._rows = Rows(self._layout, changes, count, None, self._device)
         else:
             self._rows.grow(max(0, count - len(self._rows)), None)

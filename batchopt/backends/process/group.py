@@ -90,10 +90,10 @@ class WorkerGroup:
         self.late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
         self._numbering = Numbering((), ())
         # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run
-        self._weights = (1.0,) * len(setup.program.loss_fns)
-        self._torch = self._holder.torch_settings()
+        self._weights: tuple[float, ...] | None = (1.0,) * len(setup.program.loss_fns)
+        self._torch: TorchSettings | None = self._holder.torch_settings()
         self._attached: dict[str, SharedBlock] = {}
-        self._hooked = True
+        self._hooked: bool | None = True
         self._direction: torch.Tensor | None = None
         self._writing = False  # whether the task at hand writes parameters
         self._program = setup.program
@@ -119,6 +119,7 @@ class WorkerGroup:
 
     def _send_program(self) -> None:
         """Give the workers the program, and what they forget when they are given one."""
+        self._sent = None
         source, block = self._shared.source, self._shared.block
         packed = source.packed
         examine = self._attached.get("program") is not block
@@ -152,6 +153,7 @@ class WorkerGroup:
     def _follow_torch(self) -> None:
         settings = self._holder.torch_settings()
         if settings != self._torch:
+            self._torch = None
             self._pool.set_state("torch", call(Activity.TORCH, Session.set_torch, settings))
             self._torch = settings
 
@@ -225,6 +227,7 @@ class WorkerGroup:
     def use_hooks(self, hooked: bool) -> None:
         """Run hooks, or run none."""
         if hooked != self._hooked:
+            self._hooked = None  # until it was told: an interrupt in between may come before or after that
             self._pool.set_state("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
             self._hooked = hooked
 
@@ -243,6 +246,7 @@ class WorkerGroup:
         self._enter()
         self._follow()
         if weights != self._weights:
+            self._weights = None
             self._pool.set_state("weights", call(Activity.BATCH, Session.set_weights, weights))
             self._weights = weights
         self._numbering = batch.numbering
@@ -256,8 +260,9 @@ class WorkerGroup:
     def attach(self, name: str, memory: SharedBlock) -> None:
         """Let workers know this memory by that name."""
         if self._attached.get(name) is not memory:
+            self._attached.pop(name, None)  # until they know: what is interrupted is told again
             self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
-            self._attached[name] = memory  # only now: what is interrupted before is told again
+            self._attached[name] = memory
 
     def detach(self, name: str) -> None:
         """Let them forget it, if they know any by that name."""

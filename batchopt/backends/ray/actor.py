@@ -109,13 +109,21 @@ class NodeActor:
         value, failure = None, None
         try:
             self._keep_step(envelope.epoch, envelope.position)
-            for method, values in envelope.updates:
-                getattr(NodeActor, method)(self, *values)
+            self._take_in(envelope)
             value = getattr(NodeActor, envelope.method)(self, *arguments)
         except BaseException as error:
             failure = NodeFailure.of(error)
         infos = [] if self._started is None else self._started.workers.group.infos
         return NodeReply(value, failure, [_status(info) for info in infos])
+
+    def _take_in(self, envelope: Envelope) -> None:
+        """The updates. Where one fails, what was sent meanwhile and builds on them is `OutOfStep`."""
+        try:
+            for method, values in envelope.updates:
+                getattr(NodeActor, method)(self, *values)
+        except BaseException:
+            self._next = envelope.epoch, -1
+            raise
 
     def _keep_step(self, epoch: int, position: int) -> None:
         """Raise `OutOfStep` unless the request before this one has come."""

@@ -276,11 +276,13 @@ class RayBackend(CompressingBackend):
         else:
             method = NodeActor.evaluate if task is NodeTask.EVALUATE else NodeActor.probe
             asked = request(method, assignment, x, direction)
+        node.state = state.forgotten()  # if this is interrupted, nobody knows what the node has
         node.work(pending, updates, asked)
         state.updated(target)
         for _, held in fill:
             state.hold(*held)
         state.x, state.direction = self._x, self._direction
+        node.state = state
 
     def _fill(
         self, state: NodeState, target: Target, batch: SendableBatch, wanted: Sequence[range], of_task: bool

@@ -52,9 +52,10 @@ class Target(NamedTuple):
 
 @dataclass
 class NodeState:
-    """What a node has. Entries are compared with the target by identity, which costs nothing."""
+    """What a node has; None: nobody knows, or nothing. Entries are compared with the target by identity, which costs
+    nothing."""
 
-    hooked: bool = True
+    hooked: bool | None = None
     torch: TorchSettings | None = None
     step: StepStart | None = None
     batch: SendableBatch | None = None
@@ -62,7 +63,7 @@ class NodeState:
     cut: Cut | None = None
     task: TaskStart | None = None
     task_cut: Cut | None = None
-    keeps_outputs: bool = False
+    keeps_outputs: bool | None = None
     task_samples: list[range] = field(default_factory=list)  # of the task's batch
     direction: Any = None
     x: Any = None
@@ -75,7 +76,15 @@ class NodeState:
     def started_with(cls, torch: TorchSettings, version: ProgramVersion) -> NodeState:
         """The state of a node that has just been started."""
         digests = frozenset(version.digests)
-        return cls(torch=torch, version=version, program=version.packed.data, tensors=digests, earlier_tensors=digests)
+        return cls(
+            hooked=True,
+            torch=torch,
+            keeps_outputs=False,
+            version=version,
+            program=version.packed.data,
+            tensors=digests,
+            earlier_tensors=digests,
+        )
 
     def forgotten(self) -> NodeState:
         """The state of a node that failed while it took in updates: it is sent everything again, but for the tensors
