@@ -51,7 +51,7 @@ def check(opt: BatchOptimizer) -> None:
     torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]))
 
 
-def once(real: Callable[..., Any], error: BaseException, after: bool = False) -> Callable[..., Any]:
+def raising_first(real: Callable[..., Any], error: BaseException, after: bool = False) -> Callable[..., Any]:
     """Raises the first time: in place of what `real` does, or after it."""
     left = [error]
 
@@ -75,12 +75,12 @@ def test_a_change_of_the_program_that_did_not_reach_the_workers_is_sent_again(
         module.register_buffer("more", torch.zeros(1000, dtype=torch.float64))
         with monkeypatch.context() as patch:
             if what == "_new_block":
-                patch.setattr(shared_program, what, once(shared_program._new_block, MemoryError()))
+                patch.setattr(shared_program, what, raising_first(shared_program._new_block, MemoryError()))
             elif what == "_place":
-                place = once(shared_program.SharedProgram._place, KeyboardInterrupt())
+                place = raising_first(shared_program.SharedProgram._place, KeyboardInterrupt())
                 patch.setattr(shared_program.SharedProgram, what, place)
             else:
-                resend = once(Pool.resend, KeyboardInterrupt())
+                resend = raising_first(Pool.resend, KeyboardInterrupt())
                 patch.setattr(Pool, "resend", resend)
             with pytest.raises((MemoryError, KeyboardInterrupt)):
                 opt.load(X, Y)
@@ -94,7 +94,7 @@ def test_rows_that_the_parent_did_not_note_are_given_again(
     module = Mlp().double()
     with make(module, chunk_size=chunk_size) as opt:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("batchopt.backends.process.worker.Rows", once(Rows, KeyboardInterrupt()))
+            patch.setattr("batchopt.backends.process.worker.Rows", raising_first(Rows, KeyboardInterrupt()))
             opt.load(X, Y)  # which measures the workers
             opt.evaluate()
         check(opt)
@@ -108,14 +108,14 @@ def test_more_rows_that_the_parent_did_not_note_are_given_again(monkeypatch: pyt
         opt.evaluate()
         opt.load(X, Y)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Rows, "grow", once(Rows.grow, KeyboardInterrupt()))
+            patch.setattr(Rows, "grow", raising_first(Rows.grow, KeyboardInterrupt()))
             opt.evaluate()
         check(opt)
 
 
 def test_memory_that_workers_were_not_told_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Pool.set_state
-    interrupts = once(real, KeyboardInterrupt())
+    interrupts = raising_first(real, KeyboardInterrupt())
 
     def set_state(pool: Pool, name: str, *calls: Any) -> None:
         (interrupts if name.startswith("batch ") else real)(pool, name, *calls)
@@ -138,7 +138,9 @@ def test_hooks_run_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> 
     with make(module, prehook=doubled) as opt:
         opt.load(X, Y)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(ProcessBackend, "use_hooks", once(ProcessBackend.use_hooks, KeyboardInterrupt(), after=True))
+            patch.setattr(
+                ProcessBackend, "use_hooks", raising_first(ProcessBackend.use_hooks, KeyboardInterrupt(), after=True)
+            )
             opt.calibrate()
         opt.load(X, Y)
         assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(2 * X), Y).item())
@@ -161,7 +163,7 @@ def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_w
         counters = opt.batch_counter
         for owner, name in ((Trials, "left"), (type(opt._function), "stepped")):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(owner, name, once(getattr(owner, name), KeyboardInterrupt()))
+                patch.setattr(owner, name, raising_first(getattr(owner, name), KeyboardInterrupt()))
                 opt.step(X, Y)
             assert opt.batch_counter == counters
             for key, tensor in module.state_dict().items():

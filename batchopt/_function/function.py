@@ -476,7 +476,7 @@ class BatchFunction:
             yield
         except BaseException:
             self._past = before
-            has_begun = self._step is not step or not ended
+            has_begun = self._step is not step or not ended  # else it was over before the body: what it left stays
             if self._step is not None and has_begun:
                 self.subject.buffers.restore()
             self._forget_batch()

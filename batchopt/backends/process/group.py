@@ -89,7 +89,8 @@ class WorkerGroup:
         self._overdue = Overdue(self._paces)
         self.late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
         self._numbering = Numbering((), ())
-        # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run
+        # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run;
+        # None or absent while they are told, since an interrupt in between may come before or after that
         self._weights: tuple[float, ...] | None = (1.0,) * len(setup.program.loss_fns)
         self._torch: TorchSettings | None = self._holder.torch_settings()
         self._attached: dict[str, SharedBlock] = {}
@@ -227,7 +228,7 @@ class WorkerGroup:
     def use_hooks(self, hooked: bool) -> None:
         """Run hooks, or run none."""
         if hooked != self._hooked:
-            self._hooked = None  # until it was told: an interrupt in between may come before or after that
+            self._hooked = None
             self._pool.set_state("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
             self._hooked = hooked
 
@@ -260,7 +261,7 @@ class WorkerGroup:
     def attach(self, name: str, memory: SharedBlock) -> None:
         """Let workers know this memory by that name."""
         if self._attached.get(name) is not memory:
-            self._attached.pop(name, None)  # until they know: what is interrupted is told again
+            self._attached.pop(name, None)
             self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
             self._attached[name] = memory
 
