@@ -51,7 +51,7 @@ def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torc
 
 
 @EACH
-def test_what_user_code_writes_past_every_counter_is_gone_with_the_batch(parallelize: int) -> None:
+def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
     def negated(module: nn.Module, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
         array = inputs.numpy()
         array *= -1.0
@@ -61,17 +61,7 @@ def test_what_user_code_writes_past_every_counter_is_gone_with_the_batch(paralle
         for value in (1.0, 7.0, 3.0):
             given = torch.full_like(X, value)
             assert torch.equal(opt.collect(negated, given, Y), torch.full_like(X, -value))
-    with make(parallelize, backend="process") as opt:
-        opt.prehook = _negate
-        for value in (1.0, 7.0, 3.0, 2.0):
-            opt.load(value * X, Y)
-            expected = nn.functional.mse_loss(opt.module(-value * X), Y)
-            assert opt.evaluate().item() == pytest.approx(expected.item())
-
-
-def _negate(worker: Worker, sample: Any) -> None:
-    array = sample.inputs.numpy()
-    array *= -1.0
+            assert torch.equal(given, torch.full_like(X, value))
 
 
 # ---- what comes in between
@@ -423,7 +413,7 @@ def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
     """In a worker, for later calls: others' tensors come to other memory."""
 
     def keep(module: nn.Module, inputs: torch.Tensor, targets: Any, own: torch.Tensor) -> torch.Tensor:
-        kept: torch.Tensor = vars(module).setdefault("_kept_by_the_test", own)
+        kept: torch.Tensor = vars(nn.functional).setdefault("_kept_by_the_test", own)
         return kept.expand(len(inputs), -1).clone()
 
     with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:

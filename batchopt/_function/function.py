@@ -431,15 +431,17 @@ class BatchFunction:
 
         In the middle of a step (an optimizer's callback) the program is that of the step; else it is as the user has it
         now, and a batch that was loaded before a change of it is no longer loaded. Likewise the module's state: that of
-        the step's start for samples of the loaded batch and in the middle of a step, else as it is now.
+        the step's start for f of the loaded batch and in the middle of a step, else as it is now, as for what the
+        module returns in a mode that is not its own.
         """
         self.check_open()
         now = task.aside and not task.whole and not self.owner.is_amid
         if now:
             self.subject.check()
             self.end_step()
-        of_step = self._step is not None and not now
-        workers, state = self.workers, self._at_start() if of_step else self.subject.buffers.as_now()
+        is_f = task.whole or (task.train is None and not task.aside)
+        of_f = self._step is not None and (self.owner.is_amid or is_f)
+        workers, state = self.workers, self._at_start() if of_f else self.subject.buffers.as_now()
         with state, self.observers.doing(kind.name.lower()), self.owner.amid(f"a call of {kind.name.lower()}()"):
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
@@ -477,7 +479,7 @@ class BatchFunction:
         except BaseException:
             self._past = before
             has_begun = self._step is not step or not ended  # else it was over before the body: what it left stays
-            if self._step is not None and has_begun:
+            if self._step is not None and has_begun and not self.subject.buffers.is_written:
                 self.subject.buffers.restore()
             self._forget_batch()
             raise
@@ -522,9 +524,11 @@ class BatchFunction:
 
     @contextmanager
     def _at_start(self) -> Iterator[None]:
-        """For the body, the module's state is that of the step's start, also where the step has ended."""
-        with self.subject.buffers.at_start() if self._ended else nullcontext():
-            if self._ended:
+        """For the body, the module's state is that of the step's start, also where the step has ended or the user has
+        written it."""
+        left = self._ended or self.subject.buffers.is_written
+        with self.subject.buffers.at_start() if left else nullcontext():
+            if left:
                 self.workers.backend.restart_step()
             yield
 

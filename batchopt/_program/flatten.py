@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from batchopt.errors import BatchoptError
+from batchopt_workers.buffers import tensors_of
 from batchopt_workers.layout import Layout
 from batchopt_workers.mapping import forget_copies
 from batchopt_workers.memory import SharedBlock
@@ -239,6 +240,13 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
         raise ValueError(
             "parameters are on the meta device: give them memory with module.to_empty(device='cpu') and initialise them"
         )
+    for name, parameter in named:
+        if type(parameter) is not torch.nn.Parameter:
+            raise TypeError(
+                f"parameter '{name}' is a {type(parameter).__name__}, a subclass of torch.nn.Parameter: as a part of X "
+                "it would be added to as any vector, and in workers be a plain Parameter; hold a plain one "
+                "(torch.nn.Parameter(p.detach().as_subclass(torch.Tensor))), and make the other of it in forward"
+            )
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for _, p in named)
     if len(dtypes) > 1:
         rarest = dtypes.most_common()[-1][0]
@@ -272,7 +280,7 @@ def _check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
 
 def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.Module) -> None:
     trained = {id(p) for _, p in named}
-    others = [*module.named_parameters(), *module.named_buffers()]
+    others = [*module.named_parameters(), *((name, place.get()) for name, place in tensors_of(module))]
     extents = []
     for name, tensor in [*named, *((n, t) for n, t in others if id(t) not in trained)]:
         if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:

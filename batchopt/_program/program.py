@@ -25,7 +25,8 @@ class Source:
     """A program pickled apart from its tensors; pickled again once anything that it refers to was changed."""
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """`parameters`: those of X. Raises `TypeError` for a program that cannot be sent."""
+        """`parameters`: those of X. Raises `TypeError` for a program that cannot be sent, and `ValueError` for one with
+        a tensor over the memory of X."""
         self.program, self._parameters = program, parameters
         self._take(_packed(program, parameters))
 
@@ -33,7 +34,8 @@ class Source:
         """Take over what the user has changed since, in `program` or in what it refers to; what is in tensors is not
         looked at. Returns whether `packed` is another one; its `data` is another one only if the workers need it.
 
-        Raises `TypeError` for a program that cannot be sent any more.
+        Raises `TypeError` for a program that cannot be sent any more, and `ValueError` for a tensor over the memory of
+        X.
         """
         unchanged = program is self.program and not self._derived and self._snapshot.holds()
         if unchanged and not any(map(_has_another_form, self.packed.tensors, self.packed.placements)):
@@ -48,6 +50,7 @@ class Source:
     def _take(self, packed: Packed) -> None:
         self.packed = packed
         self._snapshot = snapshot_of(self.program)
+        _check_apart(self._snapshot, self._parameters)
         # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
         self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
 
@@ -56,6 +59,21 @@ class Source:
         """The tensors that f depends on, by their place among the packed ones, and their names."""
         names = {id(met.tensor): met.path for met in tensors_of_f(self._snapshot)}
         return {i: names[id(tensor)] for i, tensor in enumerate(self.packed.tensors) if id(tensor) in names}
+
+
+def _check_apart(snapshot: Snapshot, parameters: Sequence[torch.Tensor]) -> None:
+    ours = {id(parameter) for parameter in parameters}
+    extents = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.numel()]
+    first, last = min(extents)[0], max(extents)[1]
+    for met in snapshot.tensors:
+        tensor = met.tensor
+        if id(tensor) in ours or tensor.layout is not torch.strided or not first <= tensor.data_ptr() < last:
+            continue
+        if any(start <= tensor.data_ptr() < end for start, end in extents):
+            raise ValueError(
+                f"'{met.path}' is a tensor over the memory of a parameter (p.data, p.detach(), a view): workers would "
+                "have what it is now, and not follow the parameter; keep the Parameter itself, or a clone"
+            )
 
 
 def _has_another_form(tensor: torch.Tensor, placement: Placement) -> bool:

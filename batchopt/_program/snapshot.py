@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from batchopt_workers.packing import dumps
+from batchopt_workers.structures import slots_of
 
 # What cannot change.
 _PYTHONS = (
@@ -231,7 +232,7 @@ class Snapshot:
                 else:
                     self._push(item, ((f".{name}", value),))
         kind: type = type(obj)
-        slots = _slots(kind)
+        slots = slots_of(kind)
         if slots:
             found = True
             self._read(item, functools.partial(_of_slots, obj, slots))
@@ -319,18 +320,6 @@ def _contents(cell: CellType) -> Any:
 def _of_slots(obj: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for name in names:
         yield f".{name}", getattr(obj, name, _MISSING)
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        names = base.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
-                found.append(mangled)
-    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)

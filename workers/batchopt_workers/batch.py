@@ -221,6 +221,11 @@ class Batch:
         """Whether what is read there is kept, as long as the batch is cut as it is."""
         return any(isinstance(part.inputs, Items) and part.inputs.cache for part in self.parts)
 
+    @property
+    def collates(self) -> bool:
+        """Whether a function of the user is given samples of this batch to collate."""
+        return any(part.collate is not None and isinstance(part.inputs, Samples) for part in self.parts)
+
     def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
         """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
         for term, samples in self.numbering.split(range(start, stop)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +18,11 @@ import torch
 # Elements. What is larger is a constant (data kept with the module): all workers share one copy of it, and a forward
 # that writes it is refused.
 LARGEST_STATISTIC = 2**20
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of times that it was written in place; 0 where that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Place:
         """The object that is there now."""
         return self._holder().get(self.name)
 
-    def set(self, tensor: torch.Tensor | None) -> None:
+    def set(self, tensor: object) -> None:
         """Put another one there."""
         self._holder()[self.name] = tensor
 
@@ -142,6 +146,20 @@ class StepBuffers:
             _set(places, own)
         self._sizes = [compact(own).numel() for own in self._own]
         self.size = 2 * sum(self._sizes)
+        self._note()
+
+    def _note(self) -> None:
+        self._versions, self._is_written = [version_of(own) for own in self._own], False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody else has written the module's state, or put other tensors there, since it was last as the
+        step has it."""
+        return (
+            self._is_written
+            or self._versions != [version_of(own) for own in self._own]
+            or any(place.now() is not own for i, own in enumerate(self._own) for place in self._places[i])
+        )
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -180,12 +198,14 @@ class StepBuffers:
                 if own.grad_fn is not None:  # an update in place from something that requires grad
                     own.detach_()
                 compact(own).copy_(compact(start))
+        self._note()
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
         """For the body, the module's state is that of the step's start; afterwards it is what it was before."""
         left = [compact(own).detach().clone() for own in self._own]
         own = self._own
+        there = [(place, place.now()) for places in self._places for place in places]
         self.restore()
         try:
             yield
@@ -193,18 +213,25 @@ class StepBuffers:
             with torch.no_grad():
                 for tensor, value in zip(own, left, strict=True):
                     compact(tensor).copy_(value)
+            for place, found in there:
+                place.set(found)
 
     @contextmanager
     def as_now(self) -> Iterator[None]:
         """For the body, a step starts from the module's present state; afterwards it is the step of before that goes
-        on, if the module still has the same tensors."""
-        own, start = self._own, self._start
+        on."""
+        before = {tuple(places): i for i, places in enumerate(self._places)}
+        sizes, own, start, was_written = self._sizes, self._own, self._start, self.is_written
         self._find()
         try:
             yield
         finally:
-            if len(own) == len(self._own) and all(map(is_, own, self._own)):
-                self._start = start
+            for i, places in enumerate(self._places):
+                k = before.get(tuple(places))
+                if k is not None and sizes[k] == self._sizes[i]:
+                    self._own[i], self._start[i] = own[k], start[k]
+            self._note()
+            self._is_written = was_written
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
         """Write to `out` (shape `(size,)`, float64) what a chunk made of the state: first each element, times
@@ -237,15 +264,15 @@ class StepBuffers:
         return own
 
     def take_over(self, changes: torch.Tensor) -> None:
-        """Move the module's state from the step's start to what the summed `changes` say."""
+        """Move the module's state from the step's start to what the summed `changes` say, and leave the rest."""
         if not self.size:
             return
         values, flags = changes.view(2, -1)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
         with torch.no_grad():
-            for own, start, (value, flag) in zip(self._own, self._start, parts, strict=True):
+            for own, (value, flag) in zip(self._own, parts, strict=True):
                 if flag.any():
-                    here, before = compact(own), compact(start)
+                    here = compact(own)
                     new = (value if here.is_floating_point() else value.round()).to(here.dtype).view(here.shape)
                     changed = flag.view(here.shape).to(here.device) > 0
-                    here.copy_(torch.where(changed, new.to(here.device), before))
+                    here.copy_(torch.where(changed, new.to(here.device), here))

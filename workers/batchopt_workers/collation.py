@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
+
+from batchopt_workers.copies import put_together, taken_apart
 
 # Bytes that a worker may keep; as many as the batch itself has, where that is more.
 LEAST = 2**26
 
 # A term's index, and the samples of it that were collated together.
 Key = tuple[int, int, int]
-
-
-class CannotBeKept(Exception):
-    """Raised for a tensor of a kind whose writes cannot be detected."""
 
 
 @dataclass
@@ -47,38 +42,13 @@ class _Kept:
     def fresh(self) -> Any:
         """The same again, of new leaves."""
         leaves = [tensor.detach().requires_grad_(requires_grad) for tensor, requires_grad in self.tensors]
-        return _Unpickler(self.data, leaves).load()
-
-
-class _Recorder(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
-
-    def persistent_id(self, obj: object) -> int | None:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if type(obj) is not torch.Tensor or not _can_be_kept(obj):
-            raise CannotBeKept
-        if id(obj) not in self._index:
-            self._index[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._index[id(obj)]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
+        return put_together(self.data, leaves)
 
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:
+    """Whether writes to it can be detected."""
     plain = tensor.layout is torch.strided and tensor.is_leaf and not tensor.is_inference() and not tensor.is_meta
-    return plain and not vars(tensor)
+    return type(tensor) is torch.Tensor and plain and not vars(tensor)
 
 
 def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -144,19 +114,19 @@ class Collation:
         return made
 
     def _keep(self, made: Any, unlimited: bool) -> _Kept | None:
-        file = io.BytesIO()
-        pickler = _Recorder(file)
         try:
-            pickler.dump(made)
+            data, tensors = taken_apart(made)
         except Exception:  # whatever the user's classes raise: it is collated each time, then
             return None
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in pickler.tensors}
+        if not all(map(_can_be_kept, tensors)):
+            return None
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         nbytes = sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in self._own)
-        nbytes += file.tell()
+        nbytes += len(data)
         nbytes = 0 if unlimited else nbytes
         if nbytes > self._room:
             return None
-        kept = _Kept(file.getvalue(), [(tensor.detach(), tensor.requires_grad) for tensor in pickler.tensors], nbytes)
+        kept = _Kept(data, [(tensor.detach(), tensor.requires_grad) for tensor in tensors], nbytes)
         kept.copies = [tensor.clone() for tensor, _ in kept.tensors]
         kept.begin()
         return kept

@@ -125,6 +125,7 @@ class Evaluator:
         Rows that were merged away are used again only when the next report is asked for. `rows` may grow from order to
         order, but has to be the same for all chunks of one. Orders of tasks have memory of their own.
         """
+        self.walk.has_hooks = self.hooked and (self.prehook or self.posthook) is not None
         if order.kind in TASKS:
             yield from self.tasks.evaluate(order, self)
             return
@@ -143,6 +144,8 @@ class Evaluator:
             faults.point("worker.merge", chunk)
             self._sums.add(chunk, PartialSum(row, losses, used), rows)
             self.walk.leave()
+            if chunk + 1 == order.last:
+                self.walk.seen(loaded.batch)
             yield ChunkDone(self._sums.report(chunk + 1, began, self._drew), results, form)
 
     def _write(self, outputs: Sequence[Any], chunk: int) -> Form:
@@ -190,7 +193,7 @@ class Evaluator:
                 loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = loss.item()
         if posthook is not None:
-            results.append(posthook(self.worker, sample))
+            results.append(self.walk.hooked(lambda: posthook(self.worker, sample)))
         return _part_of(sample.loss, piece)
 
     def _multiply(self, piece: Piece, sample: Sample, weight: float, collector: GradientCollector) -> float:
@@ -222,8 +225,7 @@ class Evaluator:
         if jacobian is None or not jacobian.serves(squares, self._parameters):
             jacobian = self._jacobians[term] = Jacobian(self._module, self._parameters, squares)
         sample = self._sample(piece, term)
-        if self.prehook is not None and self.hooked:
-            self.prehook(self.worker, sample)
+        self._before(sample)
         samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
         return PieceResiduals(jacobian, sample.inputs, sample.targets, samples)
 
@@ -265,14 +267,19 @@ class Evaluator:
                 losses[piece.term] += _part_of(self._forward(piece, sample).item(), piece)
         return tuple(losses)
 
+    def _before(self, sample: Sample) -> None:
+        prehook = self.prehook
+        if prehook is not None and self.hooked:
+            self.walk.hooked(lambda: prehook(self.worker, sample))
+
     def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
         """The loss of what the prehook makes of the sample."""
-        if self.prehook is not None and self.hooked:
-            self.prehook(self.worker, sample)
+        self._before(sample)
         faults.point("worker.forward", self.walk.chunk)
         with torch.enable_grad():
             objective = self._objectives[piece.term]
-            sample.output, loss = objective(sample.inputs, sample.targets, piece.attributes)
+            keeps = self.outputs is not None
+            sample.output, loss = objective(sample.inputs, sample.targets, piece.attributes, keeps)
         faults.point("worker.backward", self.walk.chunk)
         return loss
 

@@ -135,12 +135,17 @@ def _unfit(result: Any, leaves: list[tuple[str, Any]], samples: int) -> Exceptio
     )
 
 
+def _of_number(number: complex) -> torch.Tensor:
+    double = {float: torch.float64, complex: torch.complex128}
+    return torch.as_tensor(number, dtype=double.get(type(number)))
+
+
 def sums_form(result: Any) -> tuple[Form, list[torch.Tensor]]:
     """The form of what is summed over chunks, and its tensors; Python's numbers are tensors without dimensions.
 
     Raises `TypeError` or `ValueError` for what cannot be summed.
     """
-    found = map_tensors(torch.as_tensor, result, lambda item: isinstance(item, (bool, int, float, complex)))
+    found = map_tensors(_of_number, result, lambda item: isinstance(item, (bool, int, float, complex)))
     leaves = list(_leaves("", found))
     if not leaves:
         raise TypeError(f"the function returned {type(result).__name__} without a tensor: there is nothing to sum")
@@ -184,11 +189,11 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 def summed(column: Column, view: torch.Tensor) -> torch.Tensor:
     """The sum in `view`, as in its slot, as a tensor of the column's own kind: integers for booleans, which are
-    counted."""
+    counted, and single precision for half, which could not hold it."""
     if column.dtype.is_complex:
         return torch.view_as_complex(view.clone()).to(column.dtype)
     if column.dtype.is_floating_point:
-        return view.to(column.dtype)
+        return view.to(torch.promote_types(column.dtype, torch.float32))
     if view.numel() and float(view.abs().max()) > LARGEST_INTEGER:
         raise ValueError(f"the sum of {column} is above 2**53, and not exact: return it in floating point")
     return view.to(torch.int64)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.structures import map_tensors
+
 LossFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
 
 
@@ -27,12 +29,12 @@ class Objective:
     loss_fn: LossFunction | None
 
     def __call__(
-        self, inputs: Any, targets: Any, attributes: Mapping[str, Any] = MappingProxyType({})
+        self, inputs: Any, targets: Any, attributes: Mapping[str, Any] = MappingProxyType({}), keeps: bool = False
     ) -> tuple[Any, torch.Tensor]:
         """The module's output (None where only `loss_fn` sees it) and the loss, a scalar that depends on parameters.
 
         `attributes`: what the criterion has for these samples in place of its own: its rows of a weight of each sample,
-        another reduction.
+        another reduction. `keeps`: whether the output is kept, a copy then, which the criterion does not write.
 
         Raises `TypeError` or `ValueError`, with what to do, for anything else.
         """
@@ -41,9 +43,10 @@ class Objective:
         if self.loss_fn is not None:
             source, loss = "loss_fn", self.loss_fn(self.module, inputs, targets)
         elif self.criterion is not None:
-            output = self.module(inputs)
+            found = self.module(inputs)
+            output = map_tensors(torch.clone, found) if keeps else found
             with _having(self.criterion, attributes):
-                source, loss = "criterion", self.criterion(output, *arguments[1:])
+                source, loss = "criterion", self.criterion(found, *arguments[1:])
         else:
             source, loss = "module", self.module(*arguments)
         _check(source, loss)

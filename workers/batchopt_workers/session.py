@@ -166,10 +166,13 @@ class Session:
             program.module,
             [(name, tensors[i]) for i, name in read_only.items()],
             (*self._parameters, *self._buffers.tensors),
+            originals if self._mirror is None else None,
         )
         if examine and self._mirror is None:
-            watch.compare(originals)
+            watch.compare()
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
+        if not examine:
+            self._evaluator.walk.unseen.clear()
         self._evaluator.tasks.protected = self._mirror is None
         if self._mirror is not None:
             self._evaluator.walk.place = self._mirror.place

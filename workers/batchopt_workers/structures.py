@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def tensors_in(data: Any) -> Iterator[torch.Tensor]:
 
 
 # What has no tensors in it, as a look at its type tells.
-_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def has_a_row_each(item: Any, samples: int) -> bool:
@@ -87,4 +88,17 @@ def has_a_row_each(item: Any, samples: int) -> bool:
         return item.ndim > 0 and len(item) == samples
     if (not isinstance(item, list) and type(item) is not tuple) or len(item) != samples:
         return False
-    return _PLAIN.issuperset(map(type, item)) or next(tensors_in(item), None) is None
+    return PLAIN.issuperset(map(type, item)) or next(tensors_in(item), None) is None
+
+
+@lru_cache(maxsize=1024)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of attributes that instances of a class, and of those that it is made of, keep in `__slots__`."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
+                found.append(mangled)
+    return tuple(found)

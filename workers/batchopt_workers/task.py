@@ -11,10 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from batchopt_workers.batch import Piece
+from batchopt_workers.contents import Contents
+from batchopt_workers.copies import copy_of
 from batchopt_workers.jacobian import PieceResiduals
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut
 from batchopt_workers.rows import Rows
+from batchopt_workers.structures import map_tensors
 from batchopt_workers.worker import Worker
 
 # `function(module, inputs, targets)`, for the samples of a chunk.
@@ -56,11 +59,20 @@ class Task:
     whole: bool = False
     writes: bool = False
 
+    @property
+    def is_users(self) -> bool:
+        """Whether code of the user runs in it that is no part of f."""
+        function = self.function
+        return (isinstance(function, Applied) and function.function is not None) or (
+            isinstance(function, Predicted) and function.transform is not None
+        )
+
 
 @dataclass(frozen=True)
 class Applied:
-    """The user's function, without a graph unless `grad`; None: the module itself. With `layers`, names of parts of the
-    module, the outputs of those are the result, by name, beside that of the function if there is one."""
+    """The user's function, which is given samples of its own, without a graph unless `grad`; None: the module itself.
+    With `layers`, names of parts of the module, the outputs of those are the result, by name, beside that of the
+    function if there is one."""
 
     function: ChunkFunction | None
     grad: bool = False
@@ -72,7 +84,7 @@ class Applied:
             if self.function is None:
                 result = module(piece.inputs)
             else:
-                result = self.function(module, piece.inputs, piece.targets)
+                result = self.function(module, *copy_of((piece.inputs, piece.targets)))
         if not self.layers:
             return result
         return outputs if self.function is None else (result, outputs)
@@ -110,7 +122,7 @@ def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict
                     f"layer {name!r} is called more than once in a forward: which output is meant? Register a hook "
                     "inside of the function, and return what you need"
                 )
-            found[name] = output
+            found[name] = map_tensors(torch.clone, output)  # what follows may write it
 
         return hook
 
@@ -130,30 +142,35 @@ class Modes:
     """Brings a module into training mode or evaluation mode again and again, and each of its parts back into its own.
 
     `module.train()` looks at every attribute, which takes longer than a small forward; so it is called only where a
-    part has a `train` of its own, which may do more than to set the mode.
+    part has a `train` of its own. That may do more than to set the mode: then all of it is undone.
     """
 
     def __init__(self, module: torch.nn.Module, train: bool | None) -> None:
         """`train`: the mode; None: that in which the module is."""
         self._module, self._train = module, train
         self._parts = [*module.modules()]
-        self._plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
+        self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
+        self._contents: Contents | None = None
 
     def __enter__(self) -> None:
         self._own = [part.training for part in self._parts]
         if self._train is None:
             return
-        if self._plain:
+        if self.plain:
             self._set([self._train] * len(self._parts))
             return
+        self._contents = Contents((self._module,))
         try:
             self._module.train(self._train)
         except BaseException:
-            self._set(self._own)
+            self._contents.put_back()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._set(self._own)
+        if self._contents is None:
+            self._set(self._own)
+        else:
+            self._contents.put_back()
 
     def _set(self, modes: list[bool]) -> None:
         for part, mode in zip(self._parts, modes, strict=True):

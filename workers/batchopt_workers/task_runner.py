@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -93,20 +94,16 @@ class TaskRunner:
         began = time.perf_counter()
         watch = None if task.writes else ParameterWatch(self._module, self._parameters, self.protected)
         modes = Modes(self._module, task.train)
-        self._walk.watch.begin()
+        self._walk.watch.begin(compares=task.is_users or not modes.plain)
         for chunk in range(order.first, order.last):
             row = sums.free_row()
-            with (
-                self._walk.restoring(loaded),
-                grads_kept(self._parameters),
-                modes,
-                torch.enable_grad(),  # as in a process of its own
-            ):
+            with self._walk.restoring(loaded), grads_kept(self._parameters):
                 results = []
                 try:
                     for number, piece in enumerate(self._walk.pieces(loaded, order.step, chunk)):
                         faults.point("worker.forward", chunk)
-                        result = task.function(piece, self._around(piece, order.step, f))
+                        with modes, self._walk.undone() if task.is_users else nullcontext():
+                            result = task.function(piece, self._around(piece, order.step, f))
                         if totals:
                             form = self._total(result, needed, row, number == 0)
                         else:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
-from batchopt_workers.batch import Piece
+from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.contents import Contents, Undo
 from batchopt_workers.items import Unreadable
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.seeding import has_drawn, seed_draws
 from batchopt_workers.watch import Watch
 from batchopt_workers.worker import Worker
 
+T = TypeVar("T")
+
 
 class Walk:
     """Seeds the random draws of a chunk, cuts it out, and sees to it that nothing is written that another chunk reads.
 
     `current` is the range of samples, numbered through all terms, in the forward that runs, or ran last; `chunk` the
-    one that they are of.
+    one that they are of. `has_hooks`: whether hooks run; what they and collate functions leave behind is
+    looked for in the first evaluation, if they are `unseen`.
     """
 
     def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
@@ -28,6 +33,11 @@ class Walk:
         self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
         self.current = range(0)
         self.chunk = -1
+        self.has_hooks = False
+        self.unseen = {"hooks", "collate"}
+        self._hooks_write = False  # whether a hook was seen to change the module
+        self._contents: Contents | None = None
+        self._undo: list[Undo] = []  # when the piece is done
         self.worker, self._seed, self._buffers = worker, seed, buffers
 
     def pieces(self, loaded: LoadedBatch, step: int, chunk: int) -> Iterator[Piece]:
@@ -41,7 +51,7 @@ class Walk:
         seed_draws(self._seed, step, chunk)
         self.current = range(start, stop)  # while samples are cut out and collated
         batch_watch = loaded.watch(start, stop)
-        batch_watch.begin()
+        batch_watch.begin(bool(self.unseen and self._kinds(batch) & self.unseen))
         collation = loaded.collation
         collation.begin()
         if torch._C._is_any_autocast_enabled():
@@ -50,6 +60,7 @@ class Walk:
             for piece in map(self.place, batch.pieces(start, stop, collation)):
                 self.current = numbering.position(piece.term, piece.indices)
                 yield piece
+                self._put_back()
                 self.current = range(self.current.stop, stop)
         except Unreadable as error:  # an item of the term that comes next
             term, _ = next(numbering.split(self.current))
@@ -68,7 +79,8 @@ class Walk:
     def restoring(self, loaded: LoadedBatch) -> Iterator[None]:
         """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
         try:
-            yield
+            with torch.enable_grad():  # as in a process of its own
+                yield
             if self.worker.device.type == "cuda":  # what was asked for is done before one says so
                 torch.cuda.synchronize(self.worker.device)
         except BaseException:
@@ -76,7 +88,48 @@ class Walk:
             self.watch.put_back()
             raise
         finally:
+            self._put_back()
             self._buffers.restore()
+
+    def _kinds(self, batch: Batch) -> set[str]:
+        return {*(("hooks",) if self.has_hooks else ()), *(("collate",) if batch.collates else ())}
+
+    def seen(self, batch: Batch) -> None:
+        """An evaluation has come to its end. Hooks that change the module are looked at for good."""
+        if self.unseen:
+            self.unseen -= self._kinds(batch)
+            self.unseen |= {"hooks"} if self._hooks_write else set()
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _now(self) -> Contents:
+        """What module and criterion hold now; kept while they do."""
+        if self._contents is None or self._contents.changes():
+            self._contents = Contents((self.worker.module, self.worker.criterion))
+        return self._contents
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """What the body changes of the module or the criterion is undone at its end."""
+        contents = self._now()
+        try:
+            yield
+        finally:
+            contents.put_back()
+
+    def hooked(self, hook: Callable[[], T]) -> T:
+        """Call a hook. Where it is looked at, what it changes of the module holds for its piece alone."""
+        if "hooks" not in self.unseen:
+            return hook()
+        contents = self._now()
+        try:
+            return hook()
+        finally:
+            changes = contents.changes()
+            self._undo += changes
+            self._hooks_write = self._hooks_write or bool(changes)
 
     def leave(self) -> None:
         """No sample is in a forward any more."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from batchopt_workers.batch import Batch
-from batchopt_workers.buffers import Place, tensors_of
+from batchopt_workers.batch import Batch, Columns
+from batchopt_workers.buffers import Place, tensors_of, version_of
+from batchopt_workers.contents import Contents
 from batchopt_workers.packing import copy_into
-from batchopt_workers.structures import map_tensors
+from batchopt_workers.structures import tensors_in
 
 
 class StateWritten(Exception):
@@ -37,14 +38,20 @@ class Watch:
     """The tensors of a program that are neither parameters of X nor state.
 
     A tensor that is written in place is known by its version counter, one that is replaced by its identity; what goes
-    past the counter (`.data`) by comparison with `originals`, which is made after the first chunk alone.
+    past the counter (`.data`) by comparison with originals, which is made after the first chunk alone, and where code
+    of the user runs that is no part of f.
     """
 
     def __init__(
-        self, module: torch.nn.Module, others: Iterable[tuple[str, torch.Tensor]], variable: Iterable[torch.Tensor]
+        self,
+        module: torch.nn.Module,
+        others: Iterable[tuple[str, torch.Tensor]],
+        variable: Iterable[torch.Tensor],
+        twins: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """`others`: tensors of the program by name, whether or not the module has them; `variable`: those that may
-        change."""
+        change; `twins`: originals of constants, by their identity. Without any, copies are made when they are needed.
+        """
         known = {id(tensor) for tensor in variable}
         self._constants: list[_Constant] = []
         for name, place in tensors_of(module):
@@ -65,19 +72,26 @@ class Watch:
         ]
         self._module, self._parameters = module, {name for name, _ in module.named_parameters()}
         self._examines = False
-        self._originals: dict[int, torch.Tensor] = {}
+        self._goes_on = False  # to compare, after one chunk
+        self._twins = twins
+        self._originals: Mapping[int, torch.Tensor] = {}
         self._versions: list[int] = []
 
-    def compare(self, originals: dict[int, torch.Tensor] | None = None) -> None:
-        """Compare the constants with these after the next chunk, by identity; without any, with copies made now."""
-        if originals is None:
+    def compare(self) -> None:
+        """Compare the constants with their originals after the next chunk."""
+        self._examines = True
+        if self._twins is not None:
+            self._originals = self._twins
+        else:
             tensors = [constant.tensor for constant in self._constants]
-            originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
-        self._originals, self._examines = originals, True
+            self._originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
 
-    def begin(self) -> None:
-        """Chunks are evaluated from here on."""
-        self._versions = [_version(constant.tensor) for constant in self._constants]
+    def begin(self, compares: bool = False) -> None:
+        """Chunks are evaluated from here on; `compares`: after each, constants are compared with their originals."""
+        self._goes_on = compares
+        if compares:
+            self.compare()
+        self._versions = [version_of(constant.tensor) for constant in self._constants]
 
     def check(self) -> None:
         """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put
@@ -85,7 +99,7 @@ class Watch:
         written = [
             constant
             for constant, version in zip(self._constants, self._versions, strict=True)
-            if _version(constant.tensor) != version or self._is_replaced(constant) or self._differs(constant)
+            if version_of(constant.tensor) != version or self._is_replaced(constant) or self._differs(constant)
         ]
         made = [name for name, buffers, name_there in self._none if buffers[name_there] is not None]
         if written or made:
@@ -95,7 +109,8 @@ class Watch:
             if self._examines
             else []
         )
-        self._originals, self._examines = {}, False
+        if not self._goes_on:
+            self._originals, self._examines = {}, False
         if new:
             raise ValueError(
                 f"the parameter '{new[0]}' was made by the first forward, and is not in X: call the module once "
@@ -139,10 +154,6 @@ class Watch:
         return original is not None and not _same(constant.tensor, original)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
@@ -157,35 +168,55 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
         return bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
-def _tensors_in(data: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, data)
-    return found
-
-
 class BatchWatch:
-    """The tensors of the samples of a chunk."""
+    """The samples of a chunk."""
 
     def __init__(self, batch: Batch, start: int, stop: int) -> None:
         self.stop = stop
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        for term, samples in batch.numbering.split(range(start, stop)):
-            part = batch.parts[term]
-            for name, data in (("inputs", part.inputs), ("targets", part.targets)):
-                if data is not None:
-                    self._tensors += [(name, tensor) for tensor in _tensors_in(data.held(samples.start, samples.stop))]
+        self._forms = [
+            (name, form, samples)
+            for term, samples in batch.numbering.split(range(start, stop))
+            for name, form in (("inputs", batch.parts[term].inputs), ("targets", batch.parts[term].targets))
+            if form is not None
+        ]
+        self._tensors = [
+            (name, tensor)
+            for name, form, samples in self._forms
+            for tensor in tensors_in(form.held(samples.start, samples.stop))
+        ]
         self._versions: list[int] = []
+        self._contents: list[tuple[str, Contents, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def begin(self) -> None:
-        """The chunk is evaluated from here on."""
-        self._versions = [_version(tensor) for _, tensor in self._tensors]
+    def begin(self, looks: bool) -> None:
+        """The chunk is evaluated from here on; `looks`: all that the samples hold is compared, by `check`, with what it
+        is now."""
+        self._versions = [version_of(tensor) for _, tensor in self._tensors]
+        self._contents = []
+        for name, form, samples in self._forms if looks else ():
+            whole = form.slice if isinstance(form, Columns) else form.held
+            contents = Contents((whole(samples.start, samples.stop),))
+            copies = [(tensor, tensor.detach().clone()) for tensor in contents.tensors if _is_plain(tensor)]
+            self._contents.append((name, contents, copies))
 
     def check(self) -> None:
-        """Raise `ValueError` if the chunk wrote its own samples: the next evaluation would see other ones."""
-        for (name, tensor), version in zip(self._tensors, self._versions, strict=True):
-            if _version(tensor) != version:
-                raise ValueError(
-                    f"forward, or a hook, writes its `{name}` in place (a tensor of shape {tuple(tensor.shape)}): the "
-                    "next evaluation of the step would see other data; write to a copy (x = x / 2, x.clone()), and "
-                    "load the batch anew"
-                )
+        """Raise `ValueError` if the chunk wrote its own samples: the next evaluation would see other ones. What was
+        compared is put back."""
+        written = [
+            (name, f"a tensor of shape {tuple(tensor.shape)}")
+            for (name, tensor), version in zip(self._tensors, self._versions, strict=True)
+            if version_of(tensor) != version
+        ]
+        for name, contents, copies in self._contents:
+            if contents.changes():
+                contents.put_back()
+                written.append((name, "an object in there"))
+            for tensor, copy in copies:
+                if not _same(tensor, copy):
+                    copy_into(tensor, copy)
+                    written.append((name, f"a tensor of shape {tuple(tensor.shape)}"))
+        self._contents = []
+        for name, what in written[:1]:
+            raise ValueError(
+                f"forward, a hook or `collate_fn` writes its `{name}` in place ({what}): the next evaluation of the "
+                "step would see other data; write to a copy (x = x / 2, x.clone()), and load the batch anew"
+            )

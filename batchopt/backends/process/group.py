@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -100,6 +101,7 @@ class WorkerGroup:
         self._program = setup.program
         self._shared = SharedProgram(setup.program, setup.parameters)
         self._sent: tuple[bytes, SharedBlock] | None = None  # the program that all of the workers' state is about
+        self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the program sent last
         self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
         self._waking = WakingPipe()
@@ -123,14 +125,16 @@ class WorkerGroup:
         self._sent = None
         source, block = self._shared.source, self._shared.block
         packed = source.packed
-        examine = self._attached.get("program") is not block
-        if examine:
+        examined = block, self._program.prehook, self._program.posthook
+        examine = not all(map(is_, examined, self._examined))
+        if self._attached.get("program") is not block:
             self._pool.set_state("program", call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
             self._attached["program"] = block
         self._pool.set_state(
             "module",
             call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
+        self._examined = examined
         for name in ("hooks", "weights", "direction", "batch", "task", "outputs"):
             self._pool.resend(name)
         for worker in self._pool.workers.values():

@@ -1,0 +1,384 @@
+"""What code of the user leaves behind in module, batch, random state and mode: it is put back, or refused by name, and
+f is what it was, for any number of workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from batchopt import BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
+
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
+X = torch.linspace(-2.0, 2.0, 24 * 3).reshape(24, 3).sin()
+Y = torch.linspace(-1.0, 3.0, 24 * 2).reshape(24, 2).cos()
+
+Change = Callable[[Any, torch.Tensor, torch.Tensor], object]
+
+
+class Centred(nn.Module):
+    """Subtracts what it has seen on average."""
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+        self.eps = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x - self.running_mean) / (self.running_var + self.eps)
+        if self.training:
+            self.running_mean.lerp_(x.detach().mean(0), 0.25)
+        return y
+
+
+class Living(nn.Module):
+    """Its forward depends on much that is no parameter."""
+
+    constant: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.norm, self.drop = Centred(), nn.Dropout(0.25)
+        self.frozen = nn.Parameter(torch.full((4,), 1.5), requires_grad=False)
+        self.register_buffer("constant", torch.ones(2, dtype=torch.complex64))
+        self.scale, self.factors, self.options = 2.0, [1.0, 0.5], {"power": 1.0}
+        self.table, self.shift = np.ones(2), torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.norm(self.linear(x)).tanh() * self.frozen)
+        y: torch.Tensor = self.head(hidden) * self.scale * sum(self.factors) ** self.options["power"]
+        return y * float(self.table.sum()) + self.shift + self.constant.real
+
+
+def _fill(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[:] = 7.0
+
+
+IN_MODULE: dict[str, Change] = {
+    "attribute": lambda m, x, y: setattr(m, "scale", 3.0),
+    "another attribute": lambda m, x, y: m.__dict__.update(kept=m, scale=m.__dict__.pop("scale") + 1),
+    "list": lambda m, x, y: m.factors.append(9.0),
+    "item": lambda m, x, y: m.factors.__setitem__(0, 4.0),
+    "dict": lambda m, x, y: m.options.update(power=2.0, more=1),
+    "array": lambda m, x, y: m.table.__setitem__(0, 5.0),
+    "dropout": lambda m, x, y: setattr(m.drop, "p", 0.75),
+    "submodule": lambda m, x, y: setattr(m, "head", nn.Linear(4, 2)),
+    "one more": lambda m, x, y: m.add_module("extra", nn.Linear(2, 2)),
+    "parameter": lambda m, x, y: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 3))),
+    "requires_grad": lambda m, x, y: m.frozen.requires_grad_(),
+    "hook": lambda m, x, y: m.register_forward_hook(lambda module, inputs, output: output * 2),
+    "parametrization": lambda m, x, y: setattr(m.norm, "eps", 0.5),
+    "mode": lambda m, x, y: m.eval(),
+    "mode of a part": lambda m, x, y: m.norm.train(not m.norm.training),
+    "statistics": lambda m, x, y: m.norm.running_mean.fill_(3.0),
+    "statistics, by data": lambda m, x, y: m.norm.running_var.data.mul_(4.0),
+    "buffer": lambda m, x, y: setattr(m, "constant", m.constant + 1),
+    "attribute tensor": lambda m, x, y: setattr(m, "shift", m.shift + 1),
+}
+IN_TENSORS: dict[str, Change] = {
+    "frozen, by data": lambda m, x, y: m.frozen.data.mul_(2.0),
+    "frozen, by NumPy": lambda m, x, y: _fill(m.frozen),
+    "buffer, by data": lambda m, x, y: m.constant.data.add_(1.0),
+    "attribute tensor, by data": lambda m, x, y: m.shift.data.add_(1.0),
+    "attribute tensor, in place": lambda m, x, y: m.shift.add_(1.0),
+}
+IN_BATCH: dict[str, Change] = {
+    "inputs": lambda m, x, y: x.mul_(2.0),
+    "inputs, by data": lambda m, x, y: x.data.mul_(2.0),
+    "inputs, by NumPy": lambda m, x, y: _fill(x),
+    "targets, by NumPy": lambda m, x, y: _fill(y),
+}
+ELSEWHERE: dict[str, Change] = {
+    "torch's draws": lambda m, x, y: torch.manual_seed(3),
+    "Python's draws": lambda m, x, y: random.seed(4),
+    "NumPy's draws": lambda m, x, y: np.random.standard_normal(5),
+    "grad mode": lambda m, x, y: torch.set_grad_enabled(False),
+}
+OF_FUNCTIONS = {**IN_MODULE, **IN_TENSORS, **IN_BATCH, **ELSEWHERE}
+
+
+@contextmanager
+def opened(parallelize: int, **options: Any) -> Iterator[BatchOptimizer]:
+    torch.manual_seed(0)
+    with BatchOptimizer(
+        Living(), nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=4, **options
+    ) as opt:
+        opt.load(X.clone(), Y.clone())
+        yield opt
+
+
+def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tuple[Any, ...]) -> None:
+    """Have the user's code at that place do this."""
+
+    def function(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for change in changes:
+            change(module, inputs, targets)
+        return torch.ones(len(inputs))
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        assert worker.module is not None
+        function(worker.module, sample.inputs, sample.targets)
+
+    if place == "collect":
+        opt.collect(function, *data, grad=True)
+    elif place == "total":
+        opt.total(function, *data, train=False)
+    elif place == "prehook":
+        opt.prehook = hook
+        opt.evaluate()
+    elif place == "posthook":
+        opt.posthook = hook
+        opt.evaluate()
+
+
+def _check(parallelize: int, place: str, names: list[str], aside: bool = False) -> float:
+    """f is what it was, or an error says what is wrong; f."""
+    data = (X.clone(), Y.clone())
+    with opened(parallelize) as opt:
+        before, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
+        parts = [*opt.module.modules()]
+        try:
+            _carry_out(opt, place, [OF_FUNCTIONS[name] for name in names], data if aside else ())
+        except (BatchoptError, ValueError) as error:
+            assert any(word in str(error) for word in ("writes", "write the tensor", "changes the parameter")), error
+        opt.prehook = opt.posthook = None
+        again = opt.evaluate().item()
+        assert again == before and torch.equal(opt.grad_parameters, gradient)
+        assert [*opt.module.modules()] == parts and torch.is_grad_enabled()
+        opt.load(X, Y)
+        assert opt.loss().item() == pytest.approx(before, rel=0.5)
+        assert torch.equal(data[0], X) and torch.equal(data[1], Y)
+    return before
+
+
+@EACH
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> None:
+    _check(parallelize, "collect", [name])
+
+
+HOOKED = {**IN_MODULE, **IN_BATCH, **ELSEWHERE}
+
+
+@EACH
+@pytest.mark.parametrize("name", HOOKED)
+def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
+    _check(parallelize, "posthook", [name])
+
+
+@pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_f_is_what_it_was_for_any_number_of_workers(place: str, data: st.DataObject) -> None:
+    among = OF_FUNCTIONS if place in ("collect", "total") else HOOKED
+    names = data.draw(st.lists(st.sampled_from(sorted(among)), min_size=1, max_size=4, unique=True))
+    aside = data.draw(st.booleans())
+    assert len({_check(parallelize, place, names, aside) for parallelize in (1, 2, 3)}) == 1
+
+
+@EACH
+@pytest.mark.parametrize("name", IN_BATCH)
+def test_what_a_collate_function_writes_is_refused(parallelize: int, name: str) -> None:
+    def collate(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        for x, y in pairs:
+            IN_BATCH[name](None, x, y)
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    rows, targets = [*X.clone()], [*Y.clone()]
+    with opened(parallelize, collate_fn=collate) as opt:
+        with pytest.raises(WorkerError, match=r"`collate_fn` writes its `(inputs|targets)` in place"):
+            opt.load(rows, targets)
+            opt.evaluate()
+    if "by" in name:  # else it is torch that has written it
+        assert torch.equal(torch.stack(rows), X) and torch.equal(torch.stack(targets), Y)
+
+
+@EACH
+def test_a_hook_that_writes_an_object_of_the_batch_is_refused(parallelize: int) -> None:
+    class Graph:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x, self.seen = x, 0
+
+    def stack(pairs: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        for graph, _ in pairs:
+            graph.seen += 1
+        return torch.stack([graph.x for graph, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    graphs = [Graph(x) for x in X]
+    with opened(parallelize, collate_fn=stack) as opt:
+        with pytest.raises(WorkerError, match=r"writes its `inputs` in place \(an object in there\)"):
+            opt.load(graphs, [*Y])
+            opt.evaluate()
+    assert not any(graph.seen for graph in graphs)
+
+
+def test_what_the_user_changes_between_steps_is_the_same_for_all() -> None:
+    def values(parallelize: int, name: str) -> list[float]:
+        with opened(parallelize) as opt:
+            found = [opt.evaluate().item()]
+            IN_MODULE[name](opt.module, X, Y)
+            opt.load(X, Y)
+            return [*found, opt.evaluate().item(), opt.evaluate().item()]
+
+    for name in ("attribute", "array", "dropout", "mode", "statistics", "buffer"):
+        one, two, three = (values(parallelize, name) for parallelize in (1, 2, 3))
+        assert one == two == three and one[0] != one[1] == one[2]
+
+
+# ---- modes
+
+
+class Merging(nn.Module):
+    """Its `train` does more than to set the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 2), 2.0
+        self.low = nn.Parameter(torch.full((2, 3), 0.5), requires_grad=False)
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.training and not mode:
+            self.scale = 1.0
+            self.low.data.mul_(3.0)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * self.scale + x @ self.low.T
+        return y
+
+
+@EACH
+def test_what_a_train_of_its_own_does_is_undone(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = Merging()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=4) as opt:
+        opt.load(X, Y)
+        before = opt.evaluate()
+        expected = module.linear(X) + X @ module.low.T * 3.0
+        for _ in range(2):
+            assert torch.allclose(opt.predict(X), expected)
+            assert opt.evaluate() == before and module.scale == 2.0 and module.low.eq(0.5).all()
+        opt.score((X, Y), nn.MSELoss())
+        opt.load(X, Y)
+        assert opt.evaluate() == before
+
+
+# ---- the module's state
+
+
+@EACH
+def test_outputs_after_a_step_are_those_of_the_module_as_it_is(parallelize: int) -> None:
+    module = Living()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
+        opt.step(X, Y)
+        assert module.norm.running_mean.ne(0.0).any()
+        assert torch.equal(opt.predict(), opt.predict(X))
+        assert torch.allclose(opt.predict(), module.eval()(X))
+        module.train()
+        assert torch.equal(opt.collect(lambda m, x, y: m(x), train=False), opt.predict(X))
+
+
+@EACH
+def test_state_that_is_written_between_evaluations_counts_from_the_next_batch_on(parallelize: int) -> None:
+    with opened(parallelize) as opt, torch.no_grad():
+        norm: Any = opt.module.norm
+        before = opt.evaluate()
+        norm.running_var.fill_(0.25)
+        assert opt.evaluate() == before == opt.evaluate()
+        assert norm.running_var.eq(0.25).all()
+        norm.running_mean = torch.ones(4)
+        assert opt.evaluate() == before
+        assert norm.running_mean.eq(1.0).all()
+        opt.collect(lambda m, x, y: m(x))
+        assert opt.evaluate() == before
+        opt.load(X, Y)
+        assert norm.running_var.eq(0.25).all()
+        after = opt.evaluate()
+        assert after != before and after == opt.evaluate()
+
+
+# ---- what later operations write
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.relu(self.first(x)))
+        return y
+
+
+def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.sub_(target).square().mean()
+
+
+@EACH
+def test_outputs_are_what_they_were_before_later_operations_wrote_them(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = InPlace()
+    with BatchOptimizer(module, squared, optimizer=None, parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        found = opt.collect(layers=["first"])["first"]
+        assert torch.allclose(found, module.first(X)) and found.lt(0.0).any()
+        opt.keep_outputs = True
+        opt.evaluate()
+        assert torch.allclose(opt.outputs(), module(X))
+
+
+@EACH
+def test_totals_keep_the_precision_of_what_they_sum(parallelize: int) -> None:
+    with opened(parallelize) as opt:
+        assert opt.total(lambda m, x, y: 2.0**-30 + 1.0).item() == 6 * (2.0**-30 + 1.0)
+        half = opt.total(lambda m, x, y: torch.full((2,), 60000.0, dtype=torch.float16))
+        assert half.dtype == torch.float32 and half.tolist() == [360000.0, 360000.0]
+
+
+# ---- parameters
+
+
+@EACH
+def test_an_attribute_over_the_memory_of_a_parameter_is_refused(parallelize: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 2))
+    module.alias = module[0].weight.data
+    with pytest.raises(ValueError, match=r"'0.weight' and 'alias' are different tensors over one storage"):
+        BatchOptimizer(module, nn.MSELoss(), parallelize=parallelize)
+    del module.alias
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        module.alias = module[0].weight.data.T
+        if parallelize == 1:
+            opt.load(X, Y)
+        else:
+            with pytest.raises(ValueError, match=r"'module.alias' is a tensor over the memory of a parameter"):
+                opt.load(X, Y)
+
+
+class Rotation(nn.Parameter):
+    """Adds in a way of its own."""
+
+    def add_(self, *_: Any, **__: Any) -> Rotation:
+        return self
+
+
+@EACH
+def test_parameters_of_a_class_of_their_own_are_refused(parallelize: int) -> None:
+    module = nn.Linear(3, 2)
+    module.weight = Rotation(torch.ones(2, 3))
+    with pytest.raises(TypeError, match=r"parameter 'weight' is a Rotation, .* subclass of torch.nn.Parameter"):
+        BatchOptimizer(module, nn.MSELoss(), parallelize=parallelize)
