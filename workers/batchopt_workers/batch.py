@@ -221,7 +221,7 @@ class Batch:
         """Whether what is read there is kept, as long as the batch is cut as it is."""
         return any(isinstance(part.inputs, Items) and part.inputs.cache for part in self.parts)
 
-    @property
+    @cached_property
     def collates(self) -> bool:
         """Whether a function of the user is given samples of this batch to collate."""
         return any(part.collate is not None and isinstance(part.inputs, Samples) for part in self.parts)

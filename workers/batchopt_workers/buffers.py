@@ -32,7 +32,8 @@ class Place:
     owner: torch.nn.Module
     name: str
 
-    def _holder(self) -> dict[str, Any]:
+    def holder(self) -> dict[str, Any]:
+        """The dict of the module that has it."""
         for holder in (self.owner._buffers, self.owner._parameters):
             if self.name in holder:
                 return holder
@@ -47,15 +48,15 @@ class Place:
 
     def now(self) -> object:
         """The object that is there now."""
-        return self._holder().get(self.name)
+        return self.holder().get(self.name)
 
     def set(self, tensor: object) -> None:
         """Put another one there."""
-        self._holder()[self.name] = tensor
+        self.holder()[self.name] = tensor
 
     def __str__(self) -> str:
         kind = "buffer" if self.name in self.owner._buffers else "parameter"
-        kind = kind if self._holder() is not vars(self.owner) else "attribute"
+        kind = kind if self.holder() is not vars(self.owner) else "attribute"
         return f"the {kind} {self.name!r} of {type(self.owner).__name__}"
 
 
@@ -146,19 +147,25 @@ class StepBuffers:
             _set(places, own)
         self._sizes = [compact(own).numel() for own in self._own]
         self.size = 2 * sum(self._sizes)
+        self._hold()
+
+    def _hold(self) -> None:
+        pairs = zip(self._places, self._own, strict=True)
+        self._held = [(place.holder(), place.name, own) for places, own in pairs for place in places]
         self._note()
 
     def _note(self) -> None:
+        self._versions: list[int] | None  # None: it is being written here
         self._versions, self._is_written = [version_of(own) for own in self._own], False
 
     @property
     def is_written(self) -> bool:
         """Whether somebody else has written the module's state, or put other tensors there, since it was last as the
         step has it."""
-        return (
+        return self._versions is not None and (
             self._is_written
             or self._versions != [version_of(own) for own in self._own]
-            or any(place.now() is not own for i, own in enumerate(self._own) for place in self._places[i])
+            or any(holder.get(name) is not own for holder, name, own in self._held)
         )
 
     @property
@@ -192,6 +199,7 @@ class StepBuffers:
         """
         if not self._places:
             return
+        self._versions = None
         with torch.no_grad():
             for places, own, start in zip(self._places, self._own, self._start, strict=True):
                 _set(places, own)
@@ -230,7 +238,7 @@ class StepBuffers:
                 k = before.get(tuple(places))
                 if k is not None and sizes[k] == self._sizes[i]:
                     self._own[i], self._start[i] = own[k], start[k]
-            self._note()
+            self._hold()
             self._is_written = was_written
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
@@ -267,6 +275,7 @@ class StepBuffers:
         """Move the module's state from the step's start to what the summed `changes` say, and leave the rest."""
         if not self.size:
             return
+        self._versions = None
         values, flags = changes.view(2, -1)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
         with torch.no_grad():
@@ -276,3 +285,4 @@ class StepBuffers:
                     new = (value if here.is_floating_point() else value.round()).to(here.dtype).view(here.shape)
                     changed = flag.view(here.shape).to(here.device) > 0
                     here.copy_(torch.where(changed, new.to(here.device), here))
+        self._note()
