@@ -524,6 +524,26 @@ class TaskContract(LeastSquaresContract):
             == [False] * 2 + [True] + [False] * 3
         )
 
+    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
+    def test_a_function_leaves_nothing_behind(self, make: Make) -> None:
+        def disturb(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            module.drop.p, module.norm.eps, module.last = 0.9, 1.0, nn.Linear(8, 4).double()
+            module.more = nn.Linear(1, 1)
+            module.register_forward_hook(lambda part, given, output: output * 2)
+            module.eval()
+            inputs.detach().numpy()[:] = 0.0
+            targets.zero_()
+            return torch.ones(len(inputs))
+
+        torch.manual_seed(0)
+        opt = make(Noisy().double(), nn.MSELoss(), optimizer=None, chunk_size=5)
+        opt.load(X.clone(), Y.clone())
+        before = opt.evaluate()
+        opt.collect(disturb)
+        opt.total(lambda *given: disturb(*given).sum(), train=True)
+        assert opt.evaluate() == before
+        assert sorted(name for name, _ in opt.module.named_children()) == ["drop", "first", "last", "norm"]
+
     def test_a_function_that_changes_a_parameter_is_an_error(self, make: Make) -> None:
         module = Mlp().double()
         before = module.first.weight.detach().clone()
