@@ -43,7 +43,8 @@ def registrations(module: torch.nn.Module, parameters: list[torch.nn.Parameter])
 def check_registrations(found: list[Registration]) -> None:
     """Raise `BatchoptError` unless each parameter still is the object that it was."""
     for owner, key, name, parameter in found:
-        if owner._parameters.get(key) is not parameter:
+        held = owner._parameters  # no dict, where torch.jit made it
+        if key not in held or held[key] is not parameter:
             raise BatchoptError(
                 f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "
                 "module.to(device)), since this BatchOptimizer was built: keep the Parameter and give it values "
@@ -208,7 +209,6 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     for name, buffer in module.named_buffers():
         if isinstance(buffer, UninitializedBuffer):
             raise ValueError(f"buffer '{name}' is uninitialised (a lazy module): run one forward pass first")
-    _check_scripts(module)
     named = [(name, p) for name, p in everything if p.requires_grad]
     if not named:
         raise ValueError(f"`module` has no parameter with requires_grad=True ({len(everything)} frozen)")
@@ -216,16 +216,6 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     _check_hooks(named)
     _check_memory(named, module)
     return named
-
-
-def _check_scripts(module: torch.nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
-            what = f"'{name}'" if name else "`module`"
-            raise TypeError(
-                f"{what} was made by torch.jit ({type(part).__name__}), whose parameters cannot be made views of X, "
-                "nor sent to workers: pass the module that it was made of"
-            )
 
 
 def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:

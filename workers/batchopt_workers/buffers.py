@@ -43,7 +43,8 @@ class Place:
 
     def now(self) -> object:
         """The object that is there now."""
-        return self._holder().get(self.name)
+        holder = self._holder()
+        return holder[self.name] if self.name in holder else None  # a part made by torch.jit holds them in no dict
 
     def set(self, tensor: torch.Tensor | None) -> None:
         """Put another one there."""
