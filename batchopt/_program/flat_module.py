@@ -56,6 +56,10 @@ class FlatModule:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook."""
         self.flat.check(self.module, self.parameters)
 
+    def written(self) -> None:
+        """X was written as a vector: a graph that needs what parameters were cannot be differentiated any more."""
+        torch.autograd.graph.increment_version(self.parameters)
+
     def bind(self) -> None:
         """Make all parameters views of X again, whatever they hold."""
         self.flat.bind(self.parameters)
