@@ -139,8 +139,10 @@ class BatchFunction:
         return self.follow().x
 
     def ready(self) -> Step:
-        """The step on the loaded batch, with X as the module has it now."""
+        """The step on the loaded batch, with X as the module has it now. Raises `ValueError` for a parameter with a
+        hook, too."""
         self.check_open()
+        self.subject.check_hooks()
         return self._loaded()
 
     def _loaded(self) -> Step:

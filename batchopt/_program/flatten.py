@@ -164,8 +164,8 @@ class Flat:
         return True
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`,
-        and `ValueError` for one that was given a hook; `follow`s them."""
+        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`;
+        `follow`s them."""
         forget_copies()
         ours = {id(parameter) for parameter in parameters}
         for owner in module.modules():  # without names, which take long to make
@@ -176,7 +176,6 @@ class Flat:
                         f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new "
                         "one"
                     )
-        _check_hooks([(slot.name, p) for slot, p in zip(self.layout.slots, parameters, strict=True)])
         self.follow(module, parameters)
 
 
@@ -213,7 +212,7 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     if not named:
         raise ValueError(f"`module` has no parameter with requires_grad=True ({len(everything)} frozen)")
     _check_kind(named)
-    _check_hooks(named)
+    check_hooks(named)
     _check_memory(named, module)
     return named
 
@@ -250,13 +249,14 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
         )
 
 
-def _check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
+def check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise `ValueError` for a parameter with a hook; in a tenth of a microsecond each."""
     for name, parameter in named:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"parameter '{name}' has a hook; hooks on tensors do not travel to workers, and would see the "
-                "gradient of a chunk: register it on worker.module in a prehook, or hook the module that owns the "
-                "parameter"
+                "gradient of a chunk: register it on worker.module in a prehook and remove it in the posthook, or hook "
+                "the module that owns the parameter"
             )
 
 
