@@ -107,6 +107,7 @@ class TaskRunner:
                     for number, piece in enumerate(self._walk.pieces(loaded, order.step, chunk)):
                         faults.point("worker.forward", chunk)
                         result = task.function(piece, self._around(piece, order.step, f))
+                        faults.point("worker.returned", chunk)
                         if totals:
                             form = self._total(result, needed, row, number == 0)
                         else:
