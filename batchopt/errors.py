@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 _NO_TERMS: Mapping[str, range] = MappingProxyType({})
 
@@ -44,8 +45,10 @@ class WorkerError(BatchoptError):
         samples: range,
         doing: str = "",
         terms: Mapping[str, range] = _NO_TERMS,
+        kinds: tuple[str, ...] = (),
     ) -> None:
-        self._arguments = (rank, type_name, message, samples, doing, dict(terms))
+        self._arguments = (rank, type_name, message, samples, doing, dict(terms), kinds)
+        self.kinds = kinds  # the names of its classes
         self.rank = rank
         self.type_name = type_name
         self.samples, self.terms = samples, dict(terms)
@@ -56,7 +59,7 @@ class WorkerError(BatchoptError):
             where += f", {doing}"
         super().__init__(f"{type_name} in {where}: {message}{_ADVICE.get(type_name, '')}")
 
-    def __reduce__(self) -> tuple[type[WorkerError], tuple[int, str, str, range, str, dict[str, range]]]:
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[Any, ...]]:
         return type(self), self._arguments
 
 

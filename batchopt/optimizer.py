@@ -121,6 +121,9 @@ class BatchOptimizer:
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`:
             the loss is infinity, for a line search that can back off.
+        nonfinite_errors: classes of exceptions, such as `torch.linalg.LinAlgError`, by which the module or a loss says
+            that f has no value at X: an evaluation that raises one is one whose loss is not finite. The optimizers of
+            batchopt try a shorter step then, also with `on_nonfinite="raise"`. Default: none.
         check_cut: warn if the loss depends on how the batch is cut, as that of tokens without padding does without
             `denominators`. The first time that a batch is cut, the first 8 samples of each term are evaluated in one
             go, in two parts and, where that differs, in one go again, by one worker; `torch.nn`'s own losses are not.
@@ -164,6 +167,7 @@ class BatchOptimizer:
         max_restarts: int | None = None,
         seed: int = 0,
         on_nonfinite: str = "raise",
+        nonfinite_errors: type[Exception] | Sequence[type[Exception]] = (),
         verbose: int = 0,
         check_cut: bool = True,
         ray_options: Mapping[str, Any] | None = None,
@@ -301,7 +305,8 @@ class BatchOptimizer:
         `points` has one vector like `parameters` a row: shape `(K, n)`, any floating dtype. Each worker evaluates whole
         points, as many as its speed allows: for line searches in parallel, several starts, evolution strategies. With
         `gradients` a tuple: df/dX at each point, too, shape `(K, n)`, X's dtype. Both are what `evaluate` would give
-        there; with `chunk_size` bit for bit. Where f or its gradient is not finite, f is infinity. Nothing else
+        there; with `chunk_size` bit for bit. Where f or its gradient is not finite, or one of `nonfinite_errors` is
+        raised, f is infinity. Nothing else
         changes: parameters, gradients, buffers, counters; prehook runs, posthook does not. Each worker takes memory for
         a point, and on a cluster each machine gets the whole batch. Raises `TypeError` or `ValueError` for other
         points, and `WorkerError` if the user's code raises.

@@ -137,8 +137,9 @@ class Molecules:
         return energies + forces
 
 
-def molecules() -> Task:
-    """MACE, 28,368 parameters: energies and forces of 60 distorted molecules of ethanol."""
+def molecules(hidden: str = "16x0e") -> Task:
+    """MACE, 28,368 parameters: energies and forces of 60 distorted molecules of ethanol. `hidden`: its features; with
+    vectors among them (`1o`) it holds TorchScript with constants."""
     torch.set_default_dtype(torch.float64)
     from ase.build import molecule
     from ase.calculators.emt import EMT
@@ -171,7 +172,7 @@ def molecules() -> Task:
         interaction_cls_first=interaction,
         num_interactions=2,
         num_elements=3,
-        hidden_irreps=o3.Irreps("16x0e"),
+        hidden_irreps=o3.Irreps(hidden),
         MLP_irreps=o3.Irreps("16x0e"),
         gate=nn.functional.silu,
         atomic_energies=np.zeros(3),

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ JOBS = {
     ),
     "Burgers' equation": Job(job_tasks.burgers_task, 1e-4, {**_LBFGS, OURS: job_ways.workers(job_ways.ssbroyden)}),
     "60 molecules, MACE": Job(job_tasks.molecules, 1.0, _LBFGS, ("mace", "ase")),
+    "60 molecules, MACE with vectors": Job(partial(job_tasks.molecules, "8x0e + 8x1o"), 1.0, _LBFGS, ("mace", "ase")),
     "400 graphs": Job(job_tasks.graphs, 1e-2, _LBFGS, ("torch_geometric",)),
     "neural ODE": Job(job_tasks.neural_ode, 1e-5, _LBFGS, ("torchdiffeq",)),
     "conductivity between bounds": Job(

@@ -121,7 +121,7 @@ MODULES = {
     "10 scripted": Case(
         lambda: build(nn.Sequential(Mlp(), scripted())),
         TypeError,
-        r"'1' was made by torch\.jit \(RecursiveScriptModule\).*: pass the module that it was made of",
+        r"'1' was made by torch\.jit \(RecursiveScriptModule\).*: pass the module .* or use parallelize=1",
     ),
     "11 one storage": Case(
         lambda: build(module_of(STORAGE, STORAGE[2:])),

@@ -17,6 +17,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt_workers import mapping
+from batchopt_workers.worker import Worker
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
@@ -337,3 +338,47 @@ def test_a_new_optimizer_goes_on_with_the_x_of_a_closed_one(workers: int) -> Non
         assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item(), rel=1e-6)
         assert closed.parameters[6:].tolist() == [2.0, 2.0]
     assert not shared_mapping(module.get_parameter("layer.weight"))
+
+
+class ForkingOnce:
+    """As a hook, a function of workers, of a chunk, or of the module's output: forks at its first call in each worker,
+    and comes back twice."""
+
+    def __call__(self, *given: Any) -> Any:
+        state = vars(torch)  # of the process, and of its copy
+        if "forked" not in state:
+            state["forked"] = os.fork()
+        return given[-1] if len(given) == 3 else 1
+
+
+def end_of_copy(worker: Worker) -> int:
+    """Wait for the copy; the status that it ended with."""
+    return os.waitstatus_to_exitcode(os.waitpid(vars(torch).pop("forked"), 0)[1])
+
+
+def run(fork: Any, where: str) -> tuple[list[float], list[int]]:
+    """Losses of steps and a result of `collect`, all in two workers; and how the copies have ended."""
+    net, criterion = Net(), nn.MSELoss()
+    hooks = {where: fork} if where.endswith("hook") else {}
+    if where == "forward":
+        net.register_forward_hook(fork)
+    with BatchOptimizer(net, criterion, optimizer="sgd", parallelize=2, chunk_size=5, **hooks) as opt:
+        if where == "run_on_workers":
+            assert opt.run_on_workers(fork) == [1, 1]
+        found = [opt.step(X, Y), opt.step(X, Y)]
+        if where == "collect":
+            assert opt.collect(lambda module, inputs, targets: fork(module, targets, inputs)).equal(X)
+        if where == "total":
+            assert opt.total(lambda module, inputs, targets: torch.tensor(fork(module))) == 2
+        found.append(opt.step(X, Y))
+        return found, opt.run_on_workers(end_of_copy) if fork is not no_fork else []
+
+
+def no_fork(*given: Any) -> Any:
+    return given[-1] if len(given) == 3 else 1
+
+
+@pytest.mark.parametrize("where", ["prehook", "posthook", "forward", "run_on_workers", "collect", "total"])
+def test_a_copy_of_a_worker_that_comes_back_from_the_users_code_ends(where: str) -> None:
+    expected, _ = run(no_fork, where)
+    assert run(ForkingOnce(), where) == (expected, [1, 1])

@@ -1,14 +1,17 @@
-"""Whether a gradient is finite."""
+"""Whether a gradient is finite, and what is not finite because evaluating it raised."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from batchopt import BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.reduce import all_finite
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -42,3 +45,99 @@ def test_one_bad_number_among_those_that_overflow_is_seen(dtype: torch.dtype, ba
 @settings(deadline=None)
 def test_a_gradient_is_finite_if_each_of_its_numbers_is(numbers: list[float]) -> None:
     assert all_finite(torch.tensor(numbers, dtype=torch.float32)) == all(map(math.isfinite, numbers))
+
+
+# ---- exceptions that mean so
+
+X = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+Y = 3 * X
+WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
+OPTIMIZERS = ["lbfgs", "cg", "ssbroyden", "lm"]
+
+
+class OddError(ArithmeticError):
+    """Of the user's; a base class is named."""
+
+
+class Bounded(nn.Module):
+    """A slope, which has to be smaller than 2.5: the best one is 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.slope.item() > 2.5:
+            raise OddError("too steep")
+        return x * self.slope
+
+
+def build(parallelize: int, **options: Any) -> BatchOptimizer:
+    options = {"nonfinite_errors": ArithmeticError, **options}
+    return BatchOptimizer(Bounded(), nn.MSELoss(), parallelize=parallelize, **options)
+
+
+@WORKERS
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("on_nonfinite", ["raise", "return"])
+def test_a_trial_that_raises_is_too_long_a_step(optimizer: str, on_nonfinite: str, parallelize: int) -> None:
+    with build(parallelize, optimizer=optimizer, on_nonfinite=on_nonfinite) as opt:
+        loss = opt.step(X, Y)
+        assert opt.parameters.item() == pytest.approx(2.5, abs=0.01)
+        assert loss == pytest.approx(nn.functional.mse_loss(opt.module(X), Y).item())
+
+
+@WORKERS
+def test_where_a_step_begins_it_is_told(parallelize: int) -> None:
+    with build(parallelize) as opt:
+        opt.load(X, Y)
+        before = opt.evaluate()
+        opt.parameters.fill_(4.0)
+        with pytest.raises(NonFiniteError, match=r"loss is none \(OddError\) in chunk 0 \(samples 0\.\.") as caught:
+            opt.step(X, Y)
+        assert isinstance(caught.value.__cause__, WorkerError)
+        opt.parameters.fill_(2.0)
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(before.item())
+
+
+@WORKERS
+def test_an_infinite_loss_is_returned_where_that_is_wanted(parallelize: int) -> None:
+    terms = {
+        "a": Term(lambda module, x, y: nn.functional.mse_loss(module(x), y)),
+        "b": Term(lambda module, x, _: module(x).mean()),
+    }
+    options: dict[str, Any] = {"nonfinite_errors": [KeyError, OddError], "on_nonfinite": "return", "verbose": 3}
+    with BatchOptimizer(Bounded(), terms=terms, parallelize=parallelize, **options) as opt, opt.timeline():
+        opt.load({"a": (X, Y), "b": X})
+        opt.parameters.fill_(4.0)
+        assert opt.evaluate() == opt.output == math.inf
+        assert set(opt.losses.values()) == {math.inf}
+        assert opt.grad_parameters.isnan().all()
+        assert opt.eval_counter == 1
+
+
+@WORKERS
+def test_at_many_points_it_is_infinity(parallelize: int) -> None:
+    with build(parallelize) as opt:
+        opt.load(X, Y)
+        points = torch.tensor([[2.0], [4.0], [1.0]], dtype=torch.float64)
+        losses, gradients = opt.evaluate_many(points, gradients=True)
+        assert losses.isinf().tolist() == gradients.isnan().flatten().tolist() == [False, True, False]
+        assert losses[0] == pytest.approx(opt.evaluate().item())
+
+
+@WORKERS
+def test_what_is_not_named_ends_the_step(parallelize: int) -> None:
+    with build(parallelize, nonfinite_errors=(KeyError, ZeroDivisionError)) as opt:
+        opt.load(X, Y)
+        with pytest.raises(WorkerError, match="OddError in worker"):
+            opt.optimize()
+        with pytest.raises(WorkerError, match="OddError in worker"):
+            opt.evaluate_many(torch.tensor([[4.0]]))
+
+
+def test_what_is_no_class_of_exceptions_is_refused() -> None:
+    for wrong in (OddError("one"), int, KeyboardInterrupt, "ArithmeticError", None):
+        with pytest.raises(TypeError, match="`nonfinite_errors` must be classes of exceptions"):
+            build(1, nonfinite_errors=wrong)

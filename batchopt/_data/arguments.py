@@ -56,6 +56,15 @@ def read_on_nonfinite(value: Any) -> str:
     return str(value)
 
 
+def read_nonfinite_errors(value: Any) -> tuple[type[Exception], ...]:
+    """Classes of exceptions: one, or a tuple or list of them."""
+    kinds = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError(f"`nonfinite_errors` must be classes of exceptions, as (ArithmeticError,), got {kind!r}")
+    return kinds
+
+
 def read_verbose(value: Any) -> int:
     """How much to say."""
     if type(value) is not int or value not in (0, 1, 2, 3):

@@ -64,7 +64,8 @@ def evaluate_many(
         nothing = torch.empty(0, dtype=torch.float64)
         return (nothing, at) if gradients else nothing
     part = Part(Columns(at), None, None, Weighting("mean", len(at)))
-    task = Task(AtPoints(step.plan.cut, gradients), aside=True, whole=True)
+    at_points = AtPoints(step.plan.cut, gradients, len(step.weights), function.settings.kinds_as_infinite)
+    task = Task(at_points, aside=True, whole=True)
     found = collect(function, task, Batch((part,)), Cut(range(len(at) + 1)))
     f = torch.tensor([weighed(losses, step.weights) for losses in found["losses"].tolist()], dtype=torch.float64)
     if not gradients:

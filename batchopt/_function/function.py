@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -40,7 +41,7 @@ from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
-from batchopt.errors import BatchoptError, NonFiniteError
+from batchopt.errors import BatchoptError, NonFiniteError, WorkerError
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
@@ -139,8 +140,10 @@ class BatchFunction:
         return self.follow().x
 
     def ready(self) -> Step:
-        """The step on the loaded batch, with X as the module has it now."""
+        """The step on the loaded batch, with X as the module has it now. Raises `ValueError` for a parameter with a
+        hook, too."""
         self.check_open()
+        self.subject.check_hooks()
         return self._loaded()
 
     def _loaded(self) -> Step:
@@ -274,10 +277,13 @@ class BatchFunction:
             began = time.perf_counter()
             self.observers.begins()
             self._evaluation = 0
-            answers = (map or self.map)()
-            mapped = time.perf_counter()
-            faults.point("parent.reduce")
-            loss = (reduce or self.reduce)(answers)
+            try:
+                answers = (map or self.map)()
+                mapped = time.perf_counter()
+                faults.point("parent.reduce")
+                loss = (reduce or self.reduce)(answers)
+            except WorkerError as error:
+                answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
             self._count(loss.item(), answers, began, mapped)
             return loss
 
@@ -354,6 +360,22 @@ class BatchFunction:
         if self._ended:
             self.end_step()
         return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
+
+    def _infinite(self, error: WorkerError) -> torch.Tensor:
+        """Infinity, where what the user's code raised means that; else raises it."""
+        if self.settings.kinds_as_infinite.isdisjoint(error.kinds):
+            raise error
+        step, subject, counters = self._loaded(), self.subject, self._past.counters
+        self._changes = None
+        if self.settings.on_nonfinite == "raise":
+            chunk = bisect_right(step.plan.cut.bounds, error.samples.start) - 1
+            number, what = counters.evaluations + 1, f"loss is none ({error.type_name})"
+            raise NonFiniteError(what, chunk, error.samples, step.number, number, error.terms) from error
+        subject.renew_gradient()
+        subject.gradient.fill_(math.nan)
+        subject.show_gradients()
+        self._term_losses = (math.inf,) * len(step.weights)
+        return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")
 
     def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "") -> Exception:
         """The error that says where it came from, and `what` it is if the kind of order does not tell."""

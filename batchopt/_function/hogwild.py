@@ -62,7 +62,10 @@ def hogwild(
         found: tuple[torch.Tensor, torch.Tensor] = collect(function, task, Batch((orders,)), cut)
         return found
 
-    losses, ranks = function.workers.learning(run)
+    try:
+        losses, ranks = function.workers.learning(run)
+    finally:
+        function.subject.written()
     firsts = torch.tensor(ends[:-1])
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):

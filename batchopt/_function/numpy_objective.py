@@ -84,6 +84,7 @@ class FlatObjective:
     def assign(self, x: Any) -> None:
         """Make `x` the module's parameters."""
         self._function.parameters.copy_(self._read("x", x))
+        self._function.subject.written()
 
     def __reduce__(self) -> NoReturn:
         raise BatchoptError(  # a `TypeError` would be taken for one of the function

@@ -18,6 +18,7 @@ from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.evaluate import Program
+from batchopt_workers.failures import names_of
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
@@ -52,6 +53,7 @@ class Settings:
     max_restarts: int | None
     seed: int
     on_nonfinite: str
+    nonfinite_errors: tuple[type[Exception], ...]
     verbose: int
     check_cut: bool
     compress: Compression | None
@@ -122,6 +124,11 @@ class Settings:
         return effective_backend(self.backend, self.parallelize)
 
     @property
+    def kinds_as_infinite(self) -> frozenset[str]:
+        """The names of the classes of exceptions that mean an infinite loss."""
+        return frozenset(names_of(self.nonfinite_errors))
+
+    @property
     def alone(self) -> bool:
         """Whether this process is the worker."""
         return self.backend_class is backend_class("serial")
@@ -139,6 +146,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "max_restarts": arguments.read_restarts,
     "seed": arguments.read_seed,
     "on_nonfinite": arguments.read_on_nonfinite,
+    "nonfinite_errors": arguments.read_nonfinite_errors,
     "verbose": arguments.read_verbose,
     "cache": lambda value: arguments.read_bool("cache", value),
     "check_cut": lambda value: arguments.read_bool("check_cut", value),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from batchopt._program.flatten import check_registrations, flatten, registrations
+from batchopt._program.flatten import check_hooks, check_registrations, flatten, registrations
 from batchopt._program.gradient import Gradients
 from batchopt_workers.buffers import StepBuffers
 
@@ -21,6 +21,7 @@ class FlatModule:
         self.module = module
         self.flat, self.parameters = flatten(module)
         self.flat.enter(self)
+        self._named = [(slot.name, p) for slot, p in zip(self.flat.layout.slots, self.parameters, strict=True)]
         self._registrations = registrations(module, self.parameters)
         self._gradients = Gradients(self.flat.vector, self.flat.layout)
         self.buffers = StepBuffers(module)
@@ -54,7 +55,16 @@ class FlatModule:
 
     def check(self) -> None:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook."""
+        self.check_hooks()
         self.flat.check(self.module, self.parameters)
+
+    def check_hooks(self) -> None:
+        """Raise `ValueError` for a parameter with a hook, which would run in this process and in no other."""
+        check_hooks(self._named)
+
+    def written(self) -> None:
+        """X was written as a vector: a graph that needs what parameters were cannot be differentiated any more."""
+        torch.autograd.graph.increment_version(self.parameters)
 
     def bind(self) -> None:
         """Make all parameters views of X again, whatever they hold."""

@@ -10,7 +10,7 @@ from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.errors import WorkerError
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
-from batchopt_workers.failures import message_of
+from batchopt_workers.failures import kinds_of, message_of
 from batchopt_workers.forms import Form, sums_layout
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
@@ -88,7 +88,8 @@ class LocalWorker:
             samples = evaluator.current
             loaded = evaluator.tasks.loaded if order.kind in TASKS else evaluator.loaded
             terms = loaded.batch.numbering.within(samples)
-            raise WorkerError(rank, type(error).__name__, message_of(error), samples, terms=terms) from error
+            name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
+            raise WorkerError(rank, name, message, samples, terms=terms, kinds=kinds) from error
         assert report is not None
         self._examined = True
         rows = (

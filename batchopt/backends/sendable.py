@@ -22,9 +22,16 @@ def sending(what: str, *objects: Any) -> Iterator[None]:
         raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
 
 
-def check_parameters_are_only_read(module: torch.nn.Module) -> None:
-    """Raise `ValueError` for a module whose forward writes its parameters, which all workers share."""
+def check_module(module: torch.nn.Module) -> None:
+    """Raise `TypeError` for a module whose parameters cannot be those of X in workers, and `ValueError` for one whose
+    forward writes its parameters, which all workers share."""
     for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
+            what = f"'{name}'" if name else "`module`"
+            raise TypeError(
+                f"{what} was made by torch.jit ({type(part).__name__}), whose parameters cannot be made views of X in "
+                "workers: pass the module that it was made of, or use parallelize=1"
+            )
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
                 f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise "

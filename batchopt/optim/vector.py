@@ -71,10 +71,11 @@ class Vector:
         self._gather([_gradient(parameter) for parameter in self._parameters], out)
 
     def write(self, x: torch.Tensor) -> None:
-        """Set the parameters to `x`."""
+        """Set the parameters to `x`: a graph that needs what they were cannot be differentiated any more."""
         tensors = [parameter.detach() for parameter in self._parameters]
         for part, tensor in self._parts(tensors, x):
             copy(part.view_as(tensor), tensor)
+        torch.autograd.graph.increment_version(self._parameters)
 
     def _gather(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for part, tensor in self._parts(tensors, out):

@@ -22,7 +22,7 @@ from batchopt._program.program import Source
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.gather import Failures
 from batchopt.backends.local_worker import LocalWorker, run_precode
-from batchopt.backends.sendable import check_parameters_are_only_read
+from batchopt.backends.sendable import check_module
 from batchopt_workers.batch import Batch
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Evaluator, Program
@@ -68,7 +68,7 @@ class ThreadBackend(Backend):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        check_parameters_are_only_read(setup.program.module)
+        check_module(setup.program.module)
 
     def __init__(self, setup: Setup) -> None:
         assert setup.workers is not None

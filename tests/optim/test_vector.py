@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
+from batchopt import BatchOptimizer
 from batchopt._program.flatten import flatten
 from batchopt.optim.vector import Vector, _whole
 
@@ -50,3 +53,27 @@ def test_what_lies_otherwise_is_no_row() -> None:
     assert _whole([base[:6], base[6:].view(torch.int32)]) is None
     assert _whole([torch.view_as_complex(base.view(6, 2))]) is None
     assert _whole([torch.empty(0)]) is None
+
+
+X, Y = torch.linspace(-1, 1, 36).view(12, 3), torch.linspace(-1, 1, 12)[:, None]
+WAYS: dict[str, Callable[[BatchOptimizer], object]] = {
+    "step": lambda opt: opt.step(X, Y),
+    "assign": lambda opt: opt.objective().assign(opt.parameters.numpy() + 1),
+    "hogwild": lambda opt: opt.hogwild((X, Y), lambda params: torch.optim.SGD(params, lr=0.1), batch_size=6),
+}
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((n, "step") for n in ("lbfgs", "cg", "ssbroyden", "lm", "sgd")), ("cg", "assign"), ("cg", "hogwild")],
+)
+def test_a_graph_from_before_cannot_be_differentiated_once_parameters_are_written(
+    name: str, way: str, parallelize: int
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=name, parallelize=parallelize) as opt:
+        before = module(X).sum()
+        WAYS[way](opt)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()

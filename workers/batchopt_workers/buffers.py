@@ -48,7 +48,8 @@ class Place:
 
     def now(self) -> object:
         """The object that is there now."""
-        return self.holder().get(self.name)
+        holder = self.holder()
+        return holder[self.name] if self.name in holder else None  # a part made by torch.jit holds them in no dict
 
     def set(self, tensor: object) -> None:
         """Put another one there."""
@@ -151,7 +152,8 @@ class StepBuffers:
 
     def _hold(self) -> None:
         pairs = zip(self._places, self._own, strict=True)
-        self._held = [(place.holder(), place.name, own) for places, own in pairs for place in places]
+        held = [(place.holder(), place.name, own) for places, own in pairs for place in places]
+        self._held = [(holder, name, own) for holder, name, own in held if isinstance(holder, dict)]
         self._note()
 
     def _note(self) -> None:

@@ -51,6 +51,7 @@ class GradientCollector:
 
     @torch.no_grad()
     def _collect(self, i: int, parameter: torch.Tensor) -> None:
+        faults.point("worker.collect", self._chunk)
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         view = self._row.views[i]
@@ -65,7 +66,6 @@ class GradientCollector:
         else:
             view.copy_(gradient).mul_(self._weight)
         self._used[i] = 1
-        faults.point("worker.collect", self._chunk)
 
 
 @contextmanager

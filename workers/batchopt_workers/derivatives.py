@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from batchopt_workers.batch import Piece
 from batchopt_workers.collector import grads_kept
+from batchopt_workers.failures import kinds_of
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut
 from batchopt_workers.structures import map_tensors, tensors_in
@@ -86,10 +88,12 @@ class HessianProducts:
 @dataclass(frozen=True)
 class AtPoints:
     """The losses of the terms of the loaded batch, cut so, at each of some points in the place of X, which are the
-    inputs; and, if asked for, df/dX there."""
+    inputs; and, if asked for, df/dX there. Where an exception of one of those `kinds` is raised, they are infinite."""
 
     cut: Cut
     gradients: bool
+    terms: int = 1
+    kinds: frozenset[str] = frozenset()
 
     def __call__(self, piece: Piece, around: Surroundings) -> dict[str, torch.Tensor]:
         layout = _layout(around.parameters)
@@ -100,7 +104,13 @@ class AtPoints:
                 memory = point.to(around.parameters[0].device, copy=True)  # laid out as X is, for the same bits
                 for parameter, view in zip(around.parameters, layout.views(memory), strict=True):
                     parameter.data = view
-                terms, gradient = around.evaluate(self.cut, self.gradients)
+                try:
+                    terms, gradient = around.evaluate(self.cut, self.gradients)
+                except Exception as error:
+                    if self.kinds.isdisjoint(kinds_of(error)):
+                        raise
+                    terms = (math.inf,) * self.terms
+                    gradient = torch.full((layout.size,), math.nan, dtype=layout.sum_dtype)
                 losses.append(terms)
                 gradients.append(gradient)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from batchopt_workers.watch import StateWritten
@@ -13,20 +14,21 @@ from batchopt_workers.watch import StateWritten
 class Failure:
     """An exception of the user's code in a worker, as text: its type's name, its message, the traceback,
     and the samples at hand (empty where it was none). `written`: names of tensors that a forward writes, if that is
-    what is wrong."""
+    what is wrong. `kinds`: of its classes."""
 
     type_name: str
     message: str
     traceback: str
     samples: range = range(0)
     written: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
-    _HEAD = struct.Struct("<QQIIII")
+    _HEAD = struct.Struct("<QQIIIII")
     _LIMIT = 100_000  # characters of each text
 
     def encode(self) -> bytes:
         """The frame after its kind byte."""
-        found = (self.type_name, self.message, self.traceback, "\n".join(self.written))
+        found = (self.type_name, self.message, self.traceback, "\n".join(self.written), "\n".join(self.kinds))
         texts = [text[-self._LIMIT :].encode("utf-8", "replace") for text in found]
         head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
         return head + b"".join(texts)
@@ -44,7 +46,18 @@ class Failure:
         for length in lengths:
             texts.append(frame[offset : offset + length].decode("utf-8", "replace"))
             offset += length
-        return cls(texts[0], texts[1], texts[2], range(start, stop), tuple(texts[3].splitlines()))
+        written, kinds = (tuple(text.splitlines()) for text in texts[3:])
+        return cls(texts[0], texts[1], texts[2], range(start, stop), written, kinds)
+
+
+def names_of(kinds: Iterable[type]) -> tuple[str, ...]:
+    """What classes are called in every process."""
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+def kinds_of(error: BaseException) -> tuple[str, ...]:
+    """The names of the exception's classes, its own first; none of `StateWritten`, which is no error."""
+    return () if isinstance(error, StateWritten) else names_of(type(error).__mro__)
 
 
 def message_of(error: BaseException) -> str:
@@ -62,4 +75,4 @@ def describe(error: BaseException, samples: range = range(0)) -> Failure:
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
     written = error.names if isinstance(error, StateWritten) else ()
-    return Failure(type(error).__name__, message_of(error), trace, samples, written)
+    return Failure(type(error).__name__, message_of(error), trace, samples, written, kinds_of(error))

@@ -204,6 +204,7 @@ def main(connection: Connection, rank: int, world_size: int, threads: int) -> No
     threading.Thread(target=_end_with_parent, name="batchopt-parent-watch", daemon=True).start()
     torch.set_num_threads(threads)
     faults.rank = rank
+    faults.end_copies()
     faults.point("worker.greet")
     connection.send_bytes(HEAD.pack(0, Kind.READY) + versions().encode())
     faults.point("worker.greeted")

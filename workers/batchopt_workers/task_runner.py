@@ -104,6 +104,7 @@ class TaskRunner:
                         faults.point("worker.forward", chunk)
                         with modes, self._walk.undone() if task.is_users else nullcontext():
                             result = task.function(piece, self._around(piece, order.step, f))
+                        faults.point("worker.returned", chunk)
                         if totals:
                             form = self._total(result, needed, row, number == 0)
                         else:

@@ -35,7 +35,7 @@ from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.surroundings import check_workers
 from batchopt.backends.process.worker import Activity, SessionCall, call
-from batchopt.backends.sendable import check_parameters_are_only_read, sending
+from batchopt.backends.sendable import check_module, sending
 from batchopt_workers.batch import Batch
 from batchopt_workers.forms import Column
 from batchopt_workers.memory import SharedBlock
@@ -78,7 +78,7 @@ class ProcessBackend(Backend):
                 f"parameters are on {setup.flat.vector.device}; workers run on cpu: call module.cpu(), and name other "
                 "devices of the workers with devices=[...]; or use parallelize=1"
             )
-        check_parameters_are_only_read(setup.program.module)
+        check_module(setup.program.module)
 
     @classmethod
     def anticipate(cls, setup: Setup) -> None:

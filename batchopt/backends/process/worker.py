@@ -307,9 +307,8 @@ def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Num
         return StateWritten(failure.written)
     samples = failure.samples
     terms = {} if numbering is None else numbering.within(samples)
-    error = WorkerError(
-        rank, failure.type_name, failure.message, samples, "" if samples or doing is None else doing.value, terms
-    )
+    what = "" if samples or doing is None else doing.value
+    error = WorkerError(rank, failure.type_name, failure.message, samples, what, terms, failure.kinds)
     error.__cause__ = RemoteTraceback(failure.traceback)
     return error
 

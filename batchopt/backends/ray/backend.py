@@ -40,7 +40,7 @@ from batchopt.backends.ray.program_versions import ProgramVersions
 from batchopt.backends.ray.roster import ANSWERING
 from batchopt.backends.ray.scheduler import Ask, Give
 from batchopt.backends.ray.transfer import PackedBytes, SendableBatch, copied, from_bytes, to_bytes
-from batchopt.backends.sendable import check_parameters_are_only_read, sending
+from batchopt.backends.sendable import check_module, sending
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
 from batchopt_workers.forms import Column
@@ -84,7 +84,7 @@ class RayBackend(CompressingBackend):
             )
         if setup.devices is not None:
             raise ValueError("`devices` are of worker processes here; on Ray use ray_options={'num_gpus': 1}")
-        check_parameters_are_only_read(setup.program.module)
+        check_module(setup.program.module)
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._needs = setup, Needs.read(setup.options)

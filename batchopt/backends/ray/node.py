@@ -110,8 +110,8 @@ class ClusterNode:
             doing = f"{task.value} on {self.name}"
             error = WorkerError(self.ranks[0], text.type_name, text.message, range(0), doing)
         elif isinstance(error, WorkerError):  # which has the rank on that node
-            _, (rank, type_name, message, samples, doing, terms) = error.__reduce__()
-            error = WorkerError(self.ranks[rank], type_name, message, samples, doing, terms)
+            _, (rank, *others) = error.__reduce__()
+            error = WorkerError(self.ranks[rank], *others)
         if text.traceback:
             error.__cause__ = RemoteTraceback(text.traceback)
         return error

@@ -1,0 +1,112 @@
+"""Modules made by torch.jit, whole and in part: they hold buffers and parameters in no dict."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from batchopt import BatchOptimizer
+
+X = torch.linspace(-1, 1, 36).view(12, 3)
+Y = X.sin().sum(1)
+
+
+Module: Any = nn.Module  # whose attributes may be anything: torch.jit understands none of the annotations it would take
+
+
+class Scaled(Module):  # type: ignore[misc]
+    """A constant, and a counter that the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("constant", torch.arange(1.0, 4.0))
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        return x * self.constant / self.count
+
+
+def scripted(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        return torch.jit.script(module)
+
+
+def read(data: bytes) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+class Compiled(nn.Module):
+    """Pickles its scripted part as libraries do that compile parts of their modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = scripted(Scaled())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.part(x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.save(self.part, file)
+        return {**vars(self), "_modules": {}, "saved": file.getvalue()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.part = read(vars(self).pop("saved"))
+
+
+class Sum(nn.Module):
+    """Of what another module returns, over its columns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.module(x).sum(1)
+        return found
+
+
+def losses(module: nn.Module, parallelize: int) -> list[float]:
+    """In steps, between which a scripted buffer is written."""
+    part: Any = module.get_submodule("1.module.part")
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+        found = [opt.step(X, Y), opt.step(X, Y), opt.step(X, Y)]
+        assert part.count == 4
+        part.constant.mul_(2)
+        return [*found, opt.step(X, Y)]
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_scripted_part_with_buffers_is_as_the_module_that_it_was_made_of(parallelize: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3)
+    compiled, holder = nn.Sequential(copy.deepcopy(layer), Sum(Compiled())), Compiled()
+    holder.part = Scaled()
+    plain = nn.Sequential(layer, Sum(holder))
+    assert losses(compiled, parallelize) == pytest.approx(losses(plain, 1), rel=1e-5)
+
+
+def test_a_module_that_is_scripted_as_a_whole_is_trained_in_this_process() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+    whole = scripted(copy.deepcopy(plain))
+    with BatchOptimizer(Sum(plain), nn.MSELoss(), optimizer="sgd") as opt:
+        expected = [opt.step(X, Y), opt.step(X, Y)]
+    with BatchOptimizer(Sum(whole), nn.MSELoss(), optimizer="sgd") as opt:
+        assert [opt.step(X, Y), opt.step(X, Y)] == pytest.approx(expected, rel=1e-5)
+        assert dict(whole.named_buffers())["1.num_batches_tracked"] == 2
+        with pytest.raises(TypeError, match=r"'module' was made by torch\.jit .* or use parallelize=1"):
+            opt.resize(2)
