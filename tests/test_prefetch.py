@@ -148,3 +148,31 @@ def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
             for worker in backend._group._pool.workers.values():
                 assert select.select([worker.channel], [], [], 10)[0]  # answered, and not heard yet
         assert [slot is not None for slot in backend._slots] == [True, False]
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_batch_that_was_read_ahead_has_the_loss_that_the_criterion_has_when_it_is_used(parallelize: int) -> None:
+    inputs, targets = torch.randn(20, 3), torch.randint(0, 4, (20,))
+    module, criterion = nn.Linear(3, 4), nn.CrossEntropyLoss()
+    changes: list[tuple[str, Any]] = [("reduction", "sum"), ("weight", torch.rand(4)), ("reduction", "mean")]
+    with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize) as opt:
+        for (name, value), batch in zip(changes, opt.prepared([(inputs, targets)] * 3), strict=True):
+            setattr(criterion, name, value)
+            opt.load(batch)
+            opt.evaluate()  # and reads ahead
+            assert opt.evaluate().item() == pytest.approx(criterion(module(inputs), targets).item(), rel=1e-5)
+        total, _ = opt.full_gradient([(inputs[:5], targets[:5]), (inputs[5:], targets[5:])])
+        assert total == pytest.approx(criterion(module(inputs), targets).item(), rel=1e-5)
+        criterion.reduction = "none"
+        with pytest.raises(ValueError, match="reduction='none'"):
+            opt.load(inputs, targets)
+
+
+def test_a_batch_that_was_read_ahead_may_be_stepped_on_by_other_workers() -> None:
+    inputs, targets = torch.randn(20, 3), torch.randn(20, 1)
+    module = nn.Linear(3, 1)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=1) as opt:
+        for parallelize, batch in zip([2, 3, 1], opt.prepared([(inputs, targets)] * 3), strict=True):
+            opt.resize(parallelize)
+            expected = nn.MSELoss()(module(inputs), targets).item()
+            assert opt.step(batch) == pytest.approx(expected, rel=1e-5)

@@ -69,7 +69,6 @@ class BatchFunction:
         self.owner = self._owner = Owner()
         self.subject, self.settings = subject, settings
         self.workers = Workers(subject, settings)
-        self._readings = self._read_for_workers()
         self._terms = settings.terms
         self._reporter = Reporter(settings.verbose)
         self.observers = Observers([self._reporter])
@@ -87,9 +86,6 @@ class BatchFunction:
         self._outputs: Any = None  # of the module, in the last evaluation
         self._closed = False
 
-    def _read_for_workers(self) -> Readings:
-        return self.settings.readings(None if self.workers.alone else self.subject.x.device)
-
     # ---- what there is
 
     @property
@@ -99,8 +95,8 @@ class BatchFunction:
 
     @property
     def readings(self) -> Readings:
-        """How data becomes a batch, by the names of terms."""
-        return self._readings
+        """How data becomes a batch, by the names of terms, with the criterion as it is now."""
+        return self.settings.readings(None if self.workers.alone else self.subject.x.device)
 
     @property
     def terms(self) -> dict[str, Term] | None:
@@ -166,7 +162,7 @@ class BatchFunction:
         """Read the batch, and bring it to where the workers can read it. `ahead`: while the present one is still
         needed; else that one is gone."""
         with self.observers.doing("read ahead" if ahead else "load"):
-            batch = read_batch(inputs, targets, options, self._readings)
+            batch = read_batch(inputs, targets, options, self.readings)
             if not ahead:
                 self.end_step()
                 self._step = None
@@ -184,7 +180,7 @@ class BatchFunction:
 
     def with_denominators(self, batch: Batch) -> Batch:
         """The same where all that means divide by is known; else a batch in which it is."""
-        return with_denominators(batch, self._readings, self.carry_out, self.workers.backend)
+        return with_denominators(batch, self.readings, self.carry_out, self.workers.backend)
 
     @undisturbed
     def _begin(self, prepared: Prepared) -> None:
@@ -225,7 +221,7 @@ class BatchFunction:
             return
         self._checks_cut = False
         largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
-        arguments = step.batch, self._readings, largest, workers.number, step.number, dtype
+        arguments = step.batch, self.readings, largest, workers.number, step.number, dtype
         with self.subject.keeping_gradients(), workers.without_hooks():
             self._reporter.cut_differs(workers.learning(lambda: compare(workers.backend, *arguments)))
 
@@ -246,12 +242,13 @@ class BatchFunction:
         """Each of `batches`, placed; the next one is read and placed while the workers compute."""
         read = as_arguments if self._terms is None else as_batch_of_terms
 
-        def prepare(turn: Turn) -> tuple[Turn, Prepared]:
-            return turn, self.prepare(*read(turn.batch), ahead=True)
+        def prepare(turn: Turn) -> tuple[Turn, Prepared, Readings]:
+            readings = self.readings
+            return turn, self.prepare(*read(turn.batch), ahead=True), readings
 
         ahead = Ahead(turns_of(batches), prepare)
-        for turn, prepared in ahead:
-            batch = PreparedBatch(self, prepared, partial(finish, batches, turn))
+        for turn, prepared, readings in ahead:
+            batch = PreparedBatch(self, prepared, readings, partial(finish, batches, turn))
             with self.observers.including(ReadsAhead(ahead)):
                 try:
                     yield batch
@@ -621,11 +618,10 @@ class BatchFunction:
 
         def between_steps() -> None:
             self.end_step()
-            self._step = None
+            self._step = self._placed = None
 
         self.workers.resize(parallelize, speeds, between_steps)
         self.workers.backend.keep_outputs(self._keeps_outputs)
-        self._readings = self._read_for_workers()
 
     def close(self) -> None:
         """End the workers, in the middle of another call soon after; X stays, in memory of this process alone."""
