@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
+from batchopt_workers.messages import Order
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 
@@ -176,6 +177,43 @@ def test_shares_stay_where_what_was_read_is_kept() -> None:
             assert (opt._function.ready().plan.cut.bounds == before) == cache
 
 
+class Drawn(Dataset[Any]):
+    """Items that are others each time they are read."""
+
+    def __init__(self, classes: bool = False) -> None:
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (number,) = os.urandom(1)
+        target = torch.tensor(number % 4) if self.classes else torch.tensor([number / 256])
+        return torch.tensor([1.0, 2.0, index]), target
+
+
+def test_items_that_are_others_for_another_worker_are_refused() -> None:
+    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=4) as opt:
+        opt.load(Drawn())
+        opt.evaluate()
+        workers, step = opt._function.workers, opt._function.ready()
+        alone = [Order(workers.number(), step.number, 0, step.plan.cut.chunks), None]
+        with pytest.raises(WorkerError, match=r"others when they are read again.*seeded"):
+            workers.backend.evaluate(step.plan.cut, alone)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("denominators", [None, lambda inputs, targets: targets + 1.0], ids=["weights", "denominators"])
+def test_targets_that_are_others_than_in_the_pass_before_are_refused(parallelize: int, denominators: Any) -> None:
+    criterion = nn.CrossEntropyLoss(weight=None if denominators else torch.tensor([0.1, 1.0, 2.0, 5.0]))
+    with BatchOptimizer(
+        nn.Linear(3, 4), criterion, optimizer=None, parallelize=parallelize, denominators=denominators
+    ) as opt:
+        with pytest.raises(WorkerError, match=r"sample \d+.*its denominator is .*, and was .* when it was first read"):
+            opt.load(Drawn(classes=True))
+            opt.evaluate()
+
+
 def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
     case = mlp(samples=8)
 
@@ -251,7 +289,7 @@ def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_pa
     data = Pairs(x, y, tmp_path / "notes")
 
     def denominators(inputs: Any, targets: Any) -> torch.Tensor:
-        assert len(inputs) <= 4
+        assert len(inputs) <= 9  # an equal share (of both terms), which the first measurement may be of
         counts: torch.Tensor = (targets != -100).reshape(len(targets), -1).sum(1)
         return counts
 

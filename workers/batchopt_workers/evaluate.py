@@ -132,6 +132,7 @@ class Evaluator:
         loaded = self.loaded
         if self._sums is None or self._sums.evaluation != order.evaluation:
             self._sums = Sums(order.evaluation, loaded.cut.chunks, loaded.cut.top)
+            loaded.collation.settle()
         began = time.perf_counter()
         self.walk.watch.begin()
         for chunk in range(order.first, order.last):
