@@ -197,9 +197,10 @@ def test_items_that_are_others_for_another_worker_are_refused() -> None:
         opt.load(Drawn())
         opt.evaluate()
         workers, step = opt._function.workers, opt._function.ready()
-        alone = [Order(workers.number(), step.number, 0, step.plan.cut.chunks), None]
+        number, chunks = workers.number(), step.plan.cut.chunks
+        swapped = [Order(number, step.number, 5, chunks), Order(number, step.number, 0, 5)]
         with pytest.raises(WorkerError, match=r"others when they are read again.*seeded"):
-            workers.backend.evaluate(step.plan.cut, alone)
+            workers.backend.evaluate(step.plan.cut, swapped)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
