@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from batchopt._data.batches import Readings, reweighed
 from batchopt._data.epochs import Batches, Turn
+from batchopt._data.prefetch import to_the_end
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
 
@@ -66,7 +67,7 @@ def turns_of(batches: Iterable[Any]) -> Iterator[Turn]:
     """Each of `batches` in its turn; of `Batches` without being finished."""
     if isinstance(batches, Batches):
         return batches.turns()
-    return (Turn(0, index, False, batch) for index, batch in enumerate(batches))
+    return (Turn(0, index, False, batch) for index, batch in enumerate(to_the_end(iter(batches))))
 
 
 def finish(batches: Iterable[Any], turn: Turn) -> None:
@@ -77,4 +78,4 @@ def finish(batches: Iterable[Any], turn: Turn) -> None:
 
 def whole(batches: Iterable[Any]) -> Iterable[Any]:
     """All of `batches`, wherever the position is."""
-    return batches.whole() if isinstance(batches, Batches) else batches
+    return batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))
