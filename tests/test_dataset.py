@@ -516,3 +516,48 @@ def test_a_file_that_is_mapped_into_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", torch.cat([case.inputs, case.targets], 1).numpy())
     with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
         check(opt, Mapped(tmp_path / "rows.npy"), *case.reference())
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 8}, {"parallelize": 2}])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_input_gradients_by_what_the_denominators_are_made_of_are_refused(
+    as_dataset: bool, options: dict[str, Any]
+) -> None:
+    x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+
+    def weight(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.abs().sum(1)
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = (module(x) - y).square().sum(1)
+        loss: torch.Tensor = (each * weight(x, y)).sum() / weight(x, y).sum()
+        return loss
+
+    data: Any = (Pairs(x, y),) if as_dataset else (x, y)
+    given: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, **options}
+    with BatchOptimizer(nn.Linear(3, 1).double(), denominators=weight, **given) as opt:
+        opt.load(*data)
+        with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
+            opt.input_gradients()
+        with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
+            opt.input_gradients(*data)
+
+
+def test_input_gradients_where_the_denominators_count() -> None:
+    x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+    x[x < -1] = 0.0  # padding
+    module = nn.Linear(3, 1).double()
+
+    def count(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x != 0).sum(1)
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = (module(x) - y).square().sum(1)
+        loss: torch.Tensor = (each * count(x, y)).sum() / count(x, y).sum()
+        return loss
+
+    with BatchOptimizer(module, loss_fn=loss_fn, denominators=count, optimizer=None, chunk_size=8) as opt:
+        opt.load(x, y)
+        inputs = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss_fn(module, inputs, y), inputs)
+        torch.testing.assert_close(opt.input_gradients(), expected)

@@ -105,12 +105,12 @@ def compare(
 
 
 def _is_asked(part: Part, reading: Reading) -> bool:
-    """Whether the loss of several samples is one forward, and the user's own."""
+    """Whether the loss of several samples is one forward, and the user's own, or of what the user has collated."""
     if not isinstance(part.inputs, Columns) and part.collate is None:
         return False
     criterion = reading.criterion
     is_known = is_torchs_own(criterion) and not criterion._forward_hooks and not criterion._forward_pre_hooks
-    return not is_known or reading.denominators is not None
+    return not is_known or reading.denominators is not None or reading.collate is not None
 
 
 def refuse_frequencies(

@@ -18,7 +18,7 @@ from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.evaluate import Program
-from batchopt_workers.items import Collate
+from batchopt_workers.items import Collate, CollatesAll
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
@@ -113,11 +113,17 @@ class Settings:
         """
         if self.terms is None:
             reduction, marks = resolve_reduction(self.reduction, self.criterion), marks_of(self.criterion)
-            return {
-                None: Reading(self.collate_fn, reduction, self.criterion, self.denominators, device, self.cache, marks)
-            }
+            collate = _collating(self.collate_fn, reduction, self.denominators)
+            return {None: Reading(collate, reduction, self.criterion, self.denominators, device, self.cache, marks)}
         return {
-            name: Reading(term.collate_fn, term.reduction, None, term.denominators, device, self.cache)
+            name: Reading(
+                _collating(term.collate_fn, term.reduction, term.denominators),
+                term.reduction,
+                None,
+                term.denominators,
+                device,
+                self.cache,
+            )
             for name, term in self.terms.items()
         }
 
@@ -135,6 +141,12 @@ class Settings:
     def fixed_bits(self) -> bool:
         """Whether the bits of the result must not depend on who evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+
+def _collating(collate: Collate | None, reduction: str, denominators: Denominators | None) -> Collate | None:
+    """The user's `collate_fn`, which may leave samples out only where `denominators` tells what counts."""
+    is_counted = collate is not None and reduction == "mean" and denominators is None
+    return CollatesAll(collate) if is_counted and collate is not None else collate
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

@@ -23,6 +23,27 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
+class CollatesAll:
+    """The user's `collate`, all of whose samples have to be in what it makes: a mean divides by their number."""
+
+    collate: Collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """What it makes. Raises `ValueError` for targets (inputs, where there are no targets) of fewer samples, as far
+        as a tensor tells: a dimension as long as the samples may be theirs, and so may a first one that is longer."""
+        made = self.collate(samples)
+        last = made[-1] if isinstance(made, (tuple, list)) and len(made) == 2 else made
+        shape: tuple[int, ...] = tuple(last.shape) if is_tensor(last) else ()
+        if shape and shape[0] < len(samples) not in shape:
+            raise ValueError(
+                f"`collate_fn` was given {len(samples)} samples and made a tensor of {shape[0]}, shape {shape}: "
+                "a mean counts the samples that it was given; leave samples out before (of a dataset by a Subset), or, "
+                "of lists, pass `denominators` with 0 for those that it leaves out"
+            )
+        return made
+
+
+@dataclass(frozen=True)
 class Items:
     """`size` items of a dataset, each `(input, target)` or an input alone. `cache`: whether what was collated is kept.
     `ignored`: a class that no target may be. `denominators`: what has told those of all samples, in a pass before."""
