@@ -223,7 +223,8 @@ class BatchFunction:
         largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
         arguments = step.batch, self.readings, largest, workers.number, step.number, dtype
         with self.subject.keeping_gradients(), workers.without_hooks():
-            self._reporter.cut_differs(workers.learning(lambda: compare(workers.backend, *arguments)))
+            found = workers.learning(lambda: compare(workers.backend, *arguments))
+        self._reporter.cut_differs([difference for difference in found if difference.decided])
 
     @exclusive
     def calibrate(self) -> list[float]:

@@ -155,7 +155,7 @@ class Evaluator:
     def _chunk(
         self, loaded: LoadedBatch, order: Order, chunk: int, row: Row, results: list[Any], outputs: list[Any]
     ) -> tuple[tuple[float, ...], bytes]:
-        names = loaded.batch.numbering.names
+        names, looks = loaded.batch.numbering.names, self._looked != (order.step, self.hooked)
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
         with self.walk.restoring(loaded):
             for piece in self.walk.pieces(loaded, order.step, chunk):
@@ -169,7 +169,9 @@ class Evaluator:
                     collector.collect()
                     if self.outputs is not None:
                         outputs.append(sample.output)
-            if self._looked != (order.step, self.hooked):
+                if looks and self._objectives[piece.term].compares_pairs:
+                    self._objectives[piece.term].check_pairs(sample.output, sample.targets)
+            if looks:
                 self._looked = order.step, self.hooked
                 self._drew = self.walk.has_drawn(order.step)
             samples = self.walk.current
