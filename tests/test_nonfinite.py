@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt import BatchOptimizer, NonFiniteError
 from batchopt._mapreduce.reduce import all_finite
 
 BAD = [math.nan, math.inf, -math.inf]
@@ -42,3 +44,25 @@ def test_one_bad_number_among_those_that_overflow_is_seen(dtype: torch.dtype, ba
 @settings(deadline=None)
 def test_a_gradient_is_finite_if_each_of_its_numbers_is(numbers: list[float]) -> None:
     assert all_finite(torch.tensor(numbers, dtype=torch.float32)) == all(map(math.isfinite, numbers))
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 20}, {"parallelize": 2, "chunk_size": 20}])
+@pytest.mark.parametrize("ignored", [0, 40])
+def test_a_mean_over_nothing_in_one_chunk_says_what_to_do(ignored: int, options: dict[str, Any]) -> None:
+    x, y = torch.randn(80, 3), torch.randint(0, 4, (80,))
+    y[ignored : ignored + 20] = -1
+
+    def loss_fn(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(module(x)[y != -1], y[y != -1])
+
+    given: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "check_cut": False, **options}
+    with BatchOptimizer(torch.nn.Linear(3, 4), **given) as opt:
+        opt.load(x, y)
+        with pytest.raises(NonFiniteError, match=rf"mean over nothing.*`denominators`.*\(sample {ignored}\)"):
+            opt.evaluate()
+        y[ignored + 1] = 0
+        x[ignored + 1] = math.nan
+        opt.load(x, y)
+        with pytest.raises(NonFiniteError) as caught:
+            opt.evaluate()
+        assert "denominators" not in str(caught.value)

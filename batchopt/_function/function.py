@@ -73,6 +73,7 @@ class BatchFunction:
         self._reporter = Reporter(settings.verbose)
         self.observers = Observers([self._reporter])
         self._checks_cut = settings.check_cut
+        self._on_nonfinite = settings.on_nonfinite  # "keep": f is what it is
         self._step: Step | None = None
         self._placed: Prepared | None = None  # where the workers can read it
         self._past = Past(counters or Counters(), [])
@@ -345,13 +346,23 @@ class BatchFunction:
         self._changes = whole.changes.clone()
         loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
-        if not finite and self.settings.on_nonfinite == "raise":
+        if not finite and self._on_nonfinite == "raise":
             self._changes = None
             raise self.not_finite(Kind.EVALUATE, step.plan.cut, step.batch)
         self._term_losses = whole.losses
         if self._ended:
             self.end_step()
-        return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
+        kept = finite or self._on_nonfinite == "keep"
+        return torch.scalar_tensor(loss if kept else math.inf, dtype=torch.float64, device="cpu")
+
+    @contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """In the body f, and products, may be NaN or infinite, which is no error."""
+        before, self._on_nonfinite = self._on_nonfinite, "keep"
+        try:
+            yield
+        finally:
+            self._on_nonfinite = before
 
     def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "") -> Exception:
         """The error that says where it came from, and `what` it is if the kind of order does not tell."""
@@ -372,7 +383,7 @@ class BatchFunction:
             answers = self._evaluate(step, Kind.MULTIPLY)
             product = torch.empty_like(self.subject.x)
             whole = reduce_answers(answers, step.plan.cut.chunks, product)
-        if not whole.finite and self.settings.on_nonfinite == "raise":
+        if not whole.finite and self._on_nonfinite == "raise":
             raise self.not_finite(Kind.MULTIPLY, step.plan.cut, step.batch)
         self.count_products(1)
         return product
