@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from batchopt._data.datasets import samples_of
+from batchopt._function.cut_check import compare
 from batchopt._function.function import BatchFunction
 from batchopt._program.copies import copied
 from batchopt_workers.inspection import normalises_by_chunk, written
@@ -57,6 +59,10 @@ class Culprit(Enum):
     )
     BATCH_NORM = "a layer normalises by the statistics of a chunk: call module.eval(), or use GroupNorm or LayerNorm"
     REDUCTION = "the loss of some samples is their sum, not their mean: pass reduction='sum'"
+    UNDECIDED = (
+        "the loss draws random numbers, and a few samples do not tell whether it is the mean of its samples' losses: "
+        "check it with less noise, or without it"
+    )
     CUT = "the loss of the whole batch is not the mean of its samples' losses: pass `denominators`, or reduction='sum'"
     PARALLEL = "workers compute something else than this process: look for what they have not (files, globals, precode)"
 
@@ -164,6 +170,7 @@ class Examination:
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else function.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
+        self.undecided = False  # whether a cut was no fault as far as one can tell
         self._imprecision = 0.0  # of f and its gradient, relative, as far as the slope has shown it
 
     def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
@@ -193,14 +200,20 @@ class Examination:
             return False
         return True
 
-    def value(self, dropout: bool = True, **changes: Any) -> Value:
-        """f and df/dX of a twin."""
+    @contextmanager
+    def _loaded(self, dropout: bool = True, **changes: Any) -> Iterator[BatchFunction]:
+        """A twin with the batch, with or without dropout."""
         with self._twin(**changes) as twin:
             if not dropout:
                 for part in twin.subject.module.modules():
                     if isinstance(part, torch.nn.modules.dropout._DropoutNd):
                         part.eval()
             self._load(twin)
+            yield twin
+
+    def value(self, dropout: bool = True, **changes: Any) -> Value:
+        """f and df/dX of a twin."""
+        with self._loaded(dropout, **changes) as twin:
             return _value(twin)
 
     def repeats(self) -> tuple[Check, list[str]]:
@@ -236,17 +249,28 @@ class Examination:
         return Check(f"the gradient is the slope of f ({self._dtype})", verdict.passed, numbers)
 
     def cut(self, **changes: Any) -> Check:
-        """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each
-        chunk."""
+        """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each chunk.
+        Where there are other draws for each chunk a few samples, with the same draws."""
         question = "the batch in chunks is the batch"
         options = {key: value for key, value in changes.items() if key != "reduction"}
         whole = self.value(dropout=False, chunk_size=self.size, **options)
         other_draws = self.value(dropout=False, chunk_size=self.size, seed=2**40, **options)
         if whole.loss != other_draws.loss:
-            return Check(question, True, "not checked: the module draws random numbers beside dropout")
+            return self._cut_of_few(question, **changes)
         parts = self.value(dropout=False, chunk_size=math.ceil(self.size / CHUNKS), **changes)
         difference = _difference(whole, parts)
         return Check(question, difference <= self._tolerance(self._cut_tolerance), f"difference {difference:.1e}")
+
+    def _cut_of_few(self, question: str, **changes: Any) -> Check:
+        with self._loaded(dropout=False, chunk_size=self.size, **changes) as twin:
+            step, workers = twin.ready(), twin.workers
+            asked = step.batch, twin.readings, self.size, workers.number, step.number, self._dtype
+            found = compare(workers.backend, *asked)
+        self.undecided = not all(difference.decided for difference in found)
+        drawn = "it draws random numbers, so of a few samples: "
+        if self.undecided:
+            drawn += "not decided, "
+        return Check(question, not found, drawn + ("; ".join(map(str, found)) or "no difference"))
 
     def _tolerance(self, least: float) -> float:
         """The largest difference that is no fault: `least`, or as much as the imprecision of f explains."""
@@ -288,6 +312,8 @@ def _examine(function: BatchFunction, examination: Examination) -> Diagnosis:
         norms = [name for name, part in function.subject.module.named_modules() if normalises_by_chunk(part)]
         if norms:
             return found(Culprit.BATCH_NORM, ", ".join(norms))
+        if examination.undecided:
+            return found(Culprit.UNDECIDED)
         if getattr(function.settings.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
             return found(Culprit.REDUCTION)
         return found(Culprit.HOOK if examination.cut(hooks=False).passed else Culprit.CUT)

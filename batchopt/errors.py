@@ -129,19 +129,24 @@ class NonFiniteError(BatchoptError):
         step: int,
         evaluation: int,
         terms: Mapping[str, range] = _NO_TERMS,
+        where: str = "",
     ) -> None:
-        self._arguments = (what, chunk, samples, step, evaluation, dict(terms))
+        """`where`: the rest of the message, if it is not about an evaluation."""
+        self._arguments = (what, chunk, samples, step, evaluation, dict(terms), where)
         self.chunk = chunk
         self.samples, self.terms = samples, dict(terms)
-        if chunk is not None:
+        when = f", at step {step}, evaluation {evaluation}; parameters are unchanged"
+        if where:
+            when = ""
+        elif chunk is not None:
             where = f"in chunk {chunk} ({_where(samples, terms)})"
         elif len(samples):
             where = f"in the sum over {_where(samples, terms)}"
         else:
             where = "though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
-        super().__init__(f"{what} {where}, at step {step}, evaluation {evaluation}; parameters are unchanged")
+        super().__init__(f"{what} {where}{when}")
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int, dict[str, range]]]:
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, int | None, range, int, int, dict[str, range], str]]:
         return type(self), self._arguments
 
 

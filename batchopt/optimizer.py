@@ -655,9 +655,10 @@ class BatchOptimizer:
         With one worker this is plain SGD, bit for bit; with several, writes overwrite each other as the processor has
         it, and no two runs are alike: for models of which a mini-batch touches few parameters, such as embeddings with
         `sparse=True` (Niu, Recht, Ré and Wright: "Hogwild!", 2011). Returns the losses of each worker. Raises
-        `ValueError` for running statistics, which nobody would put together, and what `collect` raises; then
-        parameters are wherever the steps before have left them. No worker steps any more once the call has ended. Not
-        on a cluster, nor with `devices`.
+        `ValueError` for running statistics, which nobody would put together; `NonFiniteError` for a mini-batch whose
+        loss or gradient is not finite, on which no step is made; and what `collect` raises. Then parameters are
+        wherever the steps before have left them. No worker steps any more once the call has ended. Not on a cluster,
+        nor with `devices`.
         """
         return hogwild(self._function, data, optimizer, batch_size, epochs, shuffle)
 

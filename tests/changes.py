@@ -202,6 +202,7 @@ CHANGES: dict[str, Callable[[World, float], object]] = {
     "frozen": lambda world, r: world.module.first.weight.requires_grad_(r > 1),
     "class weights in place": _item(lambda world: world.criterion.weight, 0),
     "class weights": lambda world, r: setattr(world.criterion, "weight", torch.full((4,), r).double().cumsum(0)),
+    "reduction": lambda world, r: setattr(world.criterion, "reduction", "sum" if r > 1 else "mean"),
     "label smoothing": lambda world, r: setattr(world.criterion, "label_smoothing", r / 4),
     "ignored class": lambda world, r: setattr(world.criterion, "ignore_index", int(r * 2)),
     "captured dict": _item(lambda world: world.captured, "scale"),

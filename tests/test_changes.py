@@ -59,7 +59,8 @@ def weighs_all_alike(world: World) -> bool:
     """Whether the mean in the loss function is over samples: else it may not be cut."""
     weight = world.criterion.weight
     assert weight is not None
-    return bool((weight == weight[0]).all()) and world.criterion.ignore_index not in world.targets
+    alike = bool((weight == weight[0]).all()) and world.criterion.ignore_index not in world.targets
+    return alike and world.criterion.reduction == "mean"
 
 
 class Changes:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from batchopt import BatchOptimizer
+from batchopt import BatchOptimizer, WorkerError
 
 INPUTS = [torch.linspace(0, 1, 3 * n).view(n, 3) for n in (1, 2, 3, 4, 5, 6)]
 TARGETS = [torch.tensor([float(n)]) for n in range(6)]
@@ -76,3 +77,47 @@ def test_what_a_prehook_does_to_a_collated_piece_is_done_to_each_anew(tmp_path: 
         opt.load(INPUTS, TARGETS)
         first = opt.evaluate().item()
         assert [opt.evaluate().item() for _ in range(4)] == pytest.approx([first] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 5}, {"parallelize": 2}])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_samples_that_are_left_out_are_refused_unless_denominators_tell_what_counts(
+    as_dataset: bool, options: dict[str, Any]
+) -> None:
+    x, y = torch.randn(20, 3).double(), torch.arange(20.0).double()[:, None]
+
+    def collate(pairs: list[Any]) -> Any:
+        inputs, targets = zip(*((a, b) for a, b in pairs if b % 5 != 1), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
+
+    data = (TensorDataset(x, y),) if as_dataset else (list(x), list(y))
+    module = nn.Linear(3, 1).double()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, collate_fn=collate, **options) as opt:
+        with pytest.raises(WorkerError, match=r"`collate_fn` was given \d+ samples and made a tensor of \d+.*Subset"):
+            opt.load(*data)
+            opt.evaluate()
+    if as_dataset:
+        return
+
+    def denominators(inputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(targets) % 5 != 1
+
+    options = {**options, "collate_fn": collate, "denominators": denominators}
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
+        opt.load(*data)
+        kept = y[:, 0] % 5 != 1
+        assert opt.evaluate().item() == pytest.approx(nn.MSELoss()(module(x[kept]), y[kept]).item(), rel=1e-9)
+
+
+def test_a_mean_over_more_than_samples_is_warned_of_where_they_are_collated() -> None:
+    """One of torch's losses, too, means over the rows of what was collated (nodes, say)."""
+    samples = [torch.randn(1 + i % 4, 3).double() for i in range(12)]
+    targets = [torch.full((len(sample), 1), float(i)).double() for i, sample in enumerate(samples)]
+
+    def collate(pairs: list[Any]) -> Any:
+        return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
+
+    options: dict[str, Any] = {"chunk_size": 6, "optimizer": None, "collate_fn": collate}
+    with BatchOptimizer(nn.Linear(3, 1).double(), nn.MSELoss(), **options) as opt:
+        with pytest.warns(UserWarning, match="pass `denominators`"):
+            opt.load(samples, targets)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Term
-from batchopt._function.cut_check import SAMPLES, differs, split
+from batchopt import BatchOptimizer, Term, WorkerError
+from batchopt._function.cut_check import SAMPLES, Drawn, differs, judge, split
 from tests.workloads import Mlp, mlp
 
 TOKENS, PADDING = 5, -1
@@ -195,6 +195,38 @@ def test_where_the_few_samples_tell_nothing_nothing_is_said(
         assert said(opt, case.inputs, case.targets) == []
 
 
+def drawn_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A sum, as of a variational bound: with a draw for all samples, and one for each."""
+    loss: torch.Tensor = (output + 0.1 * torch.randn(()) + 0.1 * torch.randn_like(output) - target).square().sum()
+    return loss
+
+
+def drawn_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The same as a mean."""
+    return drawn_sum(output, target) / output.numel()
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 12}, {"parallelize": 2}], ids=["chunks", "workers"])
+def test_a_random_sum_is_told_from_a_mean(options: dict[str, Any]) -> None:
+    case = mlp()
+    with BatchOptimizer(Mlp().double(), drawn_sum, optimizer=None, **options) as opt:
+        (found,) = said(opt, case.inputs, case.targets)
+        assert "as the mean over" in found
+    for criterion, reduction in ((drawn_sum, "sum"), (drawn_mean, "mean")):
+        with BatchOptimizer(Mlp().double(), criterion, optimizer=None, reduction=reduction, **options) as opt:
+            assert said(opt, case.inputs, case.targets) == []
+
+
+def test_a_random_loss_is_judged_by_its_errors() -> None:
+    def off_by(*off: float) -> bool | None:
+        return judge([Drawn(1.0 - value, 0.5, 0.5) for value in off])
+
+    assert off_by(*[0.5, 0.52] * 4) is True
+    assert off_by(*[0.01, -0.01] * 4) is False
+    assert off_by(*[0.05, 0.06] * 4) is False  # a draw for each sample, of a loss that is not quite a mean
+    assert off_by(*[0.5, -0.4] * 4) is None
+
+
 def test_batch_norm_is_warned_of_and_nothing_else_is() -> None:
     case = mlp()
     module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)).double()
@@ -292,7 +324,7 @@ def test_few_samples_in_unequal_parts(samples: int, largest: int, parts: tuple[i
     ],
 )
 def test_what_differs_is_measured_by_the_parts(whole: float, one: float, two: float, differ: bool) -> None:
-    assert differs(whole, one, two, 1e-6) is differ
+    assert differs(Drawn(whole, one, two), 1e-6) is differ
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
@@ -367,3 +399,31 @@ def test_gradients_by_frequency_that_are_asked_for_later_are_refused_at_the_next
         opt.load(WORDS, LABELS)
         with pytest.raises(ValueError, match="has scale_grad_by_freq"):
             opt.resize(2)
+
+
+PAIRS = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.HingeEmbeddingLoss, nn.KLDivLoss]
+PAIRS.append(nn.MultiLabelSoftMarginLoss)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size", "ignore:reduction")
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 12}, {"parallelize": 2}], ids=["whole", "chunks", "workers"])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_outputs_that_meet_the_targets_of_other_samples_are_refused(kind: Any, options: dict[str, Any]) -> None:
+    x, y = torch.randn(40, 3), torch.rand(40)
+    with BatchOptimizer(nn.Linear(3, 1), kind(), optimizer=None, **options) as opt:
+        with pytest.raises(WorkerError, match=r"shape \(\d+, 1\) and the targets \(\d+,\).*targets\.unsqueeze"):
+            opt.load(x, y)
+            opt.evaluate()
+    with BatchOptimizer(nn.Linear(3, 1), kind(), optimizer=None, **options) as opt:
+        opt.load(x, y.unsqueeze(1))
+        assert math.isfinite(opt.evaluate().item())
+
+
+def test_what_is_broadcast_within_a_sample_is_not_refused() -> None:
+    x, y = torch.randn(40, 3).double(), torch.rand(40, 1).double()
+    module, criterion = nn.Linear(3, 2).double(), nn.SmoothL1Loss()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=7) as opt:
+            opt.load(x, y)
+            assert opt.evaluate().item() == pytest.approx(criterion(module(x), y).item(), rel=1e-12)

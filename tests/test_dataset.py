@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
+from batchopt_workers.messages import Order
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 
@@ -176,6 +177,44 @@ def test_shares_stay_where_what_was_read_is_kept() -> None:
             assert (opt._function.ready().plan.cut.bounds == before) == cache
 
 
+class Drawn(Dataset[Any]):
+    """Items that are others each time they are read."""
+
+    def __init__(self, classes: bool = False) -> None:
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (number,) = os.urandom(1)
+        target = torch.tensor(number % 4) if self.classes else torch.tensor([number / 256])
+        return torch.tensor([1.0, 2.0, index]), target
+
+
+def test_items_that_are_others_for_another_worker_are_refused() -> None:
+    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=4) as opt:
+        opt.load(Drawn())
+        opt.evaluate()
+        workers, step = opt._function.workers, opt._function.ready()
+        number, chunks = workers.number(), step.plan.cut.chunks
+        swapped = [Order(number, step.number, 5, chunks), Order(number, step.number, 0, 5)]
+        with pytest.raises(WorkerError, match=r"others when they are read again.*seeded"):
+            workers.backend.evaluate(step.plan.cut, swapped)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("denominators", [None, lambda inputs, targets: targets + 1.0], ids=["weights", "denominators"])
+def test_targets_that_are_others_than_in_the_pass_before_are_refused(parallelize: int, denominators: Any) -> None:
+    criterion = nn.CrossEntropyLoss(weight=None if denominators else torch.tensor([0.1, 1.0, 2.0, 5.0]))
+    with BatchOptimizer(
+        nn.Linear(3, 4), criterion, optimizer=None, parallelize=parallelize, denominators=denominators
+    ) as opt:
+        with pytest.raises(WorkerError, match=r"sample \d+.*its denominator is .*, and was .* when it was first read"):
+            opt.load(Drawn(classes=True))
+            opt.evaluate()
+
+
 def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
     case = mlp(samples=8)
 
@@ -251,7 +290,7 @@ def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_pa
     data = Pairs(x, y, tmp_path / "notes")
 
     def denominators(inputs: Any, targets: Any) -> torch.Tensor:
-        assert len(inputs) <= 4
+        assert len(inputs) <= 9  # an equal share (of both terms), which the first measurement may be of
         counts: torch.Tensor = (targets != -100).reshape(len(targets), -1).sum(1)
         return counts
 
@@ -477,3 +516,48 @@ def test_a_file_that_is_mapped_into_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", torch.cat([case.inputs, case.targets], 1).numpy())
     with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
         check(opt, Mapped(tmp_path / "rows.npy"), *case.reference())
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 8}, {"parallelize": 2}])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_input_gradients_by_what_the_denominators_are_made_of_are_refused(
+    as_dataset: bool, options: dict[str, Any]
+) -> None:
+    x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+
+    def weight(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.abs().sum(1)
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = (module(x) - y).square().sum(1)
+        loss: torch.Tensor = (each * weight(x, y)).sum() / weight(x, y).sum()
+        return loss
+
+    data: Any = (Pairs(x, y),) if as_dataset else (x, y)
+    given: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, **options}
+    with BatchOptimizer(nn.Linear(3, 1).double(), denominators=weight, **given) as opt:
+        opt.load(*data)
+        with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
+            opt.input_gradients()
+        with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
+            opt.input_gradients(*data)
+
+
+def test_input_gradients_where_the_denominators_count() -> None:
+    x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+    x[x < -1] = 0.0  # padding
+    module = nn.Linear(3, 1).double()
+
+    def count(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x != 0).sum(1)
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = (module(x) - y).square().sum(1)
+        loss: torch.Tensor = (each * count(x, y)).sum() / count(x, y).sum()
+        return loss
+
+    with BatchOptimizer(module, loss_fn=loss_fn, denominators=count, optimizer=None, chunk_size=8) as opt:
+        opt.load(x, y)
+        inputs = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss_fn(module, inputs, y), inputs)
+        torch.testing.assert_close(opt.input_gradients(), expected)

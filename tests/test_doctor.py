@@ -66,12 +66,29 @@ def of_the_root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def drawn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A sum with draws of its own, one for all samples."""
+    return summed(output * (1 + 0.1 * torch.randn(())), target) + 0.01 * torch.randn(())
+
+
+def drowned(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean under so much noise that nobody can tell."""
+    return nn.functional.mse_loss(output + 100 * torch.randn_like(output), target)
+
+
+def random_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean under little noise."""
+    return nn.functional.mse_loss(output + 0.1 * torch.randn_like(output), target)
+
+
 PLANTED: dict[str, tuple[Any, Any, dict[str, Any], Culprit, str]] = {
     "randomness": (Noisy, nn.MSELoss(), {}, Culprit.RANDOMNESS, ""),
     "state": (Counting, nn.MSELoss(), {}, Culprit.STATE, "calls"),
     "batch norm": (Normed, nn.MSELoss(), {}, Culprit.BATCH_NORM, "1"),
     "clipping": (Mlp, nn.MSELoss(), {"posthook": clip}, Culprit.HOOK, ""),
     "sum": (Mlp, summed, {}, Culprit.REDUCTION, ""),
+    "sum with draws": (Mlp, drawn, {}, Culprit.REDUCTION, ""),
+    "noise": (Mlp, drowned, {}, Culprit.UNDECIDED, ""),
     "root": (Mlp, of_the_root, {}, Culprit.CUT, ""),
     "gradient": (Detached, nn.MSELoss(), {}, Culprit.GRADIENT, ""),
 }
@@ -87,6 +104,13 @@ def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> Non
         found = opt.check(case.inputs, case.targets)
         assert (found.culprit, found.detail) == (culprit, detail), str(found)
         assert not found.healthy and "FAIL" in str(found) and culprit.value in str(found)
+
+
+def test_a_mean_with_draws_for_each_sample_is_healthy() -> None:
+    case = mlp(samples=64)
+    with BatchOptimizer(Mlp().double(), random_mean) as opt:
+        found = opt.check(case.inputs, case.targets)
+    assert found.healthy and "of a few samples: no difference" in str(found)
 
 
 class Counts(Mlp):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, WorkerError, hogwild
+from batchopt import BatchOptimizer, NonFiniteError, WorkerError, hogwild
 from batchopt._data.epochs import permutation
 from tests.workloads import Mlp, Pairs, once
 
@@ -224,3 +224,22 @@ def test_what_cannot_be() -> None:
             opt.hogwild((X, Y), momentum, batch_size=8)
         norm.eval()
         opt.hogwild((X, Y), momentum, batch_size=8)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_no_step_is_made_on_what_is_not_finite(of_gradient: bool, parallelize: int) -> None:
+    x, y = X.clone(), Y.clone()
+    x[40] = 0.0
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        own = (x * next(module.parameters()).sum()).norm(dim=1) if of_gradient else 1 / x.norm(dim=1)
+        bad = torch.where(own == 0, own.sqrt(), 0) if of_gradient else own
+        loss: torch.Tensor = (module(x) - y).square().mean() + bad.mean()
+        return loss
+
+    module = network()
+    with BatchOptimizer(module, loss_fn=loss_fn, optimizer=None, parallelize=parallelize) as opt:
+        with pytest.raises(NonFiniteError, match=r"in the mini-batch of samples \[40, 41, 42, 43\]"):
+            opt.hogwild((x, y), momentum, batch_size=4, shuffle=False)
+        assert bool(opt.parameters.isfinite().all())

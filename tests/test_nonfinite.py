@@ -141,3 +141,25 @@ def test_what_is_no_class_of_exceptions_is_refused() -> None:
     for wrong in (OddError("one"), int, KeyboardInterrupt, "ArithmeticError", None):
         with pytest.raises(TypeError, match="`nonfinite_errors` must be classes of exceptions"):
             build(1, nonfinite_errors=wrong)
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 20}, {"parallelize": 2, "chunk_size": 20}])
+@pytest.mark.parametrize("ignored", [0, 40])
+def test_a_mean_over_nothing_in_one_chunk_says_what_to_do(ignored: int, options: dict[str, Any]) -> None:
+    x, y = torch.randn(80, 3), torch.randint(0, 4, (80,))
+    y[ignored : ignored + 20] = -1
+
+    def loss_fn(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(module(x)[y != -1], y[y != -1])
+
+    given: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "check_cut": False, **options}
+    with BatchOptimizer(torch.nn.Linear(3, 4), **given) as opt:
+        opt.load(x, y)
+        with pytest.raises(NonFiniteError, match=rf"mean over nothing.*`denominators`.*\(sample {ignored}\)"):
+            opt.evaluate()
+        y[ignored + 1] = 0
+        x[ignored + 1] = math.nan
+        opt.load(x, y)
+        with pytest.raises(NonFiniteError) as caught:
+            opt.evaluate()
+        assert "denominators" not in str(caught.value)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from batchopt import BatchOptimizer
+from batchopt import Batches, BatchOptimizer, WorkerError
 from batchopt._data.prefetch import Ahead, as_arguments
 from batchopt.backends.process.backend import ProcessBackend
+from batchopt.ignite import create_trainer, fit
 
 
 class Pair(NamedTuple):
@@ -51,6 +52,54 @@ def test_an_error_is_raised_when_its_turn_has_come() -> None:
     ahead.fetch()
     with pytest.raises(OSError, match="no such file"):
         next(ahead)
+
+
+class Stops(Dataset[Any]):
+    """Raises StopIteration, as a `next` without a default does, where it is asked for its length or for an item."""
+
+    def __init__(self, item: int | None) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return next(iter(())) if self.item is None else 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(3), next(iter(())) if index == self.item else torch.ones(1)
+
+
+STOPS: dict[str, Any] = {
+    "__len__": lambda opt: opt.steps([Stops(None)]),
+    "__getitem__": lambda opt: opt.steps([Stops(5)]),
+    "of a loader": lambda opt: opt.steps(DataLoader(Stops(5), 2)),
+    "of a loader with workers": lambda opt: opt.steps(DataLoader(Stops(5), 2, num_workers=1)),
+    "of Batches of a loader": lambda opt: opt.steps(Batches(DataLoader(Stops(5), 2))),
+    "of Batches": lambda opt: opt.steps(Batches(Stops(5), 2)),
+    "predicting": lambda opt: opt.iter_predict(DataLoader(Stops(5), 2)),
+    "prepare_batch": lambda opt: [create_trainer(opt, prepare_batch=lambda _: next(iter(()))).run([1, 2])],
+    "fit": lambda opt: [fit(opt, DataLoader(Stops(5), 2), epochs=1)],
+}
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("read", STOPS.values(), ids=STOPS)
+def test_stop_iteration_out_of_user_code_is_no_end_of_the_data(read: Any, parallelize: int) -> None:
+    with (
+        BatchOptimizer(linear().float(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt,
+        pytest.raises((RuntimeError, WorkerError), match="StopIteration"),
+    ):
+        list(read(opt))
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_stop_iteration_out_of_denominators_is_no_end_of_the_data(parallelize: int) -> None:
+    def denominators(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise StopIteration
+
+    with BatchOptimizer(
+        linear(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, denominators=denominators
+    ) as opt:
+        with pytest.raises(RuntimeError, match="StopIteration was raised while a batch was read"):
+            list(opt.steps([(torch.ones(4, 3).double(), torch.ones(4, 1).double())]))
 
 
 def test_what_a_loader_yields() -> None:
@@ -148,3 +197,31 @@ def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
             for worker in backend._group._pool.workers.values():
                 assert select.select([worker.channel], [], [], 10)[0]  # answered, and not heard yet
         assert [slot is not None for slot in backend._slots] == [True, False]
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_batch_that_was_read_ahead_has_the_loss_that_the_criterion_has_when_it_is_used(parallelize: int) -> None:
+    inputs, targets = torch.randn(20, 3), torch.randint(0, 4, (20,))
+    module, criterion = nn.Linear(3, 4), nn.CrossEntropyLoss()
+    changes: list[tuple[str, Any]] = [("reduction", "sum"), ("weight", torch.rand(4)), ("reduction", "mean")]
+    with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize) as opt:
+        for (name, value), batch in zip(changes, opt.prepared([(inputs, targets)] * 3), strict=True):
+            setattr(criterion, name, value)
+            opt.load(batch)
+            opt.evaluate()  # and reads ahead
+            assert opt.evaluate().item() == pytest.approx(criterion(module(inputs), targets).item(), rel=1e-5)
+        total, _ = opt.full_gradient([(inputs[:5], targets[:5]), (inputs[5:], targets[5:])])
+        assert total == pytest.approx(criterion(module(inputs), targets).item(), rel=1e-5)
+        criterion.reduction = "none"
+        with pytest.raises(ValueError, match="reduction='none'"):
+            opt.load(inputs, targets)
+
+
+def test_a_batch_that_was_read_ahead_may_be_stepped_on_by_other_workers() -> None:
+    inputs, targets = torch.randn(20, 3), torch.randn(20, 1)
+    module = nn.Linear(3, 1)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=1) as opt:
+        for parallelize, batch in zip([2, 3, 1], opt.prepared([(inputs, targets)] * 3), strict=True):
+            opt.resize(parallelize)
+            expected = nn.MSELoss()(module(inputs), targets).item()
+            assert opt.step(batch) == pytest.approx(expected, rel=1e-5)

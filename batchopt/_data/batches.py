@@ -38,7 +38,7 @@ class Reading:
     """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
 
     `device`: where all tensors must lie, since the workers compute there; None: anywhere. `cache`: whether workers keep
-    what they have read of a dataset.
+    what they have read of a dataset. `marks`: what the criterion had when this was made, of all that it is asked for.
     """
 
     collate: Collate | None
@@ -47,6 +47,18 @@ class Reading:
     denominators: Denominators | None
     device: torch.device | None = None
     cache: bool = True
+    marks: tuple[Any, ...] = ()
+
+    def weighed(self, part: Part) -> Part:
+        """The same with what the loss of some of its samples is."""
+        inputs, targets, size = part.inputs, part.targets, len(part.inputs)
+        if isinstance(inputs, Items):
+            counts_alike = self.reduction == "mean" and self.denominators is None
+            items = replace(inputs, ignored=ignored_class(self.criterion) if counts_alike else None)
+            rows = rows_of_as_many(self.criterion, size)
+            return replace(part, inputs=items, weighting=Weighting(self.reduction, size), criterion_rows=rows)
+        weighting = self.weighting(inputs.data, None if targets is None else targets.data, size, targets)
+        return replace(part, weighting=weighting, criterion_rows=rows_of_samples(self.criterion, targets))
 
     def weighting(self, inputs: Any, targets: Any, samples: int, columns: InMemory | None) -> Weighting:
         """How much the loss of some of the samples counts."""
@@ -74,6 +86,11 @@ class Reading:
 
 # How the data of each term is read, by name; under None where there are no terms.
 Readings = Mapping[str | None, Reading]
+
+
+def reweighed(batch: Batch, readings: Readings) -> Batch:
+    """A batch that was read, with what these readings say that the loss of its samples is."""
+    return Batch(tuple(readings[part.name].weighed(part) for part in batch.parts))
 
 
 def read_batch(inputs: Any, targets: Any, options: Any, readings: Readings) -> Batch:
@@ -146,9 +163,8 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     chosen_inputs, chosen_targets = _decide(fitting)
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
-    weighting = reading.weighting(inputs, targets, len(chosen_inputs), chosen_targets)
-    rows = rows_of_samples(reading.criterion, chosen_targets)
-    return Part(chosen_inputs, chosen_targets, options, weighting, reading.collate, rows)
+    weighting = Weighting("sum", len(chosen_inputs))
+    return reading.weighed(Part(chosen_inputs, chosen_targets, options, weighting, reading.collate))
 
 
 def _read_items(dataset: Dataset[Any], options: list[Any] | None, reading: Reading) -> Part:
@@ -157,11 +173,8 @@ def _read_items(dataset: Dataset[Any], options: list[Any] | None, reading: Readi
         raise ValueError("the batch has 0 samples")
     if options is not None and len(options) != size:
         raise ValueError(f"`inputs` has {size} samples but `options` has {len(options)}")
-    counts_alike = reading.reduction == "mean" and reading.denominators is None
-    ignored = ignored_class(reading.criterion) if counts_alike else None
-    items = Items(dataset, size, reading.cache, ignored)
-    rows = rows_of_as_many(reading.criterion, size)
-    return Part(items, None, options, Weighting(reading.reduction, size), reading.collate or default_collate, rows)
+    items, weighting = Items(dataset, size, reading.cache), Weighting("sum", size)
+    return reading.weighed(Part(items, None, options, weighting, reading.collate or default_collate))
 
 
 def _read_options(options: Any) -> list[Any] | None:

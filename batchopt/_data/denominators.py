@@ -20,6 +20,7 @@ _OF_CLASSES: Any = (
 # Those whose weights may have a row for each sample.
 _OF_ENTRIES = (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
 _REDUCTIONS = ("mean", "sum")
+_ASKED_FOR = ("reduction", "weight", "pos_weight", "ignore_index", "label_smoothing")
 
 
 def resolve_reduction(reduction: str | None, criterion: Any) -> str:
@@ -38,6 +39,12 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
     if own in _REDUCTIONS and own != reduction:
         raise ValueError(f"`reduction` is {reduction!r} but the criterion's own is {own!r}: leave `reduction` out")
     return reduction
+
+
+def marks_of(criterion: Any) -> tuple[Any, ...]:
+    """What a criterion has of all that it is asked for here: another value once that was changed."""
+    found = (getattr(criterion, name, None) for name in _ASKED_FOR)
+    return tuple((id(one), one._version) if isinstance(one, torch.Tensor) else one for one in found)
 
 
 def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from batchopt._data import arguments
 from batchopt._data.batches import as_tensors
 from batchopt._data.datasets import samples_of
+from batchopt._data.prefetch import to_the_end
 from batchopt_workers.items import Collate
 from batchopt_workers.structures import has_a_row_each, items_of, map_tensors
 
@@ -250,7 +251,7 @@ class LoaderSource:
                 UserWarning,
                 stacklevel=2,
             )
-        batches = iter(self._loader)
+        batches = to_the_end(iter(self._loader))
         nothing = object()
         for _ in range(start):
             next(batches, nothing)

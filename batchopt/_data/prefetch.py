@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from traceback import walk_tb
 from typing import Any, Generic, TypeVar
 
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
 T = TypeVar("T")
+
+# Where items of a map-style dataset are read, here or in a loader's worker: the data does not end in there.
+_READING = {_MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__}
+
+
+def to_the_end(batches: Iterator[T]) -> Iterator[T]:
+    """The same up to their end. Raises `RuntimeError`, as PEP 479 does, where StopIteration comes out of an item that a
+    loader of torch reads: it would end the data there."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration as error:
+            if any(frame.f_code in _READING for frame, _ in walk_tb(error.__traceback__)):
+                raise RuntimeError("StopIteration was raised by an item of the loader's dataset") from error
+            return
+        yield batch
 
 
 class Ahead(Generic[T]):
@@ -25,9 +45,18 @@ class Ahead(Generic[T]):
         """Have the next one ready, unless it is."""
         if self._next is None and not self._over:
             try:
-                self._next = self._prepare(next(self._source))
+                item = next(self._source)
             except StopIteration:
                 self._over = True
+                return
+            except Exception as error:
+                self._over, self._error = True, error
+                return
+            try:
+                self._next = self._prepare(item)
+            except StopIteration as error:  # as PEP 479: else it would end the data here
+                self._over, self._error = True, RuntimeError("StopIteration was raised while a batch was read")
+                self._error.__cause__ = error
             except Exception as error:
                 self._over, self._error = True, error
 

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from batchopt._data.arguments import read_bool
+from batchopt._data.batches import Reading
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import collect, select, total
 from batchopt._mapreduce.reduce import all_finite, weighed
 from batchopt_workers.batch import Batch, Columns, Part
-from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradients
+from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
+from batchopt_workers.items import Items
 from batchopt_workers.messages import Cut
 from batchopt_workers.task import Task
 from batchopt_workers.weighting import Weighting
@@ -45,11 +47,24 @@ def _block(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
 
 def input_gradients(function: BatchFunction, inputs: Any, targets: Any) -> Any:
     """df/d(inputs), in sample order; by term where there are terms."""
-    selections = select(function, inputs, targets, function.readings)
+    readings = function.readings
+    selections = select(function, inputs, targets, readings)
+    tasks = [s.task(_input_gradients(readings[s.name], s.batch.parts[0])) for s in selections]
     found = {
-        s.name: collect(function, s.task(InputGradients()), function.with_denominators(s.batch)) for s in selections
+        s.name: collect(function, task, function.with_denominators(s.batch))
+        for s, task in zip(selections, tasks, strict=True)
     }
     return found[None] if None in found else found
+
+
+def _input_gradients(reading: Reading, part: Part) -> InputGradients:
+    """Raises `ValueError` where `denominators` has a derivative of its own."""
+    if reading.denominators is None or reading.reduction == "sum":
+        return InputGradients()
+    if isinstance(part.inputs, Items):
+        return InputGradients(reading.denominators)
+    refuse_varying(reading.denominators, part.inputs.slice(0, 1), part.targets and part.targets.slice(0, 1))
+    return InputGradients()
 
 
 def evaluate_many(

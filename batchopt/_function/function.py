@@ -70,11 +70,11 @@ class BatchFunction:
         self.owner = self._owner = Owner()
         self.subject, self.settings = subject, settings
         self.workers = Workers(subject, settings)
-        self._readings = self._read_for_workers()
         self._terms = settings.terms
         self._reporter = Reporter(settings.verbose)
         self.observers = Observers([self._reporter])
         self._checks_cut = settings.check_cut
+        self._on_nonfinite = settings.on_nonfinite  # "keep": f is what it is
         self._step: Step | None = None
         self._placed: Prepared | None = None  # where the workers can read it
         self._past = Past(counters or Counters(), [])
@@ -88,9 +88,6 @@ class BatchFunction:
         self._outputs: Any = None  # of the module, in the last evaluation
         self._closed = False
 
-    def _read_for_workers(self) -> Readings:
-        return self.settings.readings(None if self.workers.alone else self.subject.x.device)
-
     # ---- what there is
 
     @property
@@ -100,8 +97,8 @@ class BatchFunction:
 
     @property
     def readings(self) -> Readings:
-        """How data becomes a batch, by the names of terms."""
-        return self._readings
+        """How data becomes a batch, by the names of terms, with the criterion as it is now."""
+        return self.settings.readings(None if self.workers.alone else self.subject.x.device)
 
     @property
     def terms(self) -> dict[str, Term] | None:
@@ -169,7 +166,7 @@ class BatchFunction:
         """Read the batch, and bring it to where the workers can read it. `ahead`: while the present one is still
         needed; else that one is gone."""
         with self.observers.doing("read ahead" if ahead else "load"):
-            batch = read_batch(inputs, targets, options, self._readings)
+            batch = read_batch(inputs, targets, options, self.readings)
             if not ahead:
                 self.end_step()
                 self._step = None
@@ -187,7 +184,7 @@ class BatchFunction:
 
     def with_denominators(self, batch: Batch) -> Batch:
         """The same where all that means divide by is known; else a batch in which it is."""
-        return with_denominators(batch, self._readings, self.carry_out, self.workers.backend)
+        return with_denominators(batch, self.readings, self.carry_out, self.workers.backend)
 
     @undisturbed
     def _begin(self, prepared: Prepared) -> None:
@@ -228,9 +225,10 @@ class BatchFunction:
             return
         self._checks_cut = False
         largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
-        arguments = step.batch, self._readings, largest, workers.number, step.number, dtype
+        arguments = step.batch, self.readings, largest, workers.number, step.number, dtype
         with self.subject.keeping_gradients(), workers.without_hooks():
-            self._reporter.cut_differs(workers.learning(lambda: compare(workers.backend, *arguments)))
+            found = workers.learning(lambda: compare(workers.backend, *arguments))
+        self._reporter.cut_differs([difference for difference in found if difference.decided])
 
     @exclusive
     def calibrate(self) -> list[float]:
@@ -249,12 +247,13 @@ class BatchFunction:
         """Each of `batches`, placed; the next one is read and placed while the workers compute."""
         read = as_arguments if self._terms is None else as_batch_of_terms
 
-        def prepare(turn: Turn) -> tuple[Turn, Prepared]:
-            return turn, self.prepare(*read(turn.batch), ahead=True)
+        def prepare(turn: Turn) -> tuple[Turn, Prepared, Readings]:
+            readings = self.readings
+            return turn, self.prepare(*read(turn.batch), ahead=True), readings
 
         ahead = Ahead(turns_of(batches), prepare)
-        for turn, prepared in ahead:
-            batch = PreparedBatch(self, prepared, partial(finish, batches, turn))
+        for turn, prepared, readings in ahead:
+            batch = PreparedBatch(self, prepared, readings, partial(finish, batches, turn))
             with self.observers.including(ReadsAhead(ahead)):
                 try:
                     yield batch
@@ -353,13 +352,23 @@ class BatchFunction:
         self._changes = whole.changes.clone()
         loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
-        if not finite and self.settings.on_nonfinite == "raise":
+        if not finite and self._on_nonfinite == "raise":
             self._changes = None
             raise self.not_finite(Kind.EVALUATE, step.plan.cut, step.batch)
         self._term_losses = whole.losses
         if self._ended:
             self.end_step()
-        return torch.scalar_tensor(loss if finite else math.inf, dtype=torch.float64, device="cpu")
+        kept = finite or self._on_nonfinite == "keep"
+        return torch.scalar_tensor(loss if kept else math.inf, dtype=torch.float64, device="cpu")
+
+    @contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """In the body f, and products, may be NaN or infinite, which is no error."""
+        before, self._on_nonfinite = self._on_nonfinite, "keep"
+        try:
+            yield
+        finally:
+            self._on_nonfinite = before
 
     def _infinite(self, error: WorkerError) -> torch.Tensor:
         """Infinity, where what the user's code raised means that; else raises it."""
@@ -396,7 +405,7 @@ class BatchFunction:
             answers = self._evaluate(step, Kind.MULTIPLY)
             product = torch.empty_like(self.subject.x)
             whole = reduce_answers(answers, step.plan.cut.chunks, product)
-        if not whole.finite and self.settings.on_nonfinite == "raise":
+        if not whole.finite and self._on_nonfinite == "raise":
             raise self.not_finite(Kind.MULTIPLY, step.plan.cut, step.batch)
         self.count_products(1)
         return product
@@ -647,11 +656,10 @@ class BatchFunction:
 
         def between_steps() -> None:
             self.end_step()
-            self._step = None
+            self._step = self._placed = None
 
         self.workers.resize(parallelize, speeds, between_steps)
         self.workers.backend.keep_outputs(self._keeps_outputs)
-        self._readings = self._read_for_workers()
 
     def close(self) -> None:
         """End the workers, in the middle of another call soon after; X stays, in memory of this process alone."""

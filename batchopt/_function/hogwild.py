@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchopt._data.epochs import permutation
 from batchopt._data.prefetch import as_arguments
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import collect
+from batchopt.errors import NonFiniteError
 from batchopt_workers.batch import Batch, Columns, Part
 from batchopt_workers.hogwild import Factory, Hogwild
 from batchopt_workers.messages import Cut
@@ -67,6 +69,14 @@ def hogwild(
     finally:
         function.subject.written()
     firsts = torch.tensor(ends[:-1])
+    for batch, loss, rank in zip(batches, losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
+        if math.isnan(loss) and rank >= 0:
+            where = (
+                f"in hogwild(), in the mini-batch of samples {[*batch[:8].tolist()]}; parameters are where the steps "
+            )
+            steps = function.past.counters
+            what, where = "the loss or its gradient is not finite", where + "before have left them"
+            raise NonFiniteError(what, None, range(0), steps.steps, steps.evaluations, where=where)
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
         found[rank].append(loss)

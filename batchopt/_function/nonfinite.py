@@ -71,6 +71,14 @@ def locate(
         ]
         return next(filter(None, (_what(answer, name) for answer in backend.evaluate(cut, orders))), "")
 
+    def is_nothing(chunk: int) -> bool:
+        """Whether its loss is finite as soon as the samples of the chunk beside it are with its own."""
+        first = max(chunk - 1, 0)
+        try:
+            return cut.chunks > 1 and not what(Cut((cut.bounds[first], cut.bounds[first + 2])), range(1))
+        except WorkerError:  # there is no room for both
+            return False
+
     chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
     reason = what(cut, chunks)
     if not reason or len(chunks) > 1:
@@ -83,7 +91,13 @@ def locate(
         except WorkerError:  # the module cannot evaluate so few samples
             return ""
 
-    return Origin(chunks.start, _narrow(samples, what_of_samples), reason)
+    found = _narrow(samples, what_of_samples)
+    if kind is Kind.EVALUATE and reason == "loss is nan" and is_nothing(chunks.start):
+        reason += (
+            " (and finite together with the chunk beside it: a mean over nothing, as of targets that are all ignored, "
+            "needs `denominators`, what each sample adds to what it divides by)"
+        )
+    return Origin(chunks.start, found, reason)
 
 
 def _narrow(items: range, what: Callable[[range], str]) -> range:

@@ -15,12 +15,14 @@ from batchopt._function.numpy_types import Doubles
 from batchopt._machine.ownership import exclusive
 from batchopt.errors import BatchoptError
 from batchopt_workers.batch import Batch
+from batchopt_workers.torch_settings import autocast_in_force
 
 
 class _Point(NamedTuple):
-    """f and df/dX at `x`, of a batch."""
+    """f and df/dX at `x`, of a batch, under such settings of torch."""
 
     batch: weakref.ref[Batch]
+    settings: tuple[object, ...]
     x: torch.Tensor
     loss: float
     gradient: Doubles
@@ -34,8 +36,10 @@ class FlatObjective:
     changes them. The last point is remembered, so that the value and then the gradient of one `x` are one evaluation.
     f is that of the batch that is loaded when it is called, for as long as that one is: the same draws, one step.
 
-    All calls raise `TypeError` or `ValueError` for what is no finite vector of real numbers of that length (in X's
-    dtype), and what `BatchOptimizer.evaluate` raises.
+    Where `x` has NaN or infinity, as some solvers try, f, gradient and products are NaN; where f is not finite, they
+    are what f and they are: whatever `on_nonfinite` says, an answer that a solver can go back from. All calls raise
+    `TypeError` or `ValueError` for what is no vector of real numbers of that length, for numbers that X's dtype has
+    not, and what `BatchOptimizer.evaluate` raises beside that. `assign` takes finite numbers only.
     """
 
     def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
@@ -68,8 +72,11 @@ class FlatObjective:
     def hvp(self, x: Any, v: Any) -> Doubles:
         """The Hessian at `x` times `v`: a new array; NaN where `v` is not finite, as some solvers try."""
         self._function.ready()
-        direction = self._read("v", v, finite=False)
-        return _doubles(self._there(self._read("x", x), self._function.hvp, direction))
+        vector, direction = self._read("x", x, finite=False), self._read("v", v, finite=False)
+        if not bool(vector.isfinite().all()):
+            return np.full(len(vector), np.nan)
+        with self._function.as_it_is():
+            return _doubles(self._there(vector, self._function.hvp, direction))
 
     def least_squares(self) -> FlatLeastSquares:
         """The residuals and their Jacobian, where f is a sum of squares: for `scipy.optimize.least_squares`."""
@@ -94,12 +101,17 @@ class FlatObjective:
         )
 
     def _at(self, x: Any) -> _Point:
-        batch, vector = self._function.ready().batch, self._read("x", x)
+        batch, vector = self._function.ready().batch, self._read("x", x, finite=False)
+        settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), autocast_in_force()
         last = self._last
-        if last is None or last.batch() is not batch or not torch.equal(last.x, vector):
+        if not bool(vector.isfinite().all()):
+            return _Point(weakref.ref(batch), settings, vector, np.nan, np.full(len(vector), np.nan))
+        if last is None or last.batch() is not batch or last.settings != settings or not torch.equal(last.x, vector):
             self._last = None
-            loss = self._there(vector, self._evaluate).item()
-            last = self._last = _Point(weakref.ref(batch), vector, loss, _doubles(self._function.subject.gradient))
+            with self._function.as_it_is():
+                loss = self._there(vector, self._evaluate).item()
+            gradient = _doubles(self._function.subject.gradient)
+            last = self._last = _Point(weakref.ref(batch), settings, vector, loss, gradient)
         return last
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -113,7 +125,7 @@ class FlatObjective:
             x.copy_(before)
 
     def _read(self, name: str, given: Any, finite: bool = True) -> torch.Tensor:
-        """The numbers, as X has them; `finite`: they have to be."""
+        """The numbers, as X has them; `finite`: they have to be, else only to stay so."""
         x = self._function.parameters
         array = np.asarray(given)
         if array.dtype.kind not in "fiu":
@@ -122,7 +134,9 @@ class FlatObjective:
             raise ValueError(f"`{name}` must have shape ({len(x)},), as `x0`; got {array.shape}")
         vector = torch.empty_like(x).copy_(torch.from_numpy(array.astype(np.float64)))
         usable = vector.isfinite()
-        if finite and not bool(usable.all()):
+        if not finite and name == "x":
+            usable |= torch.from_numpy(~np.isfinite(array)).to(usable.device)
+        if (finite or name == "x") and not bool(usable.all()):
             where = int(usable.logical_not().nonzero()[0])
             raise ValueError(f"`{name}[{where}]` is {array[where]}, not a finite number of {x.dtype}")
         return vector

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
+from batchopt._data.batches import Readings, reweighed
 from batchopt._data.epochs import Batches, Turn
+from batchopt._data.prefetch import to_the_end
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
+
+
+class Reader(Protocol):
+    """Reads batches."""
+
+    @property
+    def readings(self) -> Readings:
+        """How, as things are now."""
 
 
 class PreparedBatch:
     """A batch that workers can read already: for `step` or `load` of the optimizer that prepared it, once, and before
     the next one is asked for."""
 
-    def __init__(self, owner: object, prepared: Prepared, finish: Callable[[], None]) -> None:
-        """`finish`: to be called when the batch counts as done."""
-        self._owner, self._prepared, self._finish = owner, prepared, finish
+    def __init__(self, owner: Reader, prepared: Prepared, readings: Readings, finish: Callable[[], None]) -> None:
+        """`readings`: those it was read with. `finish`: to be called when the batch counts as done."""
+        self._owner, self._prepared, self._readings, self._finish = owner, prepared, readings, finish
         self._refused = ""  # why it cannot be used any more
         self._finished = False
 
@@ -29,9 +39,9 @@ class PreparedBatch:
         if targets is not None or options is not None:
             raise ValueError("a prepared batch has its targets and options: leave `targets` and `options` out")
 
-    def take(self, owner: object) -> Prepared:
-        """The batch, which is used by this. Raises `BatchoptError` if it was before, if its turn is over, and if
-        another optimizer than `owner` has prepared it."""
+    def take(self, owner: Reader) -> Prepared:
+        """The batch, which is used by this, with the loss that it has by now. Raises `BatchoptError` if it was used
+        before, if its turn is over, and if another optimizer than `owner` has prepared it."""
         reason = self._refused if owner is self._owner else "it was prepared by another BatchOptimizer"
         if reason:
             raise BatchoptError(
@@ -39,7 +49,8 @@ class PreparedBatch:
                 "in which they come, with the same `opt`"
             )
         self._refused = "it was used already"
-        return self._prepared
+        readings = owner.readings
+        return self._prepared if readings == self._readings else Prepared(reweighed(self._prepared.batch, readings))
 
     def finish(self) -> None:
         """The batch is done; nothing the second time."""
@@ -56,7 +67,7 @@ def turns_of(batches: Iterable[Any]) -> Iterator[Turn]:
     """Each of `batches` in its turn; of `Batches` without being finished."""
     if isinstance(batches, Batches):
         return batches.turns()
-    return (Turn(0, index, False, batch) for index, batch in enumerate(batches))
+    return (Turn(0, index, False, batch) for index, batch in enumerate(to_the_end(iter(batches))))
 
 
 def finish(batches: Iterable[Any], turn: Turn) -> None:
@@ -67,4 +78,4 @@ def finish(batches: Iterable[Any], turn: Turn) -> None:
 
 def whole(batches: Iterable[Any]) -> Iterable[Any]:
     """All of `batches`, wherever the position is."""
-    return batches.whole() if isinstance(batches, Batches) else batches
+    return batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))

@@ -10,7 +10,7 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.batches import Reading, Readings
-from batchopt._data.denominators import resolve_reduction
+from batchopt._data.denominators import marks_of, resolve_reduction
 from batchopt._data.terms import Term, read_terms
 from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
@@ -19,7 +19,7 @@ from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.evaluate import Program
 from batchopt_workers.failures import names_of
-from batchopt_workers.items import Collate
+from batchopt_workers.items import Collate, CollatesAll
 from batchopt_workers.objective import LossFunction
 from batchopt_workers.worker import Hook, Precode
 
@@ -28,9 +28,9 @@ from batchopt_workers.worker import Hook, Precode
 class Settings:
     """The arguments of `BatchOptimizer`, by the same names and as documented there, as `read` has checked them.
 
-    `parallelize` None: as many workers as there is room for, at any time. `threads_per_worker` None: as many as the
-    backend thinks right. `deterministic`: torch was told to use deterministic algorithms. `options` are the backend's
-    own.
+    `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for, at
+    any time. `threads_per_worker` None: as many as the backend thinks right. `deterministic`: torch was told to use
+    deterministic algorithms. `options` are the backend's own.
     """
 
     criterion: Callable[..., Any] | None
@@ -38,7 +38,7 @@ class Settings:
     terms: dict[str, Term] | None
     parallelize: int | None
     backend: str
-    reduction: str
+    reduction: str | None
     denominators: Denominators | None
     chunk_size: int | None
     collate_fn: Collate | None
@@ -76,9 +76,9 @@ class Settings:
         arguments.check_hooks(**{name: found[name] for name in ("precode", "prehook", "posthook")})
         arguments.check_callable("collate_fn", found["collate_fn"], ("samples",))
         arguments.check_callable("denominators", found["denominators"], ("inputs", "targets"))
-        reduction = resolve_reduction(found["reduction"], found["criterion"])
+        resolve_reduction(found["reduction"], found["criterion"])
         found |= {name: read(found[name]) for name, read in _READERS.items()}
-        settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": workers, "reduction": reduction})
+        settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": workers})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):
             raise ValueError(
                 f"`compress` is for gradients that cross a network, got backend={settings.backend!r}, where none does: "
@@ -109,12 +109,23 @@ class Settings:
         return (1.0,) if self.terms is None else tuple(term.weight for term in self.terms.values())
 
     def readings(self, device: torch.device | None) -> Readings:
-        """How data becomes a batch, all of it on `device` if that is given."""
+        """How data becomes a batch, all of it on `device` if that is given, with the criterion as it is now.
+
+        Raises `ValueError` for one that does not reduce any more, or not as `reduction` says.
+        """
         if self.terms is None:
-            reading = Reading(self.collate_fn, self.reduction, self.criterion, self.denominators, device, self.cache)
-            return {None: reading}
+            reduction, marks = resolve_reduction(self.reduction, self.criterion), marks_of(self.criterion)
+            collate = _collating(self.collate_fn, reduction, self.denominators)
+            return {None: Reading(collate, reduction, self.criterion, self.denominators, device, self.cache, marks)}
         return {
-            name: Reading(term.collate_fn, term.reduction, None, term.denominators, device, self.cache)
+            name: Reading(
+                _collating(term.collate_fn, term.reduction, term.denominators),
+                term.reduction,
+                None,
+                term.denominators,
+                device,
+                self.cache,
+            )
             for name, term in self.terms.items()
         }
 
@@ -137,6 +148,12 @@ class Settings:
     def fixed_bits(self) -> bool:
         """Whether the bits of the result must not depend on who evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+
+def _collating(collate: Collate | None, reduction: str, denominators: Denominators | None) -> Collate | None:
+    """The user's `collate_fn`, which may leave samples out only where `denominators` tells what counts."""
+    is_counted = collate is not None and reduction == "mean" and denominators is None
+    return CollatesAll(collate) if is_counted and collate is not None else collate
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

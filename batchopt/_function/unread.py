@@ -13,6 +13,7 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.results import common_form, forms_of
 from batchopt.backends.base import Backend
 from batchopt_workers.batch import Batch, Part
+from batchopt_workers.items import Items
 from batchopt_workers.messages import Cut, Kind
 from batchopt_workers.task import Applied, Task
 
@@ -43,4 +44,5 @@ def _known(part: Part, number: int, reading: Reading, carry_out: CarryOut, backe
         return found
 
     each = carry_out(Task(Applied(function), number, aside=True), Batch((part,)), Kind.COLLECT, whole)
-    return replace(part, weighting=reading.weighting_of(each, part.size))
+    inputs = replace(part.inputs, denominators=function) if isinstance(part.inputs, Items) else part.inputs
+    return replace(part, inputs=inputs, weighting=reading.weighting_of(each, part.size))

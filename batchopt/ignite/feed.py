@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from batchopt._data.epochs import Batches, Turn
+from batchopt._data.prefetch import to_the_end
 from batchopt._function.prepared import PreparedBatch
 from batchopt.optimizer import BatchOptimizer
 
@@ -49,7 +50,7 @@ class _Converted:
         self._data, self._prepare = data, prepare
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._prepare, self._data)
+        return (self._prepare(batch) for batch in to_the_end(iter(self._data)))  # no map(): see PEP 479
 
     def __len__(self) -> int:
         return len(self._data)  # type: ignore[arg-type]
@@ -74,4 +75,4 @@ class _ConvertedBatches(Batches):
 
     def whole(self) -> Iterator[Any]:
         """All batches of the present epoch."""
-        return map(self._prepare, self._batches.whole())
+        return (self._prepare(batch) for batch in self._batches.whole())

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from batchopt._data.epochs import Batches, LoaderSource
+from batchopt._data.prefetch import to_the_end
 
 
 def batches_of(data: Any, seed: int) -> Batches:
@@ -47,7 +48,7 @@ class SeededLoader(LoaderSource):
 
     def _read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
         with seeded(_derived(self._seed, epoch)):
-            batches = iter(self._loader)
+            batches = to_the_end(iter(self._loader))
         nothing, number = object(), 0
         ahead = self._drawn(batches, epoch)
         batch = next(ahead, nothing)

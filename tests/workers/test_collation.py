@@ -161,3 +161,20 @@ def test_no_more_is_kept_than_the_batch_has_or_the_limit_says(monkeypatch: pytes
     kept = Collation([batch])
     run(kept, views, times=4)
     assert views.count == 2  # memory of the batch itself is no more memory
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_another_worker_had_is_read_if_what_was_read_here_is_the_same(same: bool) -> None:
+    found, numbers = Collation(), iter(range(10))
+    read = Collating(lambda: torch.tensor([0 if same else next(numbers)]))
+    for key in ((0, 0, 4), (0, 4, 8)):
+        found.of(key, read, cache=True)
+    assert read.count == 2  # nothing is read twice in the evaluation that it is first read in
+    found.settle()
+    found.of((0, 0, 4), read, cache=True)
+    if same:
+        found.of((0, 8, 12), read, cache=True)
+        assert read.count == 4
+    else:
+        with pytest.raises(ValueError, match="others when they are read again"):
+            found.of((0, 8, 12), read, cache=True)

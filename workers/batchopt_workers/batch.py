@@ -168,9 +168,7 @@ class Part:
                 yield piece
 
     def _read(self, items: Items, start: int, stop: int, collation: Collation, term: int) -> Piece:
-        assert self.collate is not None
-        read = partial(items.read, start, stop, self.collate)
-        inputs, targets = collation.of((term, start, stop), read, items.cache)
+        inputs, targets = collation.of((term, start, stop), partial(self._items, items, start, stop), items.cache)
         piece = self._piece(inputs, targets, start, stop)
         piece.kept = items.cache
         if is_tensor(targets):  # now it is known which attributes have a row for each sample
@@ -178,6 +176,13 @@ class Part:
                 if rows.dim() < targets.dim():
                     del piece.attributes[name]
         return piece
+
+    def _items(self, items: Items, start: int, stop: int) -> tuple[Any, Any]:
+        assert self.collate is not None
+        inputs, targets = items.read(start, stop, self.collate)
+        if items.denominators is not None and self.weighting.running is not None:
+            items.check_denominators(inputs, targets, start, self.weighting.running)
+        return inputs, targets
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
         assert self.collate is not None and isinstance(self.inputs, Samples)

@@ -39,6 +39,11 @@ class _Kept:
         same = all(_same_bytes(tensor, copy) for (tensor, _), copy in zip(self.tensors, self.copies, strict=False))
         return now != self.versions or not same
 
+    @property
+    def plain(self) -> list[torch.Tensor]:
+        """The tensors, as they were collated."""
+        return [tensor for tensor, _ in self.tensors]
+
     def fresh(self) -> Any:
         """The same again, of new leaves."""
         leaves = [tensor.detach().requires_grad_(requires_grad) for tensor, requires_grad in self.tensors]
@@ -52,6 +57,8 @@ def _can_be_kept(tensor: torch.Tensor) -> bool:
 
 
 def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
     with torch.no_grad():
         return bool(((one == two) | ((one != one) & (two != two))).all())
 
@@ -69,7 +76,8 @@ class Collation:
     From the second time on that a piece is asked for it is kept, so that a batch that is evaluated once costs nothing.
     It is not where its tensors are written, or its collate function draws random numbers (what is drawn after that
     would change), or it cannot be pickled; and no more than `LEAST` bytes are, or as many as the `tensors` of the batch
-    have. What is read from a dataset is kept from the first time on, all of it, or never.
+    have. What is read from a dataset is kept from the first time on, all of it, or never; what another worker had is
+    read only if what was read here is still the same.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = (), keeps: bool = True) -> None:
@@ -85,6 +93,12 @@ class Collation:
         self._pieces: dict[Key, _Kept | None] = {}  # None: asked for once
         self._never: set[Key] = set()
         self._used: list[Key] = []
+        self._read: tuple[Key, Callable[[], Any]] | None = None  # first of a dataset, of what is kept
+        self._reads_again = False
+
+    def settle(self) -> None:
+        """An evaluation begins: what is read of a dataset from here on, another worker had."""
+        self._reads_again = self._read is not None
 
     def begin(self) -> None:
         """A chunk is evaluated from here on."""
@@ -104,6 +118,8 @@ class Collation:
             kept.begin()
             return kept.fresh()
         before = _random_states()
+        if self._reads_again and self._read is not None:
+            self._check_read(*self._read)
         made = collate()
         kept = self._keep(made, unlimited=cache is True) if before == _random_states() else None
         if kept is None:
@@ -111,6 +127,8 @@ class Collation:
         else:
             self._pieces[key] = kept
             self._room -= kept.nbytes
+            if cache and self._read is None:
+                self._read = key, collate
         return made
 
     def _keep(self, made: Any, unlimited: bool) -> _Kept | None:
@@ -130,6 +148,19 @@ class Collation:
         kept.copies = [tensor.clone() for tensor, _ in kept.tensors]
         kept.begin()
         return kept
+
+    def _check_read(self, key: Key, collate: Callable[[], Any]) -> None:
+        """Raise `ValueError` if what was read is not the same when it is read again."""
+        kept, again = self._pieces.get(key), self._keep(collate(), unlimited=True)
+        if kept is None:  # it was written here
+            self._read = None
+        elif again is None or again.data != kept.data or not all(map(_same_bytes, again.copies, kept.plain)):
+            raise ValueError(
+                "items of the dataset are others when they are read again, as they are here since samples have changed "
+                "hands: draw from torch's, NumPy's or random's global generator, which are seeded, or from one seeded "
+                "with the index; or leave `chunk_size` out, so that each worker reads its samples once; or make "
+                "tensors of the dataset before"
+            )
 
     def _drop(self, key: Key) -> None:
         kept = self._pieces.pop(key, None)

@@ -10,6 +10,7 @@ import torch
 
 from batchopt_workers.batch import Piece
 from batchopt_workers.collector import grads_kept
+from batchopt_workers.denominators import Denominators
 from batchopt_workers.failures import kinds_of
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import Cut
@@ -22,12 +23,17 @@ def _layout(parameters: Any) -> Layout:
     return Layout.of(found, parameters[0].dtype)
 
 
+@dataclass(frozen=True)
 class InputGradients:
     """df/d(inputs): the gradient of f with respect to the inputs of the samples, in their structure; None for tensors
-    of integers."""
+    of integers. `denominators`: the user's function, where only workers read the inputs that it is given."""
+
+    denominators: Denominators | None = None
 
     def __call__(self, piece: Piece, around: Surroundings) -> Any:
         given = piece.inputs
+        if self.denominators is not None:
+            refuse_varying(self.denominators, given, piece.targets)
         piece.inputs = inputs = map_tensors(_leaf, given)
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not leaves:
@@ -44,6 +50,22 @@ class InputGradients:
             return torch.zeros_like(tensor) if own is None else own * around.weight
 
         return map_tensors(gradient, inputs)
+
+
+def refuse_varying(denominators: Denominators, inputs: Any, targets: Any) -> None:
+    """Raise `ValueError` if `denominators` of these samples has a derivative with respect to the inputs."""
+    try:
+        with torch.enable_grad():
+            found = denominators(map_tensors(_leaf, inputs), targets)
+        varies = any(tensor.requires_grad for tensor in tensors_in(found))
+    except RuntimeError:  # .numpy() of a tensor that requires grad
+        varies = True
+    if varies:
+        raise ValueError(
+            "`denominators` is made of the inputs, so what the mean divides by changes with them, which "
+            "input_gradients() does not differentiate: make it of the targets; or, if it is to count as a constant, "
+            "call .detach() on the inputs in it, and in the loss where that divides by it"
+        )
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

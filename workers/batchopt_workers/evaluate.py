@@ -133,6 +133,7 @@ class Evaluator:
         loaded = self.loaded
         if self._sums is None or self._sums.evaluation != order.evaluation:
             self._sums = Sums(order.evaluation, loaded.cut.chunks, loaded.cut.top)
+            loaded.collation.settle()
         began = time.perf_counter()
         self.walk.watch.begin()
         for chunk in range(order.first, order.last):
@@ -157,7 +158,7 @@ class Evaluator:
     def _chunk(
         self, loaded: LoadedBatch, order: Order, chunk: int, row: Row, results: list[Any], outputs: list[Any]
     ) -> tuple[tuple[float, ...], bytes]:
-        names = loaded.batch.numbering.names
+        names, looks = loaded.batch.numbering.names, self._looked != (order.step, self.hooked)
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
         with self.walk.restoring(loaded):
             for piece in self.walk.pieces(loaded, order.step, chunk):
@@ -171,7 +172,9 @@ class Evaluator:
                     collector.collect()
                     if self.outputs is not None:
                         outputs.append(sample.output)
-            if self._looked != (order.step, self.hooked):
+                if looks and self._objectives[piece.term].compares_pairs:
+                    self._objectives[piece.term].check_pairs(sample.output, sample.targets)
+            if looks:
                 self._looked = order.step, self.hooked
                 self._drew = self.walk.has_drawn(order.step)
             samples = self.walk.current

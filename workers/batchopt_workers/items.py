@@ -23,14 +23,36 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
+class CollatesAll:
+    """The user's `collate`, all of whose samples have to be in what it makes: a mean divides by their number."""
+
+    collate: Collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """What it makes. Raises `ValueError` for targets (inputs, where there are no targets) of fewer samples, as far
+        as a tensor tells: a dimension as long as the samples may be theirs, and so may a first one that is longer."""
+        made = self.collate(samples)
+        last = made[-1] if isinstance(made, (tuple, list)) and len(made) == 2 else made
+        shape: tuple[int, ...] = tuple(last.shape) if is_tensor(last) else ()
+        if shape and shape[0] < len(samples) not in shape:
+            raise ValueError(
+                f"`collate_fn` was given {len(samples)} samples and made a tensor of {shape[0]}, shape {shape}: "
+                "a mean counts the samples that it was given; leave samples out before (of a dataset by a Subset), or, "
+                "of lists, pass `denominators` with 0 for those that it leaves out"
+            )
+        return made
+
+
+@dataclass(frozen=True)
 class Items:
     """`size` items of a dataset, each `(input, target)` or an input alone. `cache`: whether what was collated is kept.
-    `ignored`: a class that no target may be."""
+    `ignored`: a class that no target may be. `denominators`: what has told those of all samples, in a pass before."""
 
     data: Any
     size: int
     cache: bool = True
     ignored: int | None = None
+    denominators: Callable[[Any, Any, Any], torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return self.size
@@ -61,6 +83,22 @@ class Items:
             return self.data[index]
         except Exception as error:
             raise Unreadable(index, error) from error
+
+    def check_denominators(self, inputs: Any, targets: Any, start: int, running: torch.Tensor) -> None:
+        """Raise `Unreadable` for the first sample whose denominator is another one than it was in the pass before;
+        `running`: what that has found, as `Weighting` has it."""
+        assert self.denominators is not None
+        found = self.denominators(None, inputs, targets).double().cpu()
+        before = running[start : start + len(found) + 1].diff()
+        other = ~((found - before).abs() <= 1e-12 * running[-1])  # NaN is another one
+        if bool(other.any()):
+            index = int(other.nonzero()[0, 0])
+            message = (
+                f"its denominator is {found[index].item():g}, and was {before[index].item():g} when it was first read: "
+                "what a mean divides by is found out in a pass of its own, so targets must be the same each time they "
+                "are read; draw them from a generator seeded with the index, or make tensors of the dataset before"
+            )
+            raise Unreadable(start + index, ValueError(message))
 
     def _refuse_ignored(self, ignored: int, targets: torch.Tensor, start: int) -> None:
         rows = (targets.flatten(1) if targets.dim() > 1 else targets.reshape(-1, 1)).eq(ignored).any(1)

@@ -12,6 +12,21 @@ import torch
 
 from batchopt_workers.structures import map_tensors
 
+# Losses that compare each element of the output with one of the targets, and broadcast.
+_OF_PAIRS = {
+    kind.forward
+    for kind in (
+        torch.nn.MSELoss,
+        torch.nn.L1Loss,
+        torch.nn.SmoothL1Loss,
+        torch.nn.HuberLoss,
+        torch.nn.PoissonNLLLoss,
+        torch.nn.MultiLabelSoftMarginLoss,
+        torch.nn.HingeEmbeddingLoss,
+        torch.nn.KLDivLoss,
+    )
+}
+
 LossFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
 
 
@@ -51,6 +66,26 @@ class Objective:
             source, loss = "module", self.module(*arguments)
         _check(source, loss)
         return output, loss
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the criterion compares each element of the output with one of the targets."""
+        return self.loss_fn is None and getattr(getattr(self.criterion, "forward", None), "__func__", None) in _OF_PAIRS
+
+    def check_pairs(self, output: Any, targets: Any) -> None:
+        """Raise `ValueError` where these are broadcast so that elements meet those of other samples."""
+        if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor):
+            return
+        one, two = output.shape, targets.shape
+        if len(one) == len(two):
+            return
+        whole: torch.Size = torch.broadcast_shapes(one, two)  # type: ignore[no-untyped-call]
+        if whole.numel() > max(one.numel(), two.numel()):
+            raise ValueError(
+                f"the outputs have shape {tuple(one)} and the targets {tuple(two)}: {type(self.criterion).__name__} "
+                f"broadcasts them to {tuple(whole)}, which compares each sample with all others; give both the same "
+                "shape, by targets.unsqueeze(1) or output.squeeze(1), say"
+            )
 
 
 @contextmanager

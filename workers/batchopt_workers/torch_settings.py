@@ -49,7 +49,7 @@ class TorchSettings(NamedTuple):
             torch._C._get_mkldnn_enabled(),
             _TINY * 0.5 == 0.0,
             (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            _autocast() if torch._C._is_any_autocast_enabled() else (),
+            autocast_in_force(),
             _device(),
         )
 
@@ -80,7 +80,10 @@ class TorchSettings(NamedTuple):
         return stack
 
 
-def _autocast() -> tuple[tuple[str, torch.dtype, bool], ...]:
+def autocast_in_force() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    """For each type of device where it is on, the dtype, and whether casts are cached."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
     cached = torch.is_autocast_cache_enabled()
     on = filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
     return tuple((device, torch.get_autocast_dtype(device), cached) for device in on)
