@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt import BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
+from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
+from batchopt.ignite import Moment, fit
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 X = torch.linspace(-2.0, 2.0, 24 * 3).reshape(24, 3).sin()
@@ -238,6 +239,26 @@ def test_what_the_user_changes_between_steps_is_the_same_for_all() -> None:
         assert one == two == three and one[0] != one[1] == one[2]
 
 
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_what_a_callback_changes_is_seen_by_all(data: st.DataObject) -> None:
+    in_module = sorted(set(IN_MODULE) - {"parameter", "requires_grad", "one more", "submodule"})  # another X
+    names = data.draw(st.lists(st.sampled_from(in_module), min_size=1, max_size=3, unique=True))
+
+    def fingerprint(parallelize: int, change: bool = True) -> str:
+        def callback(moment: Moment) -> None:
+            for name in names if change and moment.iteration == 2 else ():
+                IN_MODULE[name](moment.opt.module, X, Y)
+
+        torch.manual_seed(0)
+        with BatchOptimizer(Living(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
+            fit(opt, Batches((X, Y), 12), epochs=2, on_batch=callback)
+            return opt.fingerprint()
+
+    assert len({fingerprint(parallelize) for parallelize in (1, 2, 3)}) == 1
+    assert fingerprint(1) != fingerprint(1, change=False)
+
+
 # ---- modes
 
 
@@ -274,6 +295,17 @@ def test_what_a_train_of_its_own_does_is_undone(parallelize: int) -> None:
         opt.score((X, Y), nn.MSELoss())
         opt.load(X, Y)
         assert opt.evaluate() == before
+
+
+@EACH
+def test_a_training_with_validation_is_the_one_without(parallelize: int) -> None:
+    def fingerprint(**options: Any) -> str:
+        torch.manual_seed(0)
+        with BatchOptimizer(Merging(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
+            fit(opt, Batches((X, Y), 8), epochs=2, **options)
+            return opt.fingerprint()
+
+    assert fingerprint() == fingerprint(eval_data=(X, Y), metrics={"loss": nn.functional.mse_loss})
 
 
 # ---- the module's state
