@@ -160,6 +160,8 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     ]
     if not fitting:
         raise ValueError(_mismatch(all_inputs, all_targets, options))
+    if options is not None and all(option is None for option in options):  # given to say that each is a sample
+        fitting = [pair for pair in fitting if isinstance(pair[0], Samples)] or fitting
     chosen_inputs, chosen_targets = _decide(fitting)
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
