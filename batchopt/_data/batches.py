@@ -38,7 +38,7 @@ class Reading:
     """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
 
     `device`: where all tensors must lie, since the workers compute there; None: anywhere. `cache`: whether workers keep
-    what they have read of a dataset. `marks`: what the criterion had when this was made, of all that it is asked for.
+    what they have read of a dataset.
     """
 
     collate: Collate | None
@@ -47,7 +47,6 @@ class Reading:
     denominators: Denominators | None
     device: torch.device | None = None
     cache: bool = True
-    marks: tuple[Any, ...] = ()
 
     def weighed(self, part: Part) -> Part:
         """The same with what the loss of some of its samples is."""
