@@ -122,6 +122,17 @@ def test_two_lists_of_tensors_that_are_alike_are_lists_of_samples() -> None:
     assert isinstance(columns.inputs, Columns) and columns.size == 5
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_options_of_nothing_say_that_each_is_a_sample_as_the_error_advises(samples: int) -> None:
+    inputs = [torch.rand(samples, 2)] * samples
+    with pytest.raises(ValueError, match=r"or `options` with one \(None\) a sample"):
+        read(inputs)
+    with pytest.raises(ValueError, match=r"or `options` with one \(None\) a sample"):
+        read(inputs, options=["a"] * samples)
+    batch = read(inputs, options=[None] * samples)
+    assert isinstance(batch.inputs, Samples) and batch.size == samples
+
+
 def test_with_a_collate_function_a_list_is_always_samples() -> None:
     batch = read(TWO_OF_FOUR, collate=concatenate)
     assert isinstance(batch.inputs, Samples)

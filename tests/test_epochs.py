@@ -211,6 +211,7 @@ def test_two_iterations_at_a_time_are_found_out() -> None:
         ({"seed": 4}, "`seed` was 4 "),
         ({"batch_size": 4}, "`batch_size` was 4 "),
         ({"shuffle": 0}, "`shuffle` was 0 "),
+        ({"index": 4}, "`index` of a state must be less than the 4 batches of an epoch, got 4"),
         ({"epoch": -1}, "`epoch` of a state must be an int >= 0, got -1"),
         ({"epoch": 1.0}, "`epoch` of a state must be an int >= 0, got 1.0"),
         ({"more": 1}, "has the entries .* got .*'more'"),

@@ -38,7 +38,7 @@ class Reading:
     """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
 
     `device`: where all tensors must lie, since the workers compute there; None: anywhere. `cache`: whether workers keep
-    what they have read of a dataset. `marks`: what the criterion had when this was made, of all that it is asked for.
+    what they have read of a dataset.
     """
 
     collate: Collate | None
@@ -47,7 +47,6 @@ class Reading:
     denominators: Denominators | None
     device: torch.device | None = None
     cache: bool = True
-    marks: tuple[Any, ...] = ()
 
     def weighed(self, part: Part) -> Part:
         """The same with what the loss of some of its samples is."""
@@ -160,6 +159,8 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     ]
     if not fitting:
         raise ValueError(_mismatch(all_inputs, all_targets, options))
+    if options is not None and all(option is None for option in options):  # given to say that each is a sample
+        fitting = [pair for pair in fitting if isinstance(pair[0], Samples)] or fitting
     chosen_inputs, chosen_targets = _decide(fitting)
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")

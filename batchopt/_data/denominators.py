@@ -43,7 +43,11 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
 
 def marks_of(criterion: Any) -> tuple[Any, ...]:
     """What a criterion has of all that it is asked for here: another value once that was changed."""
-    found = (getattr(criterion, name, None) for name in _ASKED_FOR)
+    if isinstance(criterion, torch.nn.Module):  # whose own way to say that it lacks something is slow
+        own, buffers = vars(criterion), criterion._buffers
+        found = [own[name] if name in own else buffers.get(name) for name in _ASKED_FOR]
+    else:
+        found = [getattr(criterion, name, None) for name in _ASKED_FOR]
     return tuple((id(one), one._version) if isinstance(one, torch.Tensor) else one for one in found)
 
 

@@ -181,6 +181,11 @@ class Batches:
             if state[name] != mine:
                 raise ValueError(f"`{name}` was {state[name]!r} where this state was saved, and is {mine!r} here")
         position = [arguments.read_count_of_state(name, state[name]) for name in ("epoch", "index", "iteration")]
+        if "length" in identity and position[1] >= len(self):
+            raise ValueError(
+                f"`index` of a state must be less than the {len(self)} batches of an epoch, got {position[1]}: it is "
+                "none that state_dict() returned"
+            )
         self._epoch, self._index, self._iteration = position
 
 

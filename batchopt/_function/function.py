@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from batchopt._data.batches import Readings, read_batch
+from batchopt._data.denominators import marks_of
 from batchopt._data.epochs import Turn
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
 from batchopt._data.terms import Term, reweighed
@@ -70,6 +71,7 @@ class BatchFunction:
         self.owner = self._owner = Owner()
         self.subject, self.settings = subject, settings
         self.workers = Workers(subject, settings)
+        self._read: tuple[Any, Readings] | None = None  # how, as long as nothing changes
         self._terms = settings.terms
         self._reporter = Reporter(settings.verbose)
         self.observers = Observers([self._reporter])
@@ -98,7 +100,11 @@ class BatchFunction:
     @property
     def readings(self) -> Readings:
         """How data becomes a batch, by the names of terms, with the criterion as it is now."""
-        return self.settings.readings(None if self.workers.alone else self.subject.x.device)
+        marks = marks_of(self.settings.criterion), self.workers.alone
+        if self._read is None or self._read[0] != marks:
+            device = None if self.workers.alone else self.subject.x.device
+            self._read = marks, self.settings.readings(device)
+        return self._read[1]
 
     @property
     def terms(self) -> dict[str, Term] | None:

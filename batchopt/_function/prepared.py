@@ -17,7 +17,7 @@ class Reader(Protocol):
 
     @property
     def readings(self) -> Readings:
-        """How, as things are now."""
+        """How, as things are now; the same object as long as nothing changes."""
 
 
 class PreparedBatch:
@@ -50,7 +50,7 @@ class PreparedBatch:
             )
         self._refused = "it was used already"
         readings = owner.readings
-        return self._prepared if readings == self._readings else Prepared(reweighed(self._prepared.batch, readings))
+        return self._prepared if readings is self._readings else Prepared(reweighed(self._prepared.batch, readings))
 
     def finish(self) -> None:
         """The batch is done; nothing the second time."""

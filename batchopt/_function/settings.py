@@ -10,7 +10,7 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.batches import Reading, Readings
-from batchopt._data.denominators import marks_of, resolve_reduction
+from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
 from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
@@ -114,9 +114,9 @@ class Settings:
         Raises `ValueError` for one that does not reduce any more, or not as `reduction` says.
         """
         if self.terms is None:
-            reduction, marks = resolve_reduction(self.reduction, self.criterion), marks_of(self.criterion)
+            reduction = resolve_reduction(self.reduction, self.criterion)
             collate = _collating(self.collate_fn, reduction, self.denominators)
-            return {None: Reading(collate, reduction, self.criterion, self.denominators, device, self.cache, marks)}
+            return {None: Reading(collate, reduction, self.criterion, self.denominators, device, self.cache)}
         return {
             name: Reading(
                 _collating(term.collate_fn, term.reduction, term.denominators),

@@ -156,6 +156,12 @@ def _read_metrics(parts: Parts, opt: BatchOptimizer, eval_data: Any, metrics: An
         raise TypeError(f"`metrics` must be a dict of metrics by name; got {type(metrics).__name__}")
     if eval_data is not None and not metrics:
         raise ValueError("`eval_data` needs `metrics`: {'loss': torch.nn.functional.cross_entropy}, say")
+    taken = [name for name in ("loss", "lr", "epoch", "iteration", "elapsed_time") if name in metrics]
+    if eval_data is None and taken:
+        raise ValueError(
+            f"`metrics` has {taken[0]!r}, which without `eval_data` is the name of another number of the training "
+            "('loss' is the mean of its steps): call it something else"
+        )
     parts.metrics = metrics
     if eval_data is not None:
         parts.evaluator, parts.eval_data = create_evaluator(opt, metrics), eval_data

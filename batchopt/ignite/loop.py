@@ -271,12 +271,13 @@ class Loop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Raises `ValueError` for another data set or a scheduler more or less; changes nothing
-        then."""
+        """Go on from there. Raises `ValueError` for another data set or another scheduler; changes nothing then."""
         named = self._named()
         if ("scheduler" in named) != ("scheduler" in state["parts"]):
             there = "with" if "scheduler" in state["parts"] else "without"
             raise ValueError(f"it was written {there} a scheduler: give fit() the same `scheduler`")
+        if self._parts.schedule is not None:
+            self._parts.schedule.check(state["parts"]["scheduler"])
         self._batches.load_state_dict(state["batches"])
         for name, part in named.items():
             if name in state["parts"]:

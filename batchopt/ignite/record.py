@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -36,7 +37,15 @@ class Record:
         position = 0 if state is None else state["position"]
         if position and self.path.exists():
             self._file = self.path.open("r+b")
-            self._file.truncate(min(position, os.fstat(self._file.fileno()).st_size))
+            written = self._file.read(position)
+            if len(written) < position:
+                warnings.warn(
+                    f"'{self.path}' has {len(written)} bytes, and had {position} at the checkpoint: lines are "
+                    "missing; it goes on after the last one that is whole",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            self._file.truncate(written.rfind(b"\n") + 1)
             self._file.seek(0, os.SEEK_END)
         else:
             self._file = self.path.open("wb")

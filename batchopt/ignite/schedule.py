@@ -42,12 +42,28 @@ class Schedule:
 
     def state_dict(self) -> Any:
         """Plain data."""
-        return plain(self._scheduler.state_dict())
+        state = plain(self._scheduler.state_dict())
+        return {"class": type(self._scheduler).__name__, "step": self.by, "state": state}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for the state of another class of scheduler, or of another `scheduler_step`."""
+        for name, here in (("class", type(self._scheduler).__name__), ("step", self.by)):
+            if state.get(name, here) != here:
+                what = "`scheduler_step`" if name == "step" else "`scheduler`"
+                raise ValueError(f"it was written with {what} {state[name]}, and here is {here}: give fit() the same")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        present = self._scheduler.state_dict()
-        counted = {key for key, value in present.items() if isinstance(value, Counter)}
-        self._scheduler.load_state_dict(
-            {key: Counter(value) if key in counted else value for key, value in state.items()}
-        )
+        own = state["state"] if "class" in state else state  # of an older file
+        self._scheduler.load_state_dict(_counted(own, self._scheduler.state_dict()))
+
+
+def _counted(state: Any, like: Any) -> Any:
+    """The same where what is a Counter in `like`, such as the milestones of a scheduler in another one, is one."""
+    if isinstance(like, Counter):
+        return Counter(state)
+    if isinstance(like, dict) and isinstance(state, dict):
+        return {key: _counted(value, like.get(key)) for key, value in state.items()}
+    if isinstance(like, list | tuple) and isinstance(state, list | tuple) and len(like) == len(state):
+        return type(state)(map(_counted, state, like))
+    return state

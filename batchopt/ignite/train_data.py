@@ -62,9 +62,14 @@ class SeededLoader(LoaderSource):
 
     def _drawn(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         nothing, number = object(), 0
+        generators = generators_of(self._loader)  # which others draw from, who iterate over the loader meanwhile
+        states = [generator.get_state() for generator in generators]
         while True:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
             with seeded(_derived(self._seed, epoch, number)):
                 batch = next(batches, nothing)
+            states = [generator.get_state() for generator in generators]
             if batch is nothing:
                 return
             yield batch

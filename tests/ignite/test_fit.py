@@ -102,8 +102,10 @@ def test_a_loaders_order_depends_on_the_seed_and_the_epoch_alone() -> None:
 
 def test_a_metric_without_other_data_is_of_the_training_data() -> None:
     with optimizer() as opt:
-        state = fit(opt, batches(), epochs=1, metrics=METRICS)
+        state = fit(opt, batches(), epochs=1, metrics={"l1": l1_loss})
         assert state.metrics["l1"] == pytest.approx(opt.score(data(), l1_loss), rel=1e-12)
+        with pytest.raises(ValueError, match="`metrics` has 'loss'"):  # the mean of the steps is called so
+            fit(opt, batches(), epochs=1, metrics=METRICS)
 
 
 def test_validation_every_second_epoch_and_an_epoch_0_on_request() -> None:

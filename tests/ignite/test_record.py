@@ -109,6 +109,20 @@ def test_a_killed_run_goes_on_without_double_lines(killed: int, tmp_path: Path) 
     assert run("killed") == whole
 
 
+def test_a_log_that_was_shortened_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
+    def run(epochs: int) -> list[dict[str, Any]]:
+        with optimizer() as opt:
+            fit(opt, batches(), epochs=epochs, log=tmp_path / "log.jsonl", checkpoint=tmp_path / "c", resume="auto")
+        return timeless(Record(tmp_path / "log.jsonl").lines())
+
+    first, second = run(2)
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match="lines are missing"):
+        found = run(3)
+    assert [line["epoch"] for line in found] == [1, 3] and found[0] == first != second
+
+
 def test_a_new_run_overwrites_and_a_lost_file_begins_anew(tmp_path: Path) -> None:
     for _ in range(2):
         with optimizer() as opt:

@@ -283,6 +283,64 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         fit(opt, batches(), **given)
 
 
+def lowered(opt: BatchOptimizer) -> Any:
+    """A scheduler in another one, whose milestones are a Counter."""
+    schedulers = torch.optim.lr_scheduler
+    assert opt.optimizer is not None
+    parts = [schedulers.ConstantLR(opt.optimizer, 0.5), schedulers.MultiStepLR(opt.optimizer, [1, 3, 3])]
+    return schedulers.SequentialLR(opt.optimizer, parts, milestones=[2])
+
+
+def test_schedulers_in_a_scheduler_go_on_and_others_are_refused(tmp_path: Path) -> None:
+    def trained(folder: str, make: Any = lowered, killed: int | None = None, step: str = "batch") -> str:
+        def kill(moment: Moment) -> None:
+            if moment.iteration == killed:
+                raise Killed
+
+        with optimizer() as opt:
+            options: dict[str, Any] = {"checkpoint": Checkpoint(tmp_path / folder, every=1), "resume": "auto"}
+            scheduler = make(opt)
+            fit(opt, batches(), epochs=2, scheduler=scheduler, scheduler_step=step, on_batch=kill, **options)
+            return opt.fingerprint()
+
+    whole = trained("whole")
+    for killed in (2, 4, 7):
+        with pytest.raises(Killed):
+            trained(str(killed), killed=killed)
+        if killed == 4:
+            with pytest.raises(CheckpointError, match="`scheduler` SequentialLR, and here is StepLR"):
+                trained("4", lambda opt: torch.optim.lr_scheduler.StepLR(opt.optimizer, 2))
+            with pytest.raises(CheckpointError, match="`scheduler_step` batch, and here is epoch"):
+                trained("4", step="epoch")
+        assert trained(str(killed)) == whole
+
+
+@pytest.mark.parametrize("killed", [None, 3])
+def test_a_callback_that_iterates_over_the_loader_changes_no_order(killed: int | None, tmp_path: Path) -> None:
+    def trained(folder: str, looks: bool, killed: int | None = None, own: bool = True) -> str:
+        dataset = TensorDataset(*data())
+        generator = torch.Generator() if own else None
+        loader = DataLoader(dataset, 10, sampler=RandomSampler(dataset, True, 50, generator=generator))
+
+        def look(moment: Moment) -> None:
+            if looks:
+                assert len(list(loader)) == 5
+            if moment.iteration == killed:
+                raise Killed
+
+        with optimizer() as opt:
+            checkpoint = Checkpoint(tmp_path / folder, every=1)
+            fit(opt, loader, epochs=2, on_batch=look, checkpoint=checkpoint, resume="auto")
+            return opt.fingerprint()
+
+    for own in (True, False):
+        expected = trained(f"plain {own}", False, own=own)
+        if killed is not None:
+            with pytest.raises(Killed):
+                trained(f"looks {own}", True, killed, own)
+        assert trained(f"looks {own}", True, own=own) == expected
+
+
 def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
     now = [0.0]
 
