@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from batchopt_workers.interrupts import let_through
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,7 @@ class Ahead(Generic[T]):
             except StopIteration:
                 self._over = True
             except Exception as error:
+                let_through(error)
                 self._over, self._error = True, error
 
     def __iter__(self) -> Iterator[T]:

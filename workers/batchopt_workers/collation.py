@@ -13,6 +13,8 @@ import cloudpickle
 import numpy as np
 import torch
 
+from batchopt_workers.interrupts import let_through
+
 # Bytes that a worker may keep; as many as the batch itself has, where that is more.
 LEAST = 2**26
 
@@ -148,7 +150,8 @@ class Collation:
         pickler = _Recorder(file)
         try:
             pickler.dump(made)
-        except Exception:  # whatever the user's classes raise: it is collated each time, then
+        except Exception as error:  # whatever the user's classes raise: it is collated each time, then
+            let_through(error)
             return None
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in pickler.tensors}
         nbytes = sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in self._own)
