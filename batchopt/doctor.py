@@ -19,6 +19,7 @@ from batchopt._function.cut_check import compare
 from batchopt._function.function import BatchFunction
 from batchopt._program.copies import copied
 from batchopt_workers.inspection import normalises_by_chunk, written
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.structures import map_tensors
 
 CHUNKS = 4  # of the batch where a cut is tried
@@ -196,7 +197,8 @@ class Examination:
             with self._twin(chunk_size=self.size, on_nonfinite="return") as twin:
                 self._load(twin)
                 twin.evaluate()
-        except Exception:  # whatever a module does that was written for one dtype
+        except Exception as error:  # whatever a module does that was written for one dtype
+            let_through(error)
             return False
         return True
 

@@ -279,31 +279,30 @@ def test_frozen_parameters_are_left_out(parallelize: int) -> None:
         assert product[54:63].tolist() == [0.0] * 9 and product.count_nonzero() == len(v) - 9
 
 
-class Once(torch.autograd.Function):
-    """A square whose backward cannot be differentiated."""
+def squared_once() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A square whose backward cannot be differentiated; of a class that is sent by value, as one of a script is."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.square()
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        result: torch.Tensor = 2 * x * grad
-        return result
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            result: torch.Tensor = 2 * x * grad
+            return result
 
-
-def apply_once(x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = Once.apply(x)  # type: ignore[no-untyped-call]
-    return y
+    return Once.apply
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(parallelize: int) -> None:
-    work = mlp()
-    with on(Workload(work.module, lambda o, y: apply_once(o - y).square().mean(), work.inputs, work.targets)) as opt:
+    work, squared = mlp(), squared_once()
+    once = Workload(work.module, lambda o, y: squared(o - y).square().mean(), work.inputs, work.targets)
+    with on(once, parallelize=parallelize, chunk_size=10) as opt:
         loss = opt.evaluate()
         with pytest.raises(WorkerError, match="once_differentiable"):
             opt.hvp(direction(work.module))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -168,3 +173,95 @@ def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_w
             assert opt.batch_counter == counters
             for key, tensor in module.state_dict().items():
                 assert torch.equal(tensor, before[key]), key
+
+
+# ---- out of a signal handler
+
+
+class Stop(Exception):
+    """What the handler raises."""
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """The same data, read by workers."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    raise Stop
+
+
+class SignalAt:
+    """Sends this process a signal when the `number`-th function of ours is called, where Python calls handlers, too;
+    not in generators, of which Python drops what is raised while they end."""
+
+    def __init__(self, number: int, within: str = "batchopt") -> None:
+        self.number, self.within, self.calls = number, within, 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        ours = frame.f_globals.get("__name__", "").startswith(self.within)
+        if ours and event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            self.calls += 1
+            if self.calls == self.number:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGUSR1)
+
+    def amid(self, work: Callable[[], object]) -> None:
+        """Do this work."""
+        sys.setprofile(self)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+
+
+def with_tensors(opt: BatchOptimizer) -> None:
+    vars(opt.module)["note"] = [object()]  # the program is looked at, and sent again
+    opt.load(X, Y)
+    opt.optimize()
+
+
+def with_a_dataset(opt: BatchOptimizer) -> None:
+    opt.load(Pairs())
+    opt.evaluate()
+
+
+def with_lists(opt: BatchOptimizer) -> None:
+    opt.load([*X[:5]], [*Y[:5]])
+    opt.collect(lambda module, inputs, targets: module(inputs))
+    opt.predict(X)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("work", [with_tensors, with_a_dataset, with_lists])
+def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimizer], None], parallelize: int) -> None:
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with make(Scaled(), parallelize=parallelize) as opt:
+            work(opt)
+            whole = SignalAt(-1)
+            whole.amid(lambda: work(opt))
+            for number in range(1, whole.calls - 100, whole.calls // 60):
+                with pytest.raises(Stop):
+                    SignalAt(number).amid(lambda: work(opt))
+            check(opt)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() -> None:
+    """Of the calls that say who is at work, each is interrupted once."""
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with make(Scaled(), parallelize=1) as opt:
+            for number in range(1, 40):
+                with suppress(Stop):
+                    SignalAt(number, "batchopt._machine.ownership").amid(lambda: check(opt))
+                check(opt)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -15,6 +15,7 @@ import torch
 
 from batchopt.errors import CheckpointError
 from batchopt_workers import faults
+from batchopt_workers.interrupts import let_through
 
 _STEM = 200  # bytes of a file's name that go into its temporary file's, which has to be a name too
 
@@ -100,6 +101,7 @@ def _write_temporary(folder: int, name: str, mode: int, content: dict[str, Any])
         try:
             torch.save(content, file)
         except Exception as error:
+            let_through(error)
             if file.error is None:
                 raise CheckpointError(f"torch.save failed: {error}") from error
         if file.error is not None:

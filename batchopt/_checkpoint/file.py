@@ -13,6 +13,7 @@ import torch
 from batchopt._checkpoint.atomic_write import check_regular, replace_file, target_of
 from batchopt._checkpoint.plain_data import copied, digest
 from batchopt.errors import CheckpointError
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.layout import Layout
 
 _FORMAT = "batchopt checkpoint"
@@ -75,6 +76,7 @@ def _distrusted() -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
+        let_through(error)
         reason = error.strerror if isinstance(error, OSError) else type(error).__name__
         raise CheckpointError(f"it is damaged, or not a checkpoint of batchopt ({reason})") from error
 

@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from batchopt_workers.interrupts import let_through
+
 T = TypeVar("T")
 
 # Where items of a map-style dataset are read, here or in a loader's worker: the data does not end in there.
@@ -50,6 +52,7 @@ class Ahead(Generic[T]):
                 self._over = True
                 return
             except Exception as error:
+                let_through(error)
                 self._over, self._error = True, error
                 return
             try:
@@ -58,6 +61,7 @@ class Ahead(Generic[T]):
                 self._over, self._error = True, RuntimeError("StopIteration was raised while a batch was read")
                 self._error.__cause__ = error
             except Exception as error:
+                let_through(error)
                 self._over, self._error = True, error
 
     def __iter__(self) -> Iterator[T]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from batchopt.errors import BatchoptError
@@ -40,9 +42,20 @@ class Owner:
     def __enter__(self) -> None:
         """Raises `BatchoptError` in a forked child, while another thread is at it, and while this one is at work."""
         self._take()
-        if self._running:
+        if self._running and self._is_at_work():
             self._lock.release()
             raise self._disturbed()
+
+    def _is_at_work(self) -> bool:
+        """Whether a method runs, as it was written down: an exception out of a signal handler may have come before its
+        end was."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code in _undisturbed and frame.f_locals.get("owner") is self:
+                return True
+            frame = frame.f_back
+        self._running = ()
+        return False
 
     def _disturbed(self) -> BatchoptError:
         return BatchoptError(
@@ -70,10 +83,10 @@ class Owner:
         """The method of that name runs, until `end` is given what this returns. Raises as `__enter__` does, but if only
         others run."""
         self._take()
-        before = self._running
-        if name in before:
+        if name in self._running and self._is_at_work():
             self._lock.release()
             raise self._disturbed()
+        before = self._running
         self._running = (*before, name)
         return before
 
@@ -114,9 +127,10 @@ class Owner:
         `__enter__` does in a fork and in another thread."""
         self._take()
         try:
-            if self._running:
+            waits = bool(self._running) and self._is_at_work()
+            if waits:
                 self._last = function
-            return bool(self._running)
+            return waits
         finally:
             self._lock.release()
 
@@ -141,6 +155,9 @@ def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T,
     return alone  # type: ignore[return-value]  # "self" may not be passed by name
 
 
+_undisturbed: set[CodeType] = set()  # what methods of that kind run in
+
+
 def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """A method during which no `exclusive` one can be called; it may call others that are `undisturbed`."""
 
@@ -155,4 +172,5 @@ def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[
         finally:
             owner.end(before)
 
+    _undisturbed.add(alone.__code__)  # type: ignore[attr-defined]  # that of the function that was wrapped
     return alone  # type: ignore[return-value]  # "self" may not be passed by name

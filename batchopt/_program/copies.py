@@ -13,6 +13,7 @@ import torch
 
 from batchopt._program.snapshot import names_of_globals
 from batchopt_workers.evaluate import Program
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.structures import tensors_in
 
 
@@ -47,7 +48,8 @@ def _copy(obj: Any, memo: dict[int, Any]) -> Any:
         )
     try:
         return copy.deepcopy(obj, memo)
-    except Exception:  # a lock, a library, a tensor with a graph: nothing that is evaluated at X
+    except Exception as error:  # a lock, a library, a tensor with a graph: nothing that is evaluated at X
+        let_through(error)
         return obj
 
 

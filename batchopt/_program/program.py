@@ -11,6 +11,7 @@ import torch
 from batchopt._program.snapshot import Met, Snapshot
 from batchopt._program.unpicklable import blame
 from batchopt_workers.evaluate import Program
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.packing import Packed, Placement, pack
 
 # What is beside f: it may keep tensors of its own, and write them.
@@ -85,6 +86,7 @@ def _packed(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
     try:
         return pack(program, parameters, expanded=True)
     except Exception as error:
+        let_through(error)
         what, blamed = "the module, the criterion or a `loss_fn`", blame(program)
         for field, name in _BESIDE.items():
             found = getattr(program, field)
@@ -98,7 +100,8 @@ def _packed(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
 def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
     try:
         pack(obj, parameters)
-    except Exception:
+    except Exception as error:
+        let_through(error)
         return False
     return True
 

@@ -32,6 +32,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.packing import dumps
 from batchopt_workers.structures import slots_of
 
@@ -144,7 +145,8 @@ class Snapshot:
         self._seen[id(obj)] = obj
         try:
             self._look_inside(item)
-        except Exception:  # of a class of the user's that is looked at
+        except Exception as error:  # of a class of the user's that is looked at
+            let_through(error)
             self._hidden = True
 
     def _look_inside(self, item: _Item) -> None:
@@ -262,7 +264,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 def _pickled(obj: object) -> bytes | None:
     try:
         return dumps(obj)
-    except Exception:
+    except Exception as error:
+        let_through(error)
         return None
 
 

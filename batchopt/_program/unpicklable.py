@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from batchopt_workers.batch import Batch, Columns, Samples
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.items import Items
 from batchopt_workers.packing import DEVICES, pack
 
@@ -37,7 +38,8 @@ def blame(obj: object) -> str | None:
     """
     try:
         found = None if _fault(obj) is None else _Search(time.monotonic() + SECONDS).inside(obj, "", DEPTH)
-    except Exception:  # of a class of the user's that is looked at
+    except Exception as error:  # of a class of the user's that is looked at
+        let_through(error)
         return None
     if found is None or found[0] == "":
         return None
@@ -50,6 +52,7 @@ def _fault(obj: object) -> Exception | None:
     try:
         pack(obj)
     except Exception as error:
+        let_through(error)
         return error
     return None
 
@@ -167,7 +170,8 @@ def _of_instance(obj: Any) -> Iterator[Held]:
     else:
         try:
             reduced = obj.__reduce_ex__(4)
-        except Exception:  # it is to blame itself
+        except Exception as error:  # it is to blame itself
+            let_through(error)
             return
     if isinstance(reduced, str):  # the name that it is known by
         return

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from batchopt.backends.patience import SLOWEST
 from batchopt.errors import WorkerError, WorkerLostError
 from batchopt_workers.failures import message_of
+from batchopt_workers.interrupts import let_through
 
 PeerT = TypeVar("PeerT", bound=Hashable)
 PeerIn = TypeVar("PeerIn", contravariant=True)
@@ -158,6 +159,7 @@ def unpickled(rank: int, what: str, body: bytes) -> Any:
     try:
         return pickle.loads(body)
     except Exception as error:
+        let_through(error)
         where = f"raised here, where what {what} returned is unpickled: return tensors, numbers and text"
         message = f"{message_of(error)} ({where})"
         raise WorkerError(rank, type(error).__name__, message, range(0)) from error

@@ -12,6 +12,7 @@ from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.failures import kinds_of, message_of
 from batchopt_workers.forms import Form, sums_layout
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.layout import Layout
 from batchopt_workers.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.output import Output
@@ -85,6 +86,7 @@ class LocalWorker:
         except StateWritten:
             raise
         except Exception as error:
+            let_through(error)
             samples = evaluator.current
             loaded = evaluator.tasks.loaded if order.kind in TASKS else evaluator.loaded
             terms = loaded.batch.numbering.within(samples)
@@ -117,5 +119,6 @@ def run_precode(precode: Precode | None, worker: Worker) -> None:
     try:
         precode(worker)
     except Exception as error:
+        let_through(error)
         name, message = type(error).__name__, message_of(error)
         raise WorkerError(worker.rank, name, message, range(0), "running precode") from error

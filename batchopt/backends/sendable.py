@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from batchopt._program.unpicklable import blame
+from batchopt_workers.interrupts import let_through
 
 
 @contextmanager
@@ -17,6 +18,7 @@ def sending(what: str, *objects: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        let_through(error)
         blamed = next((found for found in map(blame, objects) if found), None)
         reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
         raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error

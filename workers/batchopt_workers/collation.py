@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from batchopt_workers.copies import put_together, taken_apart
+from batchopt_workers.interrupts import let_through
 
 # Bytes that a worker may keep; as many as the batch itself has, where that is more.
 LEAST = 2**26
@@ -134,7 +135,8 @@ class Collation:
     def _keep(self, made: Any, unlimited: bool) -> _Kept | None:
         try:
             data, tensors = taken_apart(made)
-        except Exception:  # whatever the user's classes raise: it is collated each time, then
+        except Exception as error:  # whatever the user's classes raise: it is collated each time, then
+            let_through(error)
             return None
         if not all(map(_can_be_kept, tensors)):
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.structures import PLAIN, is_record, map_tensors
 
 
@@ -63,6 +64,7 @@ def _own(item: Any) -> Any:
         return item.detach().clone().requires_grad_(item.requires_grad)
     try:
         data, tensors = taken_apart(item)
-    except Exception:  # whatever the user's classes raise
+    except Exception as error:  # whatever the user's classes raise
+        let_through(error)
         return item
     return put_together(data, [_own(tensor) for tensor in tensors])

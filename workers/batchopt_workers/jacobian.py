@@ -11,6 +11,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from batchopt_workers.apart import Apart, Unmappable, per_sample
 from batchopt_workers.batch import Columns
+from batchopt_workers.interrupts import let_through
 from batchopt_workers.layout import Layout
 from batchopt_workers.squares import MeanSquare, checked
 from batchopt_workers.structures import tensors_in
@@ -110,7 +111,8 @@ class Jacobian:
                     block = self._ways[0](own, inputs, targets, samples)
                     self._agreed = self._agree(block, own, inputs, targets, samples)
                 return block
-            except Exception:  # whatever torch, the module or the function has against being evaluated so
+            except Exception as error:  # whatever torch, the module or the function has against being evaluated so
+                let_through(error)
                 self._ways.pop(0)
                 self._agreed = False
         try:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -110,6 +112,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
             # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
+            # such as `torch._C._functions`, made within another: by its name there, for it cannot be sent by value
+            owner, _, name = obj.__name__.rpartition(".")
+            if getattr(sys.modules.get(owner), name, None) is obj:
+                return getattr, (sys.modules[owner], name)
         return super().reducer_override(obj)
 
 

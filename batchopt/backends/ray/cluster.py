@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from batchopt._mapreduce.split import split_batch
+from batchopt_workers.interrupts import let_through
 
 # Seconds that a cluster may take to answer.
 REACHING = 5.0
@@ -124,6 +125,7 @@ def connect() -> ModuleType:
             with _as_before():
                 ray.init(address, include_dashboard=False, configure_logging=False)
         except Exception as error:
+            let_through(error)
             where = os.environ.get("RAY_ADDRESS") or "of this machine"
             raise ConnectionError(f"the Ray cluster {where} cannot be used: {error}") from error
     _warn_without_token()
