@@ -128,10 +128,10 @@ def _in_slots(obj: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _set_slot(obj: object, name: str, value: Any) -> None:
-    if value is _MISSING:
-        object.__delattr__(obj, name)
-    else:
+    if value is not _MISSING:
         object.__setattr__(obj, name, value)
+    elif hasattr(obj, name):  # a class that was sent by value may keep it in a dict
+        object.__delattr__(obj, name)
 
 
 def _same(array: Any, copy: Any) -> bool:
