@@ -48,7 +48,10 @@ def marks_of(criterion: Any) -> tuple[Any, ...]:
         found = [own[name] if name in own else buffers.get(name) for name in _ASKED_FOR]
     else:
         found = [getattr(criterion, name, None) for name in _ASKED_FOR]
-    return tuple((id(one), one._version) if isinstance(one, torch.Tensor) else one for one in found)
+    return tuple(
+        (id(one), None if one.is_inference() else one._version) if isinstance(one, torch.Tensor) else one
+        for one in found
+    )
 
 
 def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:
