@@ -76,8 +76,8 @@ class BatchOptimizer:
             Parameter (`load_state_dict(assign=True)`), or a tensor still views the memory that it had.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
         optimizer: `"lbfgs"`, the default, `"cg"`, `"ssbroyden"` or `"lm"` for those of batchopt; the name of another
-            class of `torch.optim` in lower case; a factory `f(params)`, an instance over the module's parameters, or
-            None to only evaluate.
+            class of `torch.optim`, in any case; a class, with its defaults; a factory `f(params)`, an instance over the
+            module's parameters, or None to only evaluate.
         parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each
             step anew. 1, the default, is this process itself, except on Ray.
         backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of
@@ -142,6 +142,7 @@ class BatchOptimizer:
     process starts; `WorkerError` if precode raises.
     """
 
+    @arguments.called_here
     def __init__(
         self,
         module: torch.nn.Module,

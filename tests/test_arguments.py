@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from dataclasses import fields
 from fractions import Fraction
 from types import SimpleNamespace
@@ -347,3 +348,22 @@ def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:
     """They are read by name."""
     arguments = set(inspect.signature(BatchOptimizer).parameters) - {"module", "optimizer", "ray_options"}
     assert {field.name for field in fields(Settings)} - {"deterministic", "options"} == arguments
+
+
+@pytest.mark.parametrize(
+    "name, here",
+    [
+        ("n_jobs", "it is parallelize=... here"),
+        ("num_workers", "it is parallelize=... here"),
+        ("lr", "it is optimizer=lambda params: torch.optim.Adam(params, lr=...), for example here"),
+        ("device", "devices=[...], with one for each worker here"),
+        ("paralellize", "it is parallelize=... here"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_told_what_it_is_called_here(name: str, here: str) -> None:
+    options: Any = {name: 2}
+    with pytest.raises(TypeError, match=rf"^BatchOptimizer has no argument `{name}`: .*{re.escape(here)}$"):
+        BatchOptimizer(torch.nn.Linear(2, 1), **options)
+    options = {"zzz": 1}
+    with pytest.raises(TypeError, match=r"^BatchOptimizer has no argument `zzz`$"):
+        BatchOptimizer(torch.nn.Linear(2, 1), **options)

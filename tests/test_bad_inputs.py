@@ -214,9 +214,9 @@ ARGUMENTS = {
     ),
     "27 an unknown name": Case(lambda: build(optimizer="newton"), ValueError, r"must be one of \[.*got 'newton'"),
     "27 a class": Case(
-        lambda: build(optimizer=torch.optim.SGD),
+        lambda: build(optimizer=nn.Linear),
         TypeError,
-        r"pass an instance, or lambda params: SGD\(params, \.\.\.\)",
+        r"a class of optimizers, a factory, an instance or None; got <class .*Linear",
     ),
     "27 groups that L-BFGS does not take": Case(lambda: build(optimizer=groups), ValueError, r"parameter groups"),
     "28 foreign parameters": Case(

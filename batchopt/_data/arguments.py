@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
+
+P = ParamSpec("P")
 
 
 def _integer(name: str, value: Any, least: int) -> int:
@@ -147,6 +151,30 @@ def read_speeds(speeds: Any, workers: int | None) -> Speeds | None:
     if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):
         raise ValueError(f"`speeds` must be finite and >= 0, and not all 0; got {list(speeds)}")
     return Speeds(values, fixed=True)
+
+
+_CALLED = {
+    **dict.fromkeys(("n_jobs", "num_workers", "n_workers", "workers", "processes"), "parallelize=..."),
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer=lambda params: torch.optim.Adam(params, lr=...), for example"),
+    "device": "module.to(device) before, with parallelize=1; or devices=[...], with one for each worker",
+    **dict.fromkeys(("loss", "loss_function", "loss_func"), "criterion=... or loss_fn=..."),
+    **{"model": "module=...", "batch_size": "chunk_size=...", "random_state": "seed=..."},
+}
+
+
+def called_here(init: Callable[P, None]) -> Callable[P, None]:
+    """A constructor that raises `TypeError` for an argument that it does not have, with what that is called here."""
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() - known.keys():
+            close = difflib.get_close_matches(name, known, 1)
+            here = _CALLED.get(name, f"{close[0]}=..." if close else "")
+            raise TypeError(f"BatchOptimizer has no argument `{name}`" + (f": it is {here} here" if here else ""))
+        init(*args, **kwargs)
+
+    return checked
 
 
 def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:

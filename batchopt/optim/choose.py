@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -34,25 +35,31 @@ def check_choice(choice: OptimizerChoice, parameters: Sequence[torch.nn.Paramete
     """Raise `ValueError` for an unknown name, and for an instance that is not over `parameters` or goes nowhere;
     `TypeError` for what is no name, no factory and no optimizer."""
     if isinstance(choice, str):
-        if choice not in (kinds := _by_name()):
+        if choice.lower() not in (kinds := _by_name()):
             raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
-    elif isinstance(choice, type) or not (
-        choice is None or callable(choice) or isinstance(choice, torch.optim.Optimizer)
-    ):
-        hint = (
-            f"; pass an instance, or lambda params: {choice.__name__}(params, ...)" if isinstance(choice, type) else ""
-        )
-        raise TypeError(f"`optimizer` must be a name, a factory, an instance or None; got {choice!r}{hint}")
     elif isinstance(choice, torch.optim.Optimizer):
         _check_optimizer(choice, parameters)
+    elif isinstance(choice, type) and issubclass(choice, torch.optim.Optimizer):
+        try:
+            inspect.signature(choice).bind(parameters)
+        except TypeError as error:
+            name = choice.__name__
+            raise TypeError(
+                f"`optimizer` {name} cannot be made of parameters alone ({error}): pass lambda params: "
+                f"{name}(params, ...), with what is missing"
+            ) from None
+    elif isinstance(choice, type) or not (choice is None or callable(choice)):
+        raise TypeError(
+            f"`optimizer` must be a name, a class of optimizers, a factory, an instance or None; got {choice!r}"
+        )
 
 
 def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
     """The optimizer over `parameters` that `choice` names, makes or is.
 
-    A name is `"lbfgs"`, `"cg"`, `"ssbroyden"` or `"lm"`, or that of another class of `torch.optim` in lower case, with
-    its defaults. It may leave out some of `parameters`: those stay as they are. Raises what `check_choice` raises,
-    `ValueError` for parameters that are not the module's and for a learning rate or a number of iterations that goes
+    A name is `"lbfgs"`, `"cg"`, `"ssbroyden"` or `"lm"`, or that of another class of `torch.optim`, in any case, with
+    its defaults; so is a class. It may leave out some of `parameters`: those stay as they are. Raises what
+    `check_choice` raises, `ValueError` for parameters that are not the module's and for a learning rate or a number of iterations that goes
     nowhere, and `TypeError` for a factory that returns no optimizer.
     """
     check_choice(choice, parameters)
@@ -60,7 +67,7 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
         return None
     optimizer: torch.optim.Optimizer
     if isinstance(choice, str):
-        optimizer = _by_name()[choice](list(parameters))  # type: ignore[call-arg]  # what they have in common says nothing of it
+        optimizer = _by_name()[choice.lower()](list(parameters))  # type: ignore[call-arg]  # what they have in common says nothing of it
     elif isinstance(choice, torch.optim.Optimizer):
         optimizer = choice
     else:

@@ -96,21 +96,41 @@ def test_a_factory_over_foreign_parameters_is_refused() -> None:
         choose_optimizer(lambda params: torch.optim.SGD(matrices()), matrices())
 
 
-@pytest.mark.parametrize("name", ["newton", "LBFGS", "", "optimizer"])
+@pytest.mark.parametrize("choice", ["Adam", "ADAM", torch.optim.Adam])
+def test_a_name_in_any_case_or_a_class_is_made_with_its_defaults(choice: Any) -> None:
+    parameters = matrices()
+    chosen = choose_optimizer(choice, parameters)
+    assert type(chosen) is torch.optim.Adam and chosen.defaults == torch.optim.Adam(matrices()).defaults
+    assert held(chosen) == [id(p) for p in parameters]
+    assert type(choose_optimizer("LBFGS", parameters)) is OURS["lbfgs"]
+
+
+@pytest.mark.parametrize("name", ["newton", "", "optimizer"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=rf"`optimizer` must be one of \[.*'adam'.*'lbfgs'.*\].*got '{name}'"):
         choose_optimizer(name, matrices())
 
 
+class Needy(torch.optim.SGD):
+    """Has no default learning rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+
+
 @pytest.mark.parametrize(
     "choice, message",
     [
-        (torch.optim.SGD, r"SGD'>; pass an instance, or lambda params: SGD\(params, \.\.\.\)$"),
-        (3, r"`optimizer` must be a name, a factory, an instance or None; got 3$"),
+        (Needy, r"Needy cannot .* \(missing a required argument: 'lr'\): pass lambda params: Needy\(params, \.\.\.\)"),
+        (
+            torch.nn.Linear,
+            r"a class of optimizers, a factory, an instance or None; got <class .*Linear",
+        ),
+        (3, r"`optimizer` must be a name, a class of optimizers, a factory, an instance or None; got 3$"),
         (lambda params: None, r"the factory given as `optimizer` returned NoneType, not a torch\.optim\.Optimizer"),
         (lambda params: torch.optim.SGD, r"the factory given as `optimizer` returned type"),
     ],
-    ids=["class", "number", "factory of nothing", "factory of a class"],
+    ids=["class that needs more", "class of something else", "number", "factory of nothing", "factory of a class"],
 )
 def test_what_makes_no_optimizer_is_refused(choice: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
