@@ -58,7 +58,7 @@ class SerialBackend(Backend):
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
-        self._evaluator.walk.unseen.add("hooks")
+        self._evaluator.walk.hooks_unseen = True
 
     def use_hooks(self, hooked: bool) -> None:
         self._evaluator.hooked = hooked

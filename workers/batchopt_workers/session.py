@@ -171,8 +171,7 @@ class Session:
         if examine and self._mirror is None:
             watch.compare()
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
-        if not examine:
-            self._evaluator.walk.unseen.clear()
+        self._evaluator.walk.hooks_unseen = self._evaluator.walk.collate_unseen = examine
         self._evaluator.tasks.protected = self._mirror is None
         if self._mirror is not None:
             self._evaluator.walk.place = self._mirror.place

@@ -25,7 +25,7 @@ class Walk:
 
     `current` is the range of samples, numbered through all terms, in the forward that runs, or ran last; `chunk` the
     one that they are of. `has_hooks`: whether hooks run; what they and collate functions leave behind is
-    looked for in the first evaluation, if they are `unseen`.
+    looked for in the first evaluation that they take part in, while they are unseen.
     """
 
     def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
@@ -34,7 +34,7 @@ class Walk:
         self.current = range(0)
         self.chunk = -1
         self.has_hooks = False
-        self.unseen = {"hooks", "collate"}
+        self.hooks_unseen = self.collate_unseen = True
         self._hooks_write = False  # whether a hook was seen to change the module
         self._contents: Contents | None = None
         self._undo: list[Undo] = []  # when the piece is done
@@ -51,7 +51,7 @@ class Walk:
         seed_draws(self._seed, step, chunk)
         self.current = range(start, stop)  # while samples are cut out and collated
         batch_watch = loaded.watch(start, stop)
-        batch_watch.begin(bool(self.unseen and self._kinds(batch) & self.unseen))
+        batch_watch.begin((self.hooks_unseen and self.has_hooks) or (self.collate_unseen and batch.collates))
         collation = loaded.collation
         collation.begin()
         if torch._C._is_any_autocast_enabled():
@@ -91,14 +91,12 @@ class Walk:
             self._put_back()
             self._buffers.restore()
 
-    def _kinds(self, batch: Batch) -> set[str]:
-        return {*(("hooks",) if self.has_hooks else ()), *(("collate",) if batch.collates else ())}
-
     def seen(self, batch: Batch) -> None:
         """An evaluation has come to its end. Hooks that change the module are looked at for good."""
-        if self.unseen:
-            self.unseen -= self._kinds(batch)
-            self.unseen |= {"hooks"} if self._hooks_write else set()
+        if self.has_hooks:
+            self.hooks_unseen = self._hooks_write
+        if batch.collates:
+            self.collate_unseen = False
 
     def _put_back(self) -> None:
         while self._undo:
@@ -121,7 +119,7 @@ class Walk:
 
     def hooked(self, hook: Callable[[], T]) -> T:
         """Call a hook. Where it is looked at, what it changes of the module holds for its piece alone."""
-        if "hooks" not in self.unseen:
+        if not self.hooks_unseen:
             return hook()
         contents = self._now()
         try:
