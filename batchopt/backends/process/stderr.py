@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import fcntl
 import os
 import sys
 import weakref
@@ -25,7 +26,8 @@ class Stderr:
     def __init__(self) -> None:
         self.fd = anonymous_file()
         # One writer after the other, each at the end, whoever else has the file.
-        self.writer = os.open(f"/dev/fd/{self.fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+        self.writer = os.dup(self.fd)
         weakref.finalize(self, os.close, self.fd).atexit = False  # when workers end they are still read
         self._passed_on = 0
         self._tail = b""
