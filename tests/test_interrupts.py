@@ -265,3 +265,20 @@ def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() ->
                 check(opt)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int) -> None:
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with make(Scaled(), parallelize=parallelize) as opt:
+            opt.load(X, Y)
+            expected = opt.evaluate().item()
+            whole = SignalAt(-1)
+            whole.amid(lambda: opt.predict(X))
+            for number in range(1, whole.calls, whole.calls // 60 + 1):
+                with suppress(Stop):
+                    SignalAt(number).amid(lambda: opt.predict(X))
+                assert opt.evaluate().item() == pytest.approx(expected)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Sample, Worker
+from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt.errors import BatchoptError
 
@@ -355,3 +355,10 @@ def test_a_fork_that_leaves_the_with_block_says_nothing(parallelize: int) -> Non
         said = in_a_fork(lambda: opt.__exit__(None, None, None))
         assert said == "returned None"
         assert opt.evaluate().item() == before
+
+
+def test_what_users_call_is_named() -> None:
+    module = nn.Linear(3, 1)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None) as opt:
+        with pytest.raises(WorkerError, match=r"is in the middle of collect\(\), and cannot be used"):
+            opt.collect(lambda module, inputs, targets: opt.predict(inputs), torch.ones(4, 3), torch.ones(4, 1))

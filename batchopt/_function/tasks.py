@@ -73,7 +73,7 @@ def read_functions(
             raise TypeError(
                 f"`function` must be callable, function(module, inputs, targets); got {type(function).__name__}"
             )
-    return {name: Applied(function, grad, tuple(layers)) for name, function in given.items()}
+    return {name: Applied(function, grad, tuple(dict.fromkeys(layers))) for name, function in given.items()}
 
 
 def _some(known: Mapping[str, object]) -> str:

@@ -23,6 +23,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# What users call that runs these methods.
+_NAMES = {"prepare": "load", "begin": "load", "measure": "calibrate", "carry_out": "collect"}
+
+
 class Owner:
     """Entered by the thread that uses the object, any number of times, but not while an `undisturbed` method runs."""
 
@@ -58,8 +62,9 @@ class Owner:
         return False
 
     def _disturbed(self) -> BatchoptError:
+        name = _NAMES.get(self._running[0], self._running[0])
         return BatchoptError(
-            f"this BatchOptimizer is in the middle of {self._running[0]}(), and cannot be used by what runs meanwhile "
+            f"this BatchOptimizer is in the middle of {name}(), and cannot be used by what runs meanwhile "
             "(a signal handler, a finalizer, a hook, a loader): set a flag there, and act on it once the call has "
             "returned; only close() is possible, which ends it"
         )

@@ -140,6 +140,7 @@ class TaskContract(LeastSquaresContract):
         opt.load(X, Y)
         found = opt.collect(layers=["first", "second"])
         assert list(found) == ["first", "second"]
+        assert opt.collect(layers=["first", "first"])["first"].equal(found["first"])
         torch.testing.assert_close(found["first"], module.first(X).detach())
         result, layers = opt.collect(lambda m, inputs, targets: m(inputs).sum(1), X, layers=["first"])
         torch.testing.assert_close(result, module(X).sum(1).detach())

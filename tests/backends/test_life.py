@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -444,3 +445,35 @@ def test_names_that_other_programs_make_are_not_ours() -> None:
         os.close(leave)
         os.close(reader)
         path.unlink(missing_ok=True)
+
+
+def test_workers_have_the_callers_limit_of_recursion() -> None:
+    before = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(before + 500)
+        with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2) as opt:
+            assert opt.run_on_workers(lambda worker: sys.getrecursionlimit()) == [before + 500] * 2
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_workers_start_where_no_affinity_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", forbidden, raising=False)
+    monkeypatch.setattr(os, "open", without_dev_fd(os.open))
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2) as opt:
+        assert len(opt.run_on_workers(lambda worker: worker.rank)) == 2
+
+
+def forbidden(*_: object) -> None:
+    raise PermissionError("not in this sandbox")
+
+
+def without_dev_fd(real: Callable[..., int]) -> Callable[..., int]:
+    """`os.open` in a sandbox that has no /dev/fd."""
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).startswith("/dev/fd"):
+            raise FileNotFoundError(path)
+        return real(path, *arguments, **options)
+
+    return opened

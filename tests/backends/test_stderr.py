@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from batchopt import BatchOptimizer
 from batchopt.backends.process.stderr import TAIL, Stderr
 
 MUCH = 2**20  # once so much more was passed on, its memory is given back
@@ -324,3 +328,63 @@ def test_its_descriptor_is_closed_when_it_is_forgotten() -> None:
 def test_no_other_process_inherits_it(worker: Worker) -> None:
     assert not os.get_inheritable(worker.stderr.fd)
     assert not os.get_inheritable(worker.stderr.writer)
+
+
+# ---- warnings
+
+
+class Unripe(UserWarning):
+    """One of the user's."""
+
+
+class Warns(nn.Module):
+    """Warns in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for category in (RuntimeWarning, Unripe):
+            warnings.warn(f"a {category.__name__}\nof two lines", category, stacklevel=1)
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+def test_a_warning_of_workers_is_one_of_this_process_and_comes_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings(record=True) as found, BatchOptimizer(Warns(), parallelize=2, loss_fn=mean) as opt:
+        warnings.simplefilter("always")
+        opt.step(torch.ones(12, 3))
+        opt.step(torch.ones(12, 3))
+        assert {(str(w.message), w.category, w.filename == __file__) for w in found} == {
+            ("a RuntimeWarning\nof two lines", RuntimeWarning, True),
+            ("a Unripe\nof two lines", Unripe, True),
+        }
+    assert len(found) == 2
+    assert "warn" not in capfd.readouterr().err.lower()
+
+
+def test_a_warning_that_is_an_error_here_is_raised_and_the_workers_can_be_used_on() -> None:
+    with warnings.catch_warnings(), BatchOptimizer(Warns(), parallelize=2, loss_fn=mean) as opt:
+        warnings.simplefilter("error", RuntimeWarning)
+        warnings.simplefilter("ignore", Unripe)
+        with pytest.raises(RuntimeWarning, match="of two lines"):
+            opt.step(torch.ones(12, 3))
+        assert opt.step(torch.ones(12, 3)) < 10
+
+
+def mean(module: nn.Module, inputs: torch.Tensor, _: None) -> torch.Tensor:
+    found: torch.Tensor = module(inputs).square().mean()
+    return found
+
+
+def test_a_warning_that_is_half_written_waits_for_its_rest(worker: Worker, ours: Ours) -> None:
+    line = b'\x1ebatchopt ["builtins", "UserWarning", "ripe", "file.py", 3]\x1e\n'
+    worker.write(b"before\n" + line[:30])
+    worker.stderr.pass_on()
+    assert ours.taken() == "before\n"
+    worker.write(line[30:] + b"after\n")
+    with pytest.warns(UserWarning, match="ripe"):
+        worker.stderr.pass_on()
+    assert ours.taken() == "after\n"
+    assert worker.stderr.tail == "before\nafter"

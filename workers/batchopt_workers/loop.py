@@ -26,6 +26,7 @@ from batchopt_workers.failures import describe
 from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Kind, Order
 from batchopt_workers.session import WITH_DESCRIPTOR, Session
 from batchopt_workers.versions import versions
+from batchopt_workers.warned import tell_parent
 
 _F_SETSIG = 10  # Linux; Python does not name it
 # Bytes of a message: its length is sent as 4 bytes, with a sign.
@@ -205,6 +206,7 @@ def main(connection: Connection, rank: int, world_size: int, threads: int) -> No
     torch.set_num_threads(threads)
     faults.rank = rank
     faults.end_copies()
+    tell_parent()
     faults.point("worker.greet")
     connection.send_bytes(HEAD.pack(0, Kind.READY) + versions().encode())
     faults.point("worker.greeted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from multiprocessing import spawn
@@ -96,8 +97,10 @@ class Session:
         with suppress(BlockingIOError):  # then it will wake up anyway
             os.write(self._waking, b"\1")
 
-    def prepare(self, environment: dict[str, str], preparation: dict[str, Any]) -> None:
-        """Be the process that the parent would have started: its environment, path, arguments, working directory."""
+    def prepare(self, environment: dict[str, str], preparation: dict[str, Any], recursion: int) -> None:
+        """Be the process that the parent would have started: its environment, path, arguments, working directory, and
+        limit of recursion."""
+        sys.setrecursionlimit(recursion)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)

@@ -256,7 +256,9 @@ def _fork_server(threads: int) -> ForkServer:
     global _latest
     environment = worker_environment(threads)
     lasting = {name: value for name, value in environment.items() if name not in _FLEETING}
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    affinity = None
+    with suppress(AttributeError, OSError):  # not on this system, or forbidden in this sandbox
+        affinity = os.sched_getaffinity(0)
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     key = (sys.executable, lasting, affinity, limits)
     with _lock:

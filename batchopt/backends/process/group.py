@@ -55,6 +55,7 @@ from batchopt_workers.packing import Placement
 from batchopt_workers.session import Session
 from batchopt_workers.torch_settings import TorchSettings
 from batchopt_workers.tree import most_held
+from batchopt_workers.warned import Warned
 from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
@@ -93,6 +94,7 @@ class WorkerGroup:
         # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run;
         # None or absent while they are told, since an interrupt in between may come before or after that
         self._weights: tuple[float, ...] | None = (1.0,) * len(setup.program.loss_fns)
+        self._warned: set[Warned] = set()
         self._torch: TorchSettings | None = self._holder.torch_settings()
         self._attached: dict[str, SharedBlock] = {}
         self._hooked: bool | None = True
@@ -196,7 +198,8 @@ class WorkerGroup:
 
     def _start(self, rank: int) -> WorkerProcess:
         number = self._setup.ranks[rank] if self._setup.ranks else rank
-        return WorkerProcess(rank, number, self._setup.world or self._size, max(self._threads()))
+        world = self._setup.world or self._size
+        return WorkerProcess(rank, number, world, max(self._threads()), self._warned)
 
     def _allowance(self, worker: WorkerProcess, asked: PendingMessage) -> float:
         is_task = asked.order is not None and asked.order.kind in TASKS

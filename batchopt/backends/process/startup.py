@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -29,7 +30,7 @@ def startup_calls(
         with sending("`precode`", setup.precode):
             precode = [call(Activity.PRECODE, Session.run, setup.precode)]
     environment = worker_environment(threads)
-    yield "process", [call(Activity.STARTING, Session.prepare, environment, preparation())]
+    yield "process", [call(Activity.STARTING, Session.prepare, environment, preparation(), sys.getrecursionlimit())]
     if devices is not None:
         yield "devices", [call(Activity.STARTING, Session.use, devices)]
     yield "torch", [call(Activity.STARTING, Session.set_torch, settings)]

@@ -1,8 +1,11 @@
-"""What a worker writes to its standard error: passed on to ours, and its tail kept for error messages."""
+"""What a worker writes to its standard error: passed on to ours, and its tail kept for error messages. Warnings are
+given here, once."""
 
 from __future__ import annotations
 
 import codecs
+import fcntl
+import json
 import os
 import sys
 import weakref
@@ -10,6 +13,7 @@ from contextlib import suppress
 
 from batchopt_workers.mapping import give_back
 from batchopt_workers.memory import anonymous_file
+from batchopt_workers.warned import BEGUN, MARKED, Warned
 
 TAIL = 2**12  # bytes shown in an error
 _PIECE = 2**20  # bytes after which the memory of what was passed on is given back
@@ -22,12 +26,15 @@ class Stderr:
     written up to the last moment of a worker that dies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warned: set[Warned] | None = None) -> None:
+        """`warned`: the warnings that were given before."""
         self.fd = anonymous_file()
         # One writer after the other, each at the end, whoever else has the file.
-        self.writer = os.open(f"/dev/fd/{self.fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+        self.writer = os.dup(self.fd)
         weakref.finalize(self, os.close, self.fd).atexit = False  # when workers end they are still read
         self._passed_on = 0
+        self._held, self._warned = "", set() if warned is None else warned
         self._tail = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -45,12 +52,19 @@ class Stderr:
         before, self._passed_on = self._passed_on, self._passed_on + len(new)
         if self._passed_on // _PIECE > before // _PIECE:
             give_back(self.fd, 0, self._passed_on)  # not what a worker may be writing at its end
-        if sys.stderr is None:
-            return
-        with suppress(Exception):  # of whatever the user has put in place of it
-            print(self._decoder.decode(new), end="", file=sys.stderr, flush=True)
+        text = self._held + self._decoder.decode(new)
+        begun = BEGUN.search(text)
+        text, self._held = (text, "") if begun is None else (text[: begun.start()], text[begun.start() :])
+        plain = MARKED.sub("", text)
+        if plain and sys.stderr is not None:
+            with suppress(Exception):  # of whatever the user has put in place of it
+                print(plain, end="", file=sys.stderr, flush=True)
+        found = {Warned(*json.loads(line)): None for line in MARKED.findall(text)}
+        for warned in [warned for warned in found if warned not in self._warned]:
+            self._warned.add(warned)
+            warned.give()
 
     @property
     def tail(self) -> str:
         """The last lines that the worker wrote, if it wrote any."""
-        return self._tail.decode("utf-8", "replace").strip()
+        return MARKED.sub("", self._tail.decode("utf-8", "replace")).strip()

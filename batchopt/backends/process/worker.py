@@ -6,6 +6,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from itertools import takewhile
 from typing import Any, Concatenate, NamedTuple, ParamSpec
@@ -28,6 +29,7 @@ from batchopt_workers.numbering import Numbering
 from batchopt_workers.packing import dumps
 from batchopt_workers.rows import Rows, rows_nbytes
 from batchopt_workers.session import Session
+from batchopt_workers.warned import Warned
 from batchopt_workers.watch import StateWritten
 
 # Signals that others send; SIGKILL is the kernel's too, where memory is short.
@@ -105,15 +107,15 @@ class WorkerProcess:
     """A worker process: its pipe, the messages that it was sent, the memory that it was given, and its end.
 
     What it is asked leaves at the next `flush`. It is killed, with all that it started, when this object is forgotten.
-    `rank` is the parent's name for it, `number`
-    its rank among all `world_size` workers: another one where some of them are on other machines.
+    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: another one where some of them
+    are on other machines. `warned`: the warnings that these have given.
     """
 
-    def __init__(self, rank: int, number: int, world_size: int, threads: int) -> None:
+    def __init__(self, rank: int, number: int, world_size: int, threads: int, warned: set[Warned]) -> None:
         ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
         self.rank = rank
         self.channel = Channel(ours)
-        self.stderr = Stderr()
+        self.stderr = Stderr(warned)
         self.rows: Rows | None = None
         self.totals: TotalsFile | None = None
         self.cut: Cut | None = None
@@ -266,7 +268,8 @@ class WorkerProcess:
         self.channel.drain()
         self.process.kill_group()
         self.process.join(REAPING)
-        self.stderr.pass_on()
+        with suppress(Warning):  # the user may have made errors of them
+            self.stderr.pass_on()
 
     @property
     def death(self) -> Death:

@@ -94,7 +94,8 @@ class Nodes:
         self.roster.shrink(workers)
 
     def _await_all(self) -> None:
-        until = time.monotonic() + ANSWERING
+        patience = self._timeout or ANSWERING
+        until = time.monotonic() + patience
         while waiting := [node for node in self.by_number.values() if not node.ready]:
             self.pump(Ignore(), until)
             if self.roster.error is not None:
@@ -102,7 +103,11 @@ class Nodes:
             if self.roster.failures >= ATTEMPTS:
                 raise WorkerStartError(f"workers do not start: {self.roster.ending}")
             if any(node.pending(NodeTask.HANDSHAKE) for node in waiting) and time.monotonic() >= until:
-                raise WorkerStartError(f"no worker was placed within {ANSWERING:.0f} s; `ray status` tells who is busy")
+                free = sum(room.workers for room in rooms(self._ray, self._needs))
+                raise WorkerStartError(
+                    f"no worker was placed within {patience:.0f} s (`timeout`), and Ray has room for {free} more now: "
+                    "`ray status` tells who is busy"
+                )
 
     def _room_for(self, workers: int) -> list[Room]:
         """Where so many more workers fit. Room that somebody has just left is free a moment later, on one node sooner
