@@ -15,7 +15,7 @@ After any of these, parameters, buffers and counters are as they were before the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -155,6 +155,14 @@ class CheckpointError(BatchoptError):
 
     The message has the path and the reason. Whatever was at the path when writing failed is still there.
     """
+
+
+def tell_rows(error: BatchoptError, rows: Sequence[int] | None) -> None:
+    """Say in the message which samples of the data those are that it names: `rows` has them for the whole batch."""
+    samples = getattr(error, "samples", None)
+    if samples and rows is not None and not getattr(error, "terms", None):
+        first = ", ".join(str(int(rows[sample])) for sample in samples[:3])
+        error.args = (f"{error} [of the data: {first}{', ...' if len(samples) > 3 else ''}]",)
 
 
 def _where(samples: range, terms: Mapping[str, range]) -> str:

@@ -570,7 +570,7 @@ class BatchOptimizer:
     @exclusive
     def _step_on(self, batch: PreparedBatch) -> float:
         prepared = batch.take(self._function)
-        loss = self._step(lambda: self._function.begin(prepared))
+        loss = self._step(lambda: self._function.begin(prepared, batch.rows))
         batch.finish()
         return loss
 

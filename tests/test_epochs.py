@@ -401,3 +401,21 @@ def test_the_full_gradient_is_of_the_whole_epoch_and_moves_nothing() -> None:
         loss, _ = opt.full_gradient(batches)
         assert loss == pytest.approx(nn.functional.mse_loss(opt.module(x), y).item(), rel=1e-12)
         assert batches.state_dict() == before
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_an_error_says_which_samples_of_the_data_it_is_about(parallelize: int) -> None:
+    data = torch.linspace(0.0, 1.0, 40)[:, None]
+
+    def fail(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
+        if bool(x.eq(data[17]).any()):
+            raise ArithmeticError("\udcff cannot be printed")
+        loss: torch.Tensor = module(x).square().mean()
+        return loss
+
+    options: dict[str, Any] = {"loss_fn": fail, "optimizer": "sgd", "chunk_size": 1, "check_cut": False}
+    with BatchOptimizer(nn.Linear(1, 1), parallelize=parallelize, speeds=[1.0] * parallelize, **options) as opt:
+        with pytest.raises(WorkerError, match=r", sample \d+: \\udcff .* \[of the data: 17\]$"):
+            list(opt.steps(Batches(data, 10, shuffle=True, seed=3)))
+        with pytest.raises(WorkerError, match=r"cannot be printed$"):
+            opt.step(data)

@@ -38,6 +38,9 @@ class Source(Protocol):
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
         """Those of an epoch from number `start` on, and whether each is the last one."""
 
+    def rows(self, epoch: int, index: int) -> Sequence[int] | None:
+        """Which samples of the data batch `index` of an epoch has; None where that is not known."""
+
     def done(self, index: int) -> float:
         """The part of an epoch that the batches before number `index` are."""
 
@@ -120,6 +123,10 @@ class Batches:
             )
         self._iteration += 1
         self._epoch, self._index = (turn.epoch + 1, 0) if turn.last else (turn.epoch, turn.number + 1)
+
+    def rows(self, turn: Turn) -> Sequence[int] | None:
+        """Which samples of the data this batch has; None where that is not known."""
+        return self._source.rows(turn.epoch, turn.number)
 
     def whole(self) -> Iterator[Any]:
         """All batches of the present epoch, wherever the position is; it stays."""
@@ -215,6 +222,10 @@ class _Cut:
             last = min(first + self._size, self._used)
             yield self._pick(range(first, last) if order is None else order[first:last]), last == self._used
 
+    def rows(self, epoch: int, index: int) -> Sequence[int]:
+        rows = range(self._samples) if self._seed is None else permutation(self._samples, self._seed, epoch).tolist()
+        return rows[index * self._size : min((index + 1) * self._size, self._used)]
+
     def done(self, index: int) -> float:
         return index * self._size / self._used
 
@@ -267,6 +278,9 @@ class LoaderSource:
             following = next(batches, nothing)
             yield batch, following is nothing
             batch = following
+
+    def rows(self, epoch: int, index: int) -> None:
+        """Nobody knows which samples a loader's batch has."""
 
     def done(self, index: int) -> float:
         """The part of an epoch that so many batches are."""

@@ -25,7 +25,7 @@ from batchopt._function.cut_check import compare, refuse_frequencies
 from batchopt._function.nonfinite import explain
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.observers import Observers
-from batchopt._function.prepared import PreparedBatch, finish, turns_of
+from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of
 from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
@@ -42,7 +42,7 @@ from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
-from batchopt.errors import BatchoptError, NonFiniteError, WorkerError
+from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, tell_rows
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Program
@@ -78,6 +78,7 @@ class BatchFunction:
         self._checks_cut = settings.check_cut
         self._on_nonfinite = settings.on_nonfinite  # "keep": f is what it is
         self._step: Step | None = None
+        self._rows: Rows = lambda: None  # of the data, which the loaded batch has
         self._placed: Prepared | None = None  # where the workers can read it
         self._past = Past(counters or Counters(), [])
         self._goes_back_to: Past | None = None  # if the step that is made fails
@@ -162,7 +163,7 @@ class BatchFunction:
         self.check_open()
         if isinstance(inputs, PreparedBatch):
             inputs.check_alone(targets, options)
-            self.begin(inputs.take(self))
+            self.begin(inputs.take(self), inputs.rows)
             inputs.finish()
         else:
             self.begin(self.prepare(inputs, targets, options))
@@ -179,8 +180,9 @@ class BatchFunction:
             self._placed = self.workers.backend.prepare(batch, ahead)
             return self._placed
 
-    def begin(self, prepared: Prepared) -> None:
-        """Begin a step on what was prepared."""
+    def begin(self, prepared: Prepared, rows: Rows = lambda: None) -> None:
+        """Begin a step on what was prepared; `rows`: which samples of the data it has."""
+        self._rows = rows
         self._begin(self.weighed(prepared))
 
     def weighed(self, prepared: Prepared) -> Prepared:
@@ -259,7 +261,8 @@ class BatchFunction:
 
         ahead = Ahead(turns_of(batches), prepare)
         for turn, prepared, readings in ahead:
-            batch = PreparedBatch(self, prepared, readings, partial(finish, batches, turn))
+            of_turn = partial(finish, batches, turn), partial(rows_of, batches, turn)
+            batch = PreparedBatch(self, prepared, readings, *of_turn)
             with self.observers.including(ReadsAhead(ahead)):
                 try:
                     yield batch
@@ -287,7 +290,8 @@ class BatchFunction:
                 mapped = time.perf_counter()
                 faults.point("parent.reduce")
                 loss = (reduce or self.reduce)(answers)
-            except WorkerError as error:
+            except BatchoptError as error:
+                tell_rows(error, self._rows())
                 answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
             self._count(loss.item(), answers, began, mapped)
             return loss
@@ -376,9 +380,9 @@ class BatchFunction:
         finally:
             self._on_nonfinite = before
 
-    def _infinite(self, error: WorkerError) -> torch.Tensor:
+    def _infinite(self, error: BatchoptError) -> torch.Tensor:
         """Infinity, where what the user's code raised means that; else raises it."""
-        if self.settings.kinds_as_infinite.isdisjoint(error.kinds):
+        if not isinstance(error, WorkerError) or self.settings.kinds_as_infinite.isdisjoint(error.kinds):
             raise error
         step, subject, counters = self._loaded(), self.subject, self._past.counters
         self._changes = None

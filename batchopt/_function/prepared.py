@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from batchopt._data.batches import Readings, reweighed
@@ -10,6 +10,9 @@ from batchopt._data.epochs import Batches, Turn
 from batchopt._data.prefetch import to_the_end
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
+
+# Which samples of the data a batch has; None where that is not known.
+Rows = Callable[[], Sequence[int] | None]
 
 
 class Reader(Protocol):
@@ -24,8 +27,17 @@ class PreparedBatch:
     """A batch that workers can read already: for `step` or `load` of the optimizer that prepared it, once, and before
     the next one is asked for."""
 
-    def __init__(self, owner: Reader, prepared: Prepared, readings: Readings, finish: Callable[[], None]) -> None:
-        """`readings`: those it was read with. `finish`: to be called when the batch counts as done."""
+    def __init__(
+        self,
+        owner: Reader,
+        prepared: Prepared,
+        readings: Readings,
+        finish: Callable[[], None],
+        rows: Rows = lambda: None,
+    ) -> None:
+        """`readings`: those it was read with. `finish`: to be called when the batch counts as done. `rows`: which
+        samples of the data it has."""
+        self.rows = rows
         self._owner, self._prepared, self._readings, self._finish = owner, prepared, readings, finish
         self._refused = ""  # why it cannot be used any more
         self._finished = False
@@ -74,6 +86,11 @@ def finish(batches: Iterable[Any], turn: Turn) -> None:
     """Move the position of `Batches` past this one; nothing else has a position."""
     if isinstance(batches, Batches):
         batches.finish(turn)
+
+
+def rows_of(batches: Iterable[Any], turn: Turn) -> Sequence[int] | None:
+    """Which samples of the data the batch has that came in this turn; None where that is not known."""
+    return batches.rows(turn) if isinstance(batches, Batches) else None
 
 
 def whole(batches: Iterable[Any]) -> Iterable[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from batchopt._data.epochs import Batches, Turn
@@ -72,6 +72,10 @@ class _ConvertedBatches(Batches):
     def finish(self, turn: Turn) -> None:
         """Count this batch there."""
         self._batches.finish(turn)
+
+    def rows(self, turn: Turn) -> Sequence[int] | None:
+        """Which samples of the data this batch has."""
+        return self._batches.rows(turn)
 
     def whole(self) -> Iterator[Any]:
         """All batches of the present epoch."""

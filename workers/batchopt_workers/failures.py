@@ -29,7 +29,7 @@ class Failure:
     def encode(self) -> bytes:
         """The frame after its kind byte."""
         found = (self.type_name, self.message, self.traceback, "\n".join(self.written), "\n".join(self.kinds))
-        texts = [text[-self._LIMIT :].encode("utf-8", "replace") for text in found]
+        texts = [text[-self._LIMIT :].encode("utf-8", "backslashreplace") for text in found]
         head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
         return head + b"".join(texts)
 
@@ -61,9 +61,9 @@ def kinds_of(error: BaseException) -> tuple[str, ...]:
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says, whatever its own methods do."""
+    """What the exception says, whatever its own methods do, as text that can be printed."""
     try:
-        return str(error)
+        return str(error).encode("utf-8", "backslashreplace").decode()
     except BaseException as inner:
         return f"<its __str__ raised {type(inner).__name__}>"
 
