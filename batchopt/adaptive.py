@@ -90,7 +90,10 @@ def _sizes(opt: BatchOptimizer, term: str | None, entry: Any) -> torch.Tensor:
             if names
             else f"`term` must be None: this BatchOptimizer has no terms; got {term!r}"
         )
-    sizes: torch.Tensor = torch.linalg.vector_norm(found.to("cpu", torch.float64), dim=1)
+    rows = found.to("cpu", torch.float64)
+    scale = rows.abs().max()
+    scale = scale if bool(scale.isfinite()) and float(scale) > 0.0 else torch.ones_like(scale)
+    sizes: torch.Tensor = torch.linalg.vector_norm(rows / scale, dim=1) * scale  # so that no square overflows
     bad = (~sizes.isfinite()).nonzero()
     if len(bad):
         where = f"candidate {int(bad[0])}" + (f" of term {term!r}" if term is not None else "")

@@ -68,13 +68,15 @@ def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
     x = function.subject.x
     whole = torch.zeros(len(x), dtype=torch.float64)
     for s in selections:
-        weights = _floating("u", given[s.name])
-        if weights.shape[:1] != (s.batch.size,):
+        weights = given[s.name]
+        each = weights if type(weights) is list else [weights]
+        each = [_floating("u", one).detach().to(x.dtype).contiguous() for one in each]
+        rows = each if type(weights) is list else each[0]
+        if len(rows) != s.batch.size:
             raise ValueError(
-                f"`u` must have a row for each of {s.batch.size} samples, as residuals() has; got shape "
-                f"{tuple(weights.shape)}"
+                f"`u` must have a row for each of {s.batch.size} samples, as residuals() has; got {len(rows)}"
             )
-        task = s.task(TransposedProduct(weights.detach().to(x.dtype).contiguous()))
+        task = s.task(TransposedProduct(rows))
         whole += total(function, task, s.batch, "product with the transposed Jacobian")
     return whole.to(x.dtype)
 
@@ -129,7 +131,7 @@ def normal(function: BatchFunction, limit: int) -> Normal:
 def gram(function: BatchFunction, limit: int) -> torch.Tensor:
     """JJᵀ of the loaded batch, float64; its rows in the order of residuals, one term after the other."""
     found = _rows(function, Residuals(), _loaded(function))
-    count = sum(one.numel() for one in (found.values() if isinstance(found, Mapping) else [found]))
+    count = sum(len(flat(one)) for one in (found.values() if isinstance(found, Mapping) else [found]))
     if count > arguments.read_count("limit", limit):
         raise ValueError(
             f"the matrix of {count:,} residuals would have {8 * count**2 / 1e9:,.1f} GB: load fewer samples, use jvp() "
@@ -137,7 +139,7 @@ def gram(function: BatchFunction, limit: int) -> torch.Tensor:
         )
     rows = jacobian(function)
     parts = rows.values() if isinstance(rows, Mapping) else [rows]
-    whole = torch.cat([part.flatten(0, 1) for part in parts]).double()
+    whole = torch.cat([flat(part) for part in parts]).double()
     return _mirrored(whole @ whole.T)
 
 
@@ -163,8 +165,20 @@ def square_weights(function: BatchFunction, sizes: Mapping[str | None, int]) -> 
 
 
 def _rows(function: BatchFunction, task: PieceFunction, selections: list[Selection]) -> Any:
-    found = {s.name: collect(function, s.task(task), s.batch) for s in selections}
+    found = {s.name: _joined(collect(function, s.task(task), s.batch)) for s in selections}
     return found[None] if None in found else found
+
+
+def _joined(found: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """What there is of samples one by one as one tensor, if it has one shape."""
+    if isinstance(found, list) and len({one.shape for one in found}) == 1:
+        return torch.cat(found)
+    return found
+
+
+def flat(part: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """With a row for each residual, one sample after the other: of `(samples, d, ...)`, or a list of such."""
+    return part.flatten(0, 1) if isinstance(part, torch.Tensor) else torch.cat([one.flatten(0, 1) for one in part])
 
 
 def _loaded(function: BatchFunction) -> list[Selection]:

@@ -11,6 +11,7 @@ import torch
 
 from batchopt._function.function import BatchFunction
 from batchopt._function.least_squares import (
+    flat,
     jacobian,
     jacobian_product,
     residuals,
@@ -72,16 +73,16 @@ class FlatLeastSquares:
 
     def _scaled(self, found: Any) -> torch.Tensor:
         """All terms in one, with a row for each residual: (samples, d, ...) each."""
-        parts = {name: part.flatten(0, 1).double() for name, part in _by_name(found).items()}
+        parts = {name: flat(part).double() for name, part in _by_name(found).items()}
         roots = self._roots(parts)
         return torch.cat([part * roots[name] for name, part in parts.items()])
 
     def _transposed(self, weights: torch.Tensor) -> torch.Tensor:
-        shapes = {name: part.shape for name, part in _by_name(residuals(self._function, None, None)).items()}
-        split = torch.split(weights, [shape.numel() for shape in shapes.values()])
-        parts = dict(zip(shapes, split, strict=True))
+        found = _by_name(residuals(self._function, None, None))
+        split = torch.split(weights, [len(flat(part)) for part in found.values()])
+        parts = dict(zip(found, split, strict=True))
         roots = self._roots(parts)
-        scaled = {name: (part * roots[name]).view(shapes[name]) for name, part in parts.items()}
+        scaled = {name: _like(found[name], part * roots[name]) for name, part in parts.items()}
         return transposed_product(self._function, scaled[None] if None in scaled else scaled)
 
     def _roots(self, parts: Mapping[str | None, torch.Tensor]) -> dict[str | None, float]:
@@ -89,8 +90,16 @@ class FlatLeastSquares:
         return {name: math.sqrt(2 * weight) for name, weight in weights.items()}
 
 
-def _by_name(found: Any) -> dict[str | None, torch.Tensor]:
+def _by_name(found: Any) -> dict[str | None, Any]:
     return dict(found) if isinstance(found, Mapping) else {None: found}
+
+
+def _like(found: Any, numbers: torch.Tensor) -> Any:
+    """These numbers in the form of the residuals."""
+    if isinstance(found, torch.Tensor):
+        return numbers.view(found.shape)
+    pieces = torch.split(numbers, [one.numel() for one in found])
+    return [piece.view(one.shape) for piece, one in zip(pieces, found, strict=True)]
 
 
 def _array(found: torch.Tensor) -> Doubles:

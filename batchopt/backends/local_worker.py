@@ -42,6 +42,7 @@ class LocalWorker:
     def follow(self, watch: Watch, changes: int) -> None:
         """Take over what was changed of the module: the tensors to watch, and the numbers that report its state."""
         self.evaluator.walk.watch = watch
+        self.evaluator.look_again()
         if changes != self._changes:
             self._changes = changes
             self._rows = self._make_rows(len(self._rows))

@@ -73,6 +73,15 @@ class Minimizer(torch.optim.Optimizer):
         self.result: Result | None = None
         self._make_room()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises `ValueError` for a second group."""
+        if hasattr(self, "_vector"):
+            raise ValueError(
+                f"{type(self).__name__} moves one vector, whose parameters are those that it was made with: make "
+                "another one, of all parameters"
+            )
+        super().add_param_group(param_group)
+
     def _make_room(self) -> None:
         """Vectors to work in, and the parameters as one: of this object alone."""
         self._vector = Vector(self._group["params"])

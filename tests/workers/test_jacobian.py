@@ -169,7 +169,7 @@ def test_what_is_no_residual() -> None:
     def of(residual: Any) -> list[Any]:
         return [*Jacobian(module, trained(module), MeanSquare(residual)).blocks(X, Y, 23)]
 
-    with pytest.raises(ValueError, match=r"`residual` returned shape \(\) for 16 samples"):
+    with pytest.raises(ValueError, match=r"`residual` returned shape \(\) for 23 samples"):
         of(lambda module, inputs, targets: module(inputs).sum())
     with pytest.raises(TypeError, match="`residual` must return a tensor"):
         of(lambda module, inputs, targets: [module(inputs)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.attention import differentiable_twice
 from batchopt_workers.batch import Piece
 from batchopt_workers.collector import grads_kept
 from batchopt_workers.denominators import Denominators
@@ -84,7 +85,8 @@ class HessianProducts:
         layout = _layout(parameters)
         device = parameters[0].device
         products = torch.zeros(len(self.directions), layout.size, dtype=layout.sum_dtype, device=device)
-        loss = around.loss()
+        with differentiable_twice():
+            loss = around.loss()
         if around.weight == 0.0:
             return products
         places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]

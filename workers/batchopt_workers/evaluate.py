@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from batchopt_workers import faults
+from batchopt_workers.attention import differentiable_twice
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.collector import GradientCollector, grads_kept
@@ -95,6 +96,8 @@ class Evaluator:
     @batch.setter
     def batch(self, batch: Batch | None) -> None:
         self._loaded = None if batch is None else LoadedBatch(batch, self._cut)
+        for jacobian in self._jacobians.values():
+            jacobian.looked_at.clear()
 
     @property
     def loaded(self) -> LoadedBatch:
@@ -201,7 +204,8 @@ class Evaluator:
 
     def _multiply(self, piece: Piece, sample: Sample, weight: float, collector: GradientCollector) -> float:
         """The gradient's own gradient along `direction`; leaves each `.grad` as it was."""
-        loss = self._forward(piece, sample)
+        with differentiable_twice():
+            loss = self._forward(piece, sample)
         if weight != 0.0:
             trained = [(p, v) for p, v in zip(self._parameters, self.direction, strict=True) if p.requires_grad]
             gradients = torch.autograd.grad(loss, [p for p, _ in trained], create_graph=True, allow_unused=True)
@@ -213,6 +217,10 @@ class Evaluator:
                 torch.autograd.backward([g for g, _ in varying], [v for _, v in varying])
                 collector.collect()
         return _part_of(loss.item(), piece)
+
+    def look_again(self) -> None:
+        """The program was changed: what was found out of it may be no more."""
+        self._jacobians.clear()
 
     # ---- for tasks
 
@@ -230,7 +238,7 @@ class Evaluator:
         sample = self._sample(piece, term)
         self._before(sample)
         samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
-        return PieceResiduals(jacobian, sample.inputs, sample.targets, samples)
+        return PieceResiduals(jacobian, sample.inputs, sample.targets, samples, piece.indices)
 
     def _sample(self, piece: Piece, term: int) -> Sample:
         names = [None] * len(self.weights) if self._loaded is None else self._loaded.batch.numbering.names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch.func import functional_call, jacrev, vmap
 
 from batchopt_workers.apart import Apart, Unmappable, per_sample
+from batchopt_workers.attention import differentiable_twice
 from batchopt_workers.batch import Columns
 from batchopt_workers.interrupts import let_through
 from batchopt_workers.layout import Layout
@@ -33,20 +35,22 @@ class Block(NamedTuple):
 
 
 class PieceResiduals(NamedTuple):
-    """The residuals of one piece, as functions of X."""
+    """The residuals of one piece, as functions of X. `key`: of the piece in its batch; None: of no batch that stays."""
 
     jacobian: Jacobian
     inputs: Any
     targets: Any
     samples: int | None  # None: one, which is not one of several
+    key: object = None
 
     def values(self) -> torch.Tensor:
-        """Shape `(samples, ...)`, with their graph."""
-        return self.jacobian.residuals(self.inputs, self.targets, self.samples)
+        """Shape `(samples, ...)`, with their graph, which may be differentiated twice."""
+        with differentiable_twice():
+            return self.jacobian.residuals(self.inputs, self.targets, self.samples)
 
     def blocks(self) -> Iterator[Block]:
         """With their rows, so many at a time that there is room for them."""
-        return self.jacobian.blocks(self.inputs, self.targets, self.samples)
+        return self.jacobian.blocks(self.inputs, self.targets, self.samples, self.key)
 
 
 class Jacobian:
@@ -60,6 +64,7 @@ class Jacobian:
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], squares: MeanSquare) -> None:
         self.squares = squares
         self.one_by_one = 0  # rows that took a backward each
+        self.looked_at: set[object] = set()  # the pieces whose samples do not depend on each other
         self._module = module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._layout = Layout.of([(str(i), p) for i, p in enumerate(parameters)], parameters[0].dtype)
@@ -82,22 +87,28 @@ class Jacobian:
 
     # ---- rows
 
-    def blocks(self, inputs: Any, targets: Any, samples: int | None) -> Iterator[Block]:
-        """Residuals and rows, so many samples at a time that there is room for them."""
+    def blocks(self, inputs: Any, targets: Any, samples: int | None, key: object = None) -> Iterator[Block]:
+        """Residuals and rows, so many samples at a time that there is room for them. Raises `ValueError` for samples
+        that depend on others of the piece, which is looked at once for each `key`."""
         if samples is None or not _sliceable((inputs, targets), samples):
             yield self._block((inputs, targets), samples)
             return
         whole = Columns((inputs, targets))
+        among_all = None if key in self.looked_at else self.residuals(inputs, targets, samples).detach()
         start, size = 0, FIRST  # which tells how many residuals a sample has
         while start < samples:
             stop = min(start + size, samples)
             block = self._block(whole.slice(start, stop), stop - start)
-            if not self._ways and start == 0:
-                self._refuse_coupled(block, whole, stop)
+            if among_all is not None:
+                expected = among_all[start:stop].reshape(-1)
+                if not _alike(block.residuals, expected, float(expected.abs().max())):
+                    self._refuse_coupled(block, whole, start, stop)
             yield block
             each = max(len(block.residuals) // (stop - start), 1)
             room = ROOM // (8 * self._layout.size) if self._ways else EACH
             start, size = stop, max(room // each, 1)
+        if key is not None:
+            self.looked_at.add(key)
 
     def _block(self, data: tuple[Any, Any], samples: int | None) -> Block:
         inputs, targets = data
@@ -105,9 +116,10 @@ class Jacobian:
         while self._ways and samples is not None:
             try:
                 if self._agreed:
-                    return self._ways[0](self._trained, inputs, targets, samples)
+                    with differentiable_twice():  # its plain operations are those that have a batching rule
+                        return self._ways[0](self._trained, inputs, targets, samples)
                 own = self._copies()
-                with torch.random.fork_rng(devices=[]):
+                with torch.random.fork_rng(devices=[]), differentiable_twice():
                     block = self._ways[0](own, inputs, targets, samples)
                     self._agreed = self._agree(block, own, inputs, targets, samples)
                 return block
@@ -121,16 +133,18 @@ class Jacobian:
             self._ways = ways  # it was these samples, not the way
             raise
 
-    def _refuse_coupled(self, block: Block, data: Columns, stop: int) -> None:
-        """Raise `ValueError` for residuals of the first samples, the block's, that are others among all of them."""
+    def _refuse_coupled(self, block: Block, data: Columns, start: int, stop: int) -> None:
+        """Raise `ValueError` for residuals of some samples, the block's, that are others among all of them, as far as
+        that is no rounding."""
         own = self._copies()
-        inputs, targets = data.slice(0, stop)
-        few = self._plain(own, inputs, targets, stop)
+        inputs, targets = data.slice(start, stop)
+        few = self._plain(own, inputs, targets, stop - start).detach()
         inputs, targets = data.data
-        among_all = self._plain(own, inputs, targets, len(data))
+        among_all = self._plain(own, inputs, targets, len(data)).detach()[start:stop]
+        if not bool(few.isfinite().all() & among_all.isfinite().all()):
+            return
         try:
-            first = Block(few.detach().reshape(-1), block.rows)
-            self._same_residuals(first, own, among_all.detach()[:stop])
+            self._same_residuals(Block(few.reshape(-1), block.rows), own, among_all)
         except Unmappable:
             raise ValueError(
                 "the residuals of a sample depend on the other samples of its chunk, or on random numbers: there is no "
@@ -161,7 +175,7 @@ class Jacobian:
         self._same_residuals(block, trained, found)
         weights = torch.linspace(1.0, 2.0, found.numel()).to(found)  # which no minimum makes cancel each other
         gradients = torch.autograd.grad(found, [*trained.values()], weights.view_as(found), allow_unused=True)
-        whole = self._joined([g if g is None else g.reshape(1, -1) for g in gradients], 1)[0]
+        whole = self._joined([g if g is None else dense(g).reshape(1, -1) for g in gradients], 1)[0]
         if not bool(whole.isfinite().all()):
             return False
         if not _alike(weights @ block.rows, whole, float((weights @ block.rows.abs()).max())):
@@ -215,7 +229,7 @@ class Jacobian:
         columns = []
         for column in residuals.unbind(1):
             found = torch.autograd.grad(column.sum(), [*parameters.values()], retain_graph=True, allow_unused=True)
-            columns.append(self._joined([g if g is None else g.reshape(samples, -1) for g in found], samples))
+            columns.append(self._joined([g if g is None else dense(g).reshape(samples, -1) for g in found], samples))
         rows = columns[0] if len(columns) == 1 else torch.stack(columns, 1).flatten(0, 1)
         return Block(residuals.detach().reshape(-1), rows)
 
@@ -228,7 +242,7 @@ class Jacobian:
             found: Sequence[torch.Tensor | None] = [None] * len(self._trained)
             if residual.requires_grad:
                 found = torch.autograd.grad(residual, [*self._trained.values()], retain_graph=True, allow_unused=True)
-            rows.append(self._joined([g if g is None else g.reshape(1, -1) for g in found], 1))
+            rows.append(self._joined([g if g is None else dense(g).reshape(1, -1) for g in found], 1))
         whole = torch.cat(rows) if rows else self._joined([None] * len(self._trained), 0)
         return Block(residuals.detach(), whole)
 
@@ -238,25 +252,29 @@ class Jacobian:
         """J times a vector (shape `(n,)`), in the shape of `residuals`, whose graph is kept.
 
         The derivative of Jᵀu along the direction is linear in u, with J times the direction as its gradient: two
-        backwards, whatever the functions are.
+        backwards, whatever the functions are. Raises `ValueError` where the first one has no derivative, as of a
+        function whose backward is NumPy's: then the direction times Jᵀu is not u times the product.
         """
         if not residuals.requires_grad:
             return torch.zeros_like(residuals)
-        weights = torch.zeros_like(residuals, requires_grad=True)
+        weights = torch.linspace(1.0, 2.0, residuals.numel()).to(residuals).view_as(residuals).requires_grad_()
         parameters = [*self._trained.values()]
         with torch.enable_grad():
             found = torch.autograd.grad(residuals, parameters, weights, create_graph=True, allow_unused=True)
         pairs = [
-            (gradient, self._slot(direction, i).view_as(gradient))
+            (dense(gradient), self._slot(direction, i).view(gradient.shape))
             for i, gradient in enumerate(found)
-            if gradient is not None and gradient.requires_grad
+            if gradient is not None
         ]
-        if not pairs:
-            return torch.zeros_like(residuals)
-        (product,) = torch.autograd.grad(
-            [g for g, _ in pairs], weights, [v for _, v in pairs], retain_graph=True, allow_unused=True
-        )
-        return torch.zeros_like(residuals) if product is None else product.detach()
+        linear = [(gradient, v) for gradient, v in pairs if gradient.requires_grad]
+        product: torch.Tensor | None = None
+        if linear:
+            (product,) = torch.autograd.grad(
+                [g for g, _ in linear], weights, [v for _, v in linear], retain_graph=True, allow_unused=True
+            )
+        product = torch.zeros_like(residuals) if product is None else product.detach()
+        _check_adjoint(pairs, weights.detach(), product)
+        return product
 
     def transposed_times(self, residuals: torch.Tensor, weights: torch.Tensor, keep: bool = False) -> torch.Tensor:
         """Jᵀ times numbers in the shape of `residuals`, whose graph is kept or not: shape `(n,)`, float64."""
@@ -266,7 +284,7 @@ class Jacobian:
             found = torch.autograd.grad(residuals, parameters, weights, retain_graph=keep, allow_unused=True)
             for slot, gradient in zip(self._slots, found, strict=True):
                 if gradient is not None:
-                    product[slot.offset : slot.offset + slot.numel] = gradient.reshape(-1)
+                    product[slot.offset : slot.offset + slot.numel] = dense(gradient).reshape(-1)
         return product
 
     def _slot(self, vector: torch.Tensor, number: int) -> torch.Tensor:
@@ -283,6 +301,28 @@ class _Called(torch.nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         return self._squares.residual(self.module, inputs, targets)
+
+
+def _check_adjoint(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: torch.Tensor, product: torch.Tensor
+) -> None:
+    """Raise `ValueError` unless the gradients times their directions are the weights times the product."""
+    factors = [(g.detach().reshape(-1), v.reshape(-1)) for g, v in pairs]
+    one = sum(float(g.dot(v)) for g, v in factors)
+    other = float(weights.reshape(-1).dot(product.reshape(-1)))
+    scale = sum(float(g.norm() * v.norm()) for g, v in factors) + float(weights.norm() * product.norm())
+    off = abs(one - other)
+    if math.isfinite(off) and off > torch.finfo(product.dtype).eps ** SAME * scale:
+        raise ValueError(
+            "a product with the Jacobian takes the derivative of a backward, and one of them has none (a function with "
+            "@once_differentiable, or whose backward is NumPy's): make it of torch's functions, or use what needs one "
+            "backward alone: normal(), vjp(), and LevenbergMarquardt with a matrix (dense=)"
+        )
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, of an embedding with sparse=True, too, as a plain tensor."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _sliceable(data: Any, samples: int) -> bool:

@@ -59,19 +59,21 @@ class JacobianProduct:
 
 @dataclass(frozen=True)
 class TransposedProduct:
-    """Jᵀ times `weights`, a number for each residual of a term (shape `(samples, d)`): shape `(n,)`, float64."""
+    """Jᵀ times `weights`, a number for each residual of a term: shape `(samples, d)`, or a list with those of each
+    sample. Shape `(n,)`, float64."""
 
-    weights: torch.Tensor
+    weights: torch.Tensor | list[torch.Tensor]
 
     def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
         found = around.residuals()
         values = found.values()
         indices = piece.indices
-        weights = self.weights[indices.start : indices.stop].to(values)
+        own = self.weights[indices.start : indices.stop]
+        weights = torch.cat([one.reshape(-1) for one in own]).to(values)
         if weights.numel() != values.numel():
             raise ValueError(
-                f"`u` has {weights[0].numel()} numbers a sample, and there are {values[0].numel()} residuals: it must "
-                "have the shape of residuals()"
+                f"`u` has {own[0].numel()} numbers a sample, and there are {values.numel() // len(own)} residuals: it "
+                "must have the shape of residuals()"
             )
         return found.jacobian.transposed_times(values, weights.reshape(values.shape))
 

@@ -1,0 +1,201 @@
+"""Least squares where functions, data or modules are odd: exact, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, resample
+from batchopt.optim import LBFGS, SSBroyden
+
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
+X = torch.linspace(-2.0, 2.0, 60 * 3, dtype=torch.float64).reshape(60, 3).sin()
+Y = torch.linspace(-1.0, 3.0, 60 * 2, dtype=torch.float64).reshape(60, 2).cos()
+
+
+# ---- functions that can be differentiated once
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.sin(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * torch.cos(ctx.saved_tensors[0])
+
+
+class ByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(grad.detach().numpy() * np.cos(ctx.saved_tensors[0].detach().numpy()))
+
+
+class Bent(nn.Module):
+    """A network with that function in it, and a way around it."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(3, 4), nn.Linear(4, 2), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        y: torch.Tensor = self.last(self.function(hidden)) + hidden[:, :2]
+        return y
+
+
+@EACH
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+@pytest.mark.parametrize("function", [Once.apply, ByNumpy.apply])
+def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: int, function: Any) -> None:
+    torch.manual_seed(0)
+    module = Bent(function).double()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
+        lm = LevenbergMarquardt(module.parameters(), dense=0)
+        for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(opt.closure)):
+            with pytest.raises(WorkerError, match=r"takes the derivative of a backward, and one of them has none"):
+                product()
+        gradient = opt.vjp(opt.residuals()) * 2 / Y.numel()
+        opt.evaluate()
+        torch.testing.assert_close(gradient, opt.grad_parameters)
+        before = opt.evaluate()
+        LevenbergMarquardt(module.parameters()).step(opt.closure)
+        assert opt.evaluate() < before
+
+
+@EACH
+def test_products_through_attention(parallelize: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 5, 8), torch.randn(8, 5, 8)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    with BatchOptimizer(layer, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(x, y)
+        v = torch.linspace(-1.0, 1.0, len(opt.parameters))
+        product = opt.normal().matrix @ v.double()
+        torch.testing.assert_close(opt.gauss_newton(v).double(), product, rtol=1e-4, atol=1e-6)
+        assert opt.jvp(v).isfinite().all() and opt.hvp(v).isfinite().all()
+
+
+# ---- samples that are coupled
+
+
+class Coupled(nn.Module):
+    """From a sample on, each depends on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first = nn.Linear(3, 2), 17
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return torch.cat([y[: self.first], y[self.first :] + y[self.first :].mean()])
+
+
+@EACH
+def test_samples_that_are_coupled_are_found_wherever_they_are(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = Coupled().double()
+    words = "the residuals of a sample depend on the other samples of its chunk"
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=30) as opt:
+        for first in (17, 99, 99, 17):
+            module.first = first
+            opt.load(X, Y)
+            if first == 17:
+                for asked in (opt.normal, opt.gram):
+                    with pytest.raises(WorkerError, match=words):
+                        asked()
+            else:
+                assert opt.normal().loss == pytest.approx(opt.evaluate().item())
+
+
+# ---- lists of samples, sparse gradients
+
+
+@EACH
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+def test_a_list_of_samples(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def found(inputs: Any, targets: Any) -> list[torch.Tensor]:
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+            opt.load(inputs, targets)
+            v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
+            squares, x = opt.objective().least_squares(), opt.objective().x0
+            by_numpy = [squares.fun(x), squares.jac(x), squares.operator(x).rmatvec(squares.fun(x))]
+            own = [opt.residuals(), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram(), opt.normal().matrix]
+            return [*own, *map(torch.from_numpy, by_numpy)]
+
+    for one, two in zip(found([*X], [*Y]), found(X, Y), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@EACH
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
+    lengths = [1, 3, 2, 1]
+    inputs = [X[i : i + length] for i, length in enumerate(lengths)]
+    targets = [Y[i : i + length, :1] for i, length in enumerate(lengths)]
+    terms = {"a": Term(residual=lambda module, x, y: module(x) - y, reduction="sum")}
+    torch.manual_seed(0)
+    with BatchOptimizer(nn.Linear(3, 1).double(), terms=terms, optimizer=None, parallelize=parallelize) as opt:
+        opt.load({"a": (inputs, targets)})
+        opt.evaluate()
+        torch.testing.assert_close(2 * opt.vjp(opt.residuals()), opt.grad_parameters)
+        rows = torch.cat([torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in inputs])
+        torch.testing.assert_close(opt.gram(), rows @ rows.T)
+        torch.testing.assert_close(torch.from_numpy(opt.objective().least_squares().jac(opt.parameters)), rows * 2**0.5)
+
+
+@EACH
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+def test_sparse_gradients(parallelize: int) -> None:
+    def found(sparse: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2), nn.Tanh()).double()
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+            opt.load(torch.arange(60) % 5, Y)
+            v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
+            return [opt.normal().matrix, opt.gauss_newton(v), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram()]
+
+    for one, two in zip(found(True), found(False), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+# ---- others
+
+
+@pytest.mark.parametrize("size", [1e160, 1e-170])
+def test_points_are_drawn_alike_at_any_scale(size: float) -> None:
+    def drawn(scale: float) -> Any:
+        terms = {"a": Term(residual=lambda module, x, _: (module(x) - 1.0) * scale)}
+        torch.manual_seed(0)
+        with BatchOptimizer(nn.Linear(3, 2).double(), terms=terms, optimizer=None) as opt:
+            return resample(opt, "a", X, samples=9, k=2.0, c=0.0)
+
+    assert torch.equal(drawn(size), drawn(1.0))
+
+
+@pytest.mark.parametrize("kind", [LBFGS, SSBroyden, LevenbergMarquardt])
+def test_a_group_that_comes_later_is_refused(kind: Any) -> None:
+    one, two = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = kind([one])
+    with pytest.raises(ValueError, match="moves one vector"):
+        optimizer.add_param_group({"params": [two]})
+    assert len(optimizer.param_groups) == 1
