@@ -59,8 +59,8 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
 
     A name is `"lbfgs"`, `"cg"`, `"ssbroyden"` or `"lm"`, or that of another class of `torch.optim`, in any case, with
     its defaults; so is a class. It may leave out some of `parameters`: those stay as they are. Raises what
-    `check_choice` raises, `ValueError` for parameters that are not the module's and for a learning rate or a number of iterations that goes
-    nowhere, and `TypeError` for a factory that returns no optimizer.
+    `check_choice` raises, `ValueError` for parameters that are not the module's and for a learning rate or a number of
+    iterations that goes nowhere, and `TypeError` for a factory that returns no optimizer.
     """
     check_choice(choice, parameters)
     if choice is None:

@@ -38,6 +38,7 @@ class Plain:
     def __init__(self, residuals: Residuals, start: torch.Tensor, **options: Any) -> None:
         self.residuals, self.values = residuals, [math.nan]
         self.parameter = nn.Parameter(start.clone())
+        self.parameters = [self.parameter]
         self.optimizer = LevenbergMarquardt([self.parameter], **options)
 
     def __call__(self) -> torch.Tensor:
@@ -277,6 +278,49 @@ def test_accelerations_are_second_derivatives() -> None:
         expected = Plain(residuals, opt.parameters).acceleration(v)
         torch.testing.assert_close(opt.closure.acceleration(v), expected, rtol=0.05, atol=1e-9)
         assert opt.closure().item() == opt.output
+
+
+Pick = Callable[[list[nn.Parameter]], list[nn.Parameter]]
+ORDERS: dict[str, Pick] = {
+    "reversed": lambda parameters: parameters[::-1],
+    "biases first": lambda parameters: sorted(parameters, key=lambda p: p.dim()),
+    "some of them": lambda parameters: [parameters[4], parameters[2], parameters[0]],
+    "one that is no part of f": lambda parameters: [parameters[3], nn.Parameter(torch.ones(3).double()), parameters[2]],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
+@pytest.mark.parametrize("pick", ORDERS.values(), ids=ORDERS)
+def test_parameters_may_be_some_in_any_order(pick: Pick, options: dict[str, Any]) -> None:
+    """The steps are those over the same parameters in the module's order, the others being frozen."""
+    found, workers = [], 2 if pick is ORDERS["biases first"] else 1
+    for ordered in (True, False):
+        module = flow()
+        everything = [*module.parameters()]
+        chosen = pick(everything)
+        trained = [p for p in everything if any(p is other for other in chosen)]
+        if ordered:
+            for p in everything:
+                p.requires_grad_(any(p is other for other in trained))
+        steps = iterations_over(module, trained if ordered else chosen, options, workers)
+        found.append((steps, torch.cat([p.detach().flatten() for p in everything])))
+    (steps, x), (other_steps, other_x) = found
+    assert len(steps) > 3 and steps == pytest.approx(other_steps, rel=1e-5)
+    torch.testing.assert_close(other_x, x, rtol=1e-3, atol=1e-4)
+
+
+def iterations_over(
+    module: nn.Module, parameters: list[nn.Parameter], options: dict[str, Any], workers: int
+) -> list[float]:
+    """f after each iteration."""
+    seen: list[float] = []
+    optimizer = LevenbergMarquardt(
+        parameters, max_iter=5, callback=lambda iteration: seen.append(iteration.f), **{**EXACT, **options}
+    )
+    with BatchOptimizer(module, terms=terms(), chunk_size=5, optimizer=None, parallelize=workers) as opt:
+        opt.load(DATA)
+        optimizer.step(opt.closure)
+    return seen
 
 
 def test_a_loss_that_is_no_sum_of_squares_alone_is_told() -> None:
