@@ -87,6 +87,9 @@ class LevenbergMarquardt(Minimizer):
 
     _kept = (*Minimizer._kept, "damping", "growth", "scale")
 
+    def _unpacked(self, key: str, value: Any) -> Any:
+        return value.double().to(self._change.device) if key == "scale" else super()._unpacked(key, value)
+
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
         """See `Minimizer.step`; `closure` has `normal`, `gauss_newton` and `acceleration`, too."""

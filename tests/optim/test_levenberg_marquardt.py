@@ -25,7 +25,8 @@ EXACT = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
 
 def decay(x: torch.Tensor) -> torch.Tensor:
     """Of a curve that no parameters fit."""
-    return x[0] * torch.exp(-x[1] * TIMES) + x[2] - (2 * torch.exp(-1.3 * TIMES) + 0.1 * torch.sin(9 * TIMES))
+    times = TIMES.to(x)
+    return x[0] * torch.exp(-x[1] * times) + x[2] - (2 * torch.exp(-1.3 * times) + 0.1 * torch.sin(9 * times))
 
 
 def rosenbrock(x: torch.Tensor) -> torch.Tensor:
@@ -58,11 +59,11 @@ class Plain:
         return found
 
     def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-        r, j = self.residuals(self.x), self._jacobian()
+        r, j = self.residuals(self.x).double(), self._jacobian().double()
         return float(r @ r / len(r)), j.T @ r / len(r), j.T @ j / len(r)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
-        return self.normal(0)[2] @ v
+        return (self.normal(0)[2] @ v.double()).to(v)
 
     def acceleration(self, v: torch.Tensor) -> torch.Tensor:
         x, j = self.x, self._jacobian()
@@ -70,7 +71,7 @@ class Plain:
         def along(t: torch.Tensor) -> torch.Tensor:
             return self.residuals(x + t * v)
 
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=x.dtype)
         second = torch.func.jacrev(torch.func.jacrev(along))(zero)
         found: torch.Tensor = j.T @ second / len(second)
         return found
