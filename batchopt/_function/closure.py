@@ -18,6 +18,11 @@ class Closure:
         """`evaluate` the function by this."""
         self._function, self._evaluate = function, evaluate
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The module's trainable ones, in the order in which X has them."""
+        return self._function.subject.parameters
+
     def __call__(self) -> torch.Tensor:
         """As `BatchOptimizer.evaluate`."""
         return self._evaluate()

@@ -19,7 +19,8 @@ LEAST = 2.3e-16
 
 
 class _Known(NamedTuple):
-    """What is known of the pairs beside themselves; small, and replaced, never written."""
+    """What is known of the pairs beside themselves; small, and replaced, never written. Matrices lie where torch would
+    put them: products have other bits elsewhere, by how an address can be divided."""
 
     first: int  # the slot of the oldest pair; those of the younger ones follow, in a ring
     sy: Doubles  # s_i . y_j for i <= j
@@ -36,7 +37,7 @@ class _Known(NamedTuple):
     def with_pair(self, pair: _Pair, columns: Doubles) -> _Known:
         """`columns`: the older s and y (shape `(2, pairs)`) times the y of `pair`."""
         count = self.pairs
-        sy, yy = np.zeros((2, count + 1, count + 1))
+        sy, yy = (torch.zeros(count + 1, count + 1, dtype=torch.float64).numpy() for _ in range(2))
         sy[:count, :count], yy[:count, :count] = self.sy, self.yy
         sy[:count, count], yy[:count, count] = columns
         yy[count, :count] = columns[1]
@@ -95,7 +96,7 @@ class Curvature:
 
         `after` has to stay as it is until H is multiplied with it, or another pair is added.
         """
-        self._complete()
+        self._known, self._pair = self._completed(), None
         add(after, before, -1.0, out=self._y)
         sy, yy = dot(s, self._y), dot(self._y, self._y)
         if not sy > LEAST * yy or not math.isfinite(sy) or not math.isfinite(yy):
@@ -110,12 +111,13 @@ class Curvature:
         self._pair = _Pair(slot, sy, yy, after if chained else None)
         return True
 
-    def _complete(self, columns: Doubles | None = None) -> None:
-        """Take up the pair that is new; `columns` as in `_Known.with_pair`."""
-        if self._pair is not None:
-            if columns is None:
-                columns = self._with_rows(self._rows[2 * self._pair.slot + 1])[:, :-1]
-            self._known, self._pair = self._known.with_pair(self._pair, columns), None
+    def _completed(self, columns: Doubles | None = None) -> _Known:
+        """What is known with the pair that is new; `columns` as in `_Known.with_pair`."""
+        if self._pair is None:
+            return self._known
+        if columns is None:
+            columns = self._with_rows(self._rows[2 * self._pair.slot + 1])[:, :-1]
+        return self._known.with_pair(self._pair, columns)
 
     def _with_rows(self, vector: torch.Tensor) -> Doubles:
         """s and y of all pairs, the oldest first (shape `(2, pairs)`), times `vector`."""
@@ -126,22 +128,18 @@ class Curvature:
 
     def times(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`-H @ vector`, in `out` (shapes `(size,)`); `vector` has to stay as it is until a pair is added."""
-        pair = self._pair
-        if pair is not None and pair.after is not vector:
-            self._complete()
-            pair = None
-        found = self._with_rows(vector)
-        if pair is not None:
-            with _quietly():
-                self._complete(found[:, :-1] - self._known.with_seen)
-        self._known, self._seen = self._known._replace(with_seen=found), vector
+        found, pair = self._with_rows(vector), self._pair
+        chained = pair is not None and pair.after is vector
+        with _quietly():
+            known = self._completed(found[:, :-1] - self._known.with_seen if chained else None)
+        self._known, self._pair, self._seen = known._replace(with_seen=found), None, vector
         if not len(self):
             return scaled(vector, -1.0, out)
         with _quietly():
             scale, weights = _weights(self._known)
         scaled(vector, -scale, out)
         weights = _turned(weights, -self._known.first).reshape(-1)
-        return combination(torch.from_numpy(weights), self._rows[: 2 * len(self)], out)
+        return combination(torch.tensor(weights), self._rows[: 2 * len(self)], out)
 
     def mark(self) -> None:
         """Remember the present, for `rewind`: rows are copied when they are overwritten."""
@@ -167,10 +165,16 @@ class Curvature:
             self._overwritten[slot] = self._rows[2 * slot : 2 * slot + 2].clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), and their products."""
-        self._complete()
-        pairs = torch.roll(self._rows.view(self.most, 2, -1)[: len(self)], -self._known.first, dims=0)
-        return {"pairs": pairs, "sy": torch.tensor(self._known.sy), "yy": torch.tensor(self._known.yy)}
+        """Tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), their products, and where in the ring the
+        oldest one was: sums go through it in its order."""
+        known = self._completed()
+        pairs = torch.roll(self._rows.view(self.most, 2, -1)[: len(self)], -known.first, dims=0)
+        return {
+            "pairs": pairs,
+            "sy": torch.tensor(known.sy),
+            "yy": torch.tensor(known.yy),
+            "first": torch.tensor(known.first),
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_dict` returned, as much of it as there is room for. Raises `ValueError` for pairs of
@@ -180,9 +184,10 @@ class Curvature:
             raise ValueError(f"the state has pairs of {pairs.shape[-1]} parameters; here are {self._rows.shape[1]}")
         dropped = max(len(pairs) - self.most, 0)
         kept = pairs[dropped:]
-        self._rows[: 2 * len(kept)] = kept.reshape(-1, kept.shape[-1]).to(self._rows)
-        sy, yy = (state[key].double().cpu().numpy()[dropped:, dropped:] for key in ("sy", "yy"))
-        self._known = _Known(0, sy, yy, np.zeros((2, len(kept))))
+        first = int(state.get("first", torch.tensor(0))) if len(pairs) == self.most else 0
+        self._rows[: 2 * len(kept)] = torch.roll(kept, first, dims=0).reshape(-1, kept.shape[-1]).to(self._rows)
+        sy, yy = (state[key].cpu()[dropped:, dropped:].double().clone().numpy() for key in ("sy", "yy"))
+        self._known = _Known(first, sy, yy, np.zeros((2, len(kept))))
         self._pair = self._seen = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -11,7 +11,8 @@ from batchopt.errors import NonFiniteError
 from batchopt.optim.algebra import norm
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.minimizer import Callback, Minimizer, Search, limit
-from batchopt.optim.quadratic import DenseModel, Model, ProductModel, Products
+from batchopt.optim.quadratic import DenseModel, Model, ProductModel
+from batchopt.optim.squares import Squares, SquaresOver
 
 # The damping at which a step is nothing but rounding, and the one that is as good as none.
 MOST, LEAST = 1e16, 1e-15
@@ -19,20 +20,6 @@ MOST, LEAST = 1e16, 1e-15
 BENT = 0.75
 # f and the sum of the squares that the normal equations have are the same to so many digits of the dtype.
 SAME = 0.5
-
-
-@runtime_checkable
-class Squares(Products, Protocol):
-    """A closure of f = rᵀWr that has the normal equations, too: `BatchOptimizer.closure`."""
-
-    def __call__(self) -> torch.Tensor | float:
-        """Evaluate f and df/dX at the parameters."""
-
-    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """f, JᵀWr and JᵀWJ there, in float64."""
-
-    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-        """JᵀW times the second derivative of r along `v`."""
 
 
 class LevenbergMarquardt(Minimizer):
@@ -50,8 +37,9 @@ class LevenbergMarquardt(Minimizer):
             parameters do not matter; for regressions.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, at the cost of about three
             evaluations. Default False.
-        dense: up to so many parameters the matrix is made and factorised; above, the steps are found by conjugate
-            gradients on its products, which need an evaluation's memory alone. Default 5,000.
+        dense: up to so many parameters of f, of which `params` may be some, the matrix is made and factorised; above,
+            the steps are found by conjugate gradients on its products, which need an evaluation's memory alone. Default
+            5,000.
         when_data_change: `"forget"`, the default, or `"keep"` the damping where f differs at the parameters that the
             last step left; it is forgotten after all if the first step there needs another by more than a factor of
             100.
@@ -99,6 +87,9 @@ class LevenbergMarquardt(Minimizer):
 
     _kept = (*Minimizer._kept, "damping", "growth", "scale")
 
+    def _unpacked(self, key: str, value: Any) -> Any:
+        return value.double().to(self._change.device) if key == "scale" else super()._unpacked(key, value)
+
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
         """See `Minimizer.step`; `closure` has `normal`, `gauss_newton` and `acceleration`, too."""
@@ -107,7 +98,7 @@ class LevenbergMarquardt(Minimizer):
                 "LevenbergMarquardt needs a closure that has the normal equations: use BatchOptimizer.step, or pass "
                 f"BatchOptimizer.closure; got {closure!r}"
             )
-        self._squares = closure
+        self._squares = SquaresOver(closure, self._group["params"])
         try:
             return super().step(closure)
         finally:
@@ -158,7 +149,7 @@ class LevenbergMarquardt(Minimizer):
         memory, kind = self._memory, self._group["scaling"]
         before: torch.Tensor | None = memory.get("scale")
         model: Model
-        if self._vector.size > self._group["dense"]:
+        if self._squares.size > self._group["dense"]:
             model = ProductModel(self._squares, here.gradient.double() / 2, before)
         else:
             loss, vector, matrix = self._squares.normal(self._group["dense"])

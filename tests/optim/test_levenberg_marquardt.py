@@ -25,7 +25,8 @@ EXACT = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
 
 def decay(x: torch.Tensor) -> torch.Tensor:
     """Of a curve that no parameters fit."""
-    return x[0] * torch.exp(-x[1] * TIMES) + x[2] - (2 * torch.exp(-1.3 * TIMES) + 0.1 * torch.sin(9 * TIMES))
+    times = TIMES.to(x)
+    return x[0] * torch.exp(-x[1] * times) + x[2] - (2 * torch.exp(-1.3 * times) + 0.1 * torch.sin(9 * times))
 
 
 def rosenbrock(x: torch.Tensor) -> torch.Tensor:
@@ -38,6 +39,7 @@ class Plain:
     def __init__(self, residuals: Residuals, start: torch.Tensor, **options: Any) -> None:
         self.residuals, self.values = residuals, [math.nan]
         self.parameter = nn.Parameter(start.clone())
+        self.parameters = [self.parameter]
         self.optimizer = LevenbergMarquardt([self.parameter], **options)
 
     def __call__(self) -> torch.Tensor:
@@ -57,11 +59,11 @@ class Plain:
         return found
 
     def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-        r, j = self.residuals(self.x), self._jacobian()
+        r, j = self.residuals(self.x).double(), self._jacobian().double()
         return float(r @ r / len(r)), j.T @ r / len(r), j.T @ j / len(r)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
-        return self.normal(0)[2] @ v
+        return (self.normal(0)[2] @ v.double()).to(v)
 
     def acceleration(self, v: torch.Tensor) -> torch.Tensor:
         x, j = self.x, self._jacobian()
@@ -69,7 +71,7 @@ class Plain:
         def along(t: torch.Tensor) -> torch.Tensor:
             return self.residuals(x + t * v)
 
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=x.dtype)
         second = torch.func.jacrev(torch.func.jacrev(along))(zero)
         found: torch.Tensor = j.T @ second / len(second)
         return found
@@ -277,6 +279,49 @@ def test_accelerations_are_second_derivatives() -> None:
         expected = Plain(residuals, opt.parameters).acceleration(v)
         torch.testing.assert_close(opt.closure.acceleration(v), expected, rtol=0.05, atol=1e-9)
         assert opt.closure().item() == opt.output
+
+
+Pick = Callable[[list[nn.Parameter]], list[nn.Parameter]]
+ORDERS: dict[str, Pick] = {
+    "reversed": lambda parameters: parameters[::-1],
+    "biases first": lambda parameters: sorted(parameters, key=lambda p: p.dim()),
+    "some of them": lambda parameters: [parameters[4], parameters[2], parameters[0]],
+    "one that is no part of f": lambda parameters: [parameters[3], nn.Parameter(torch.ones(3).double()), parameters[2]],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
+@pytest.mark.parametrize("pick", ORDERS.values(), ids=ORDERS)
+def test_parameters_may_be_some_in_any_order(pick: Pick, options: dict[str, Any]) -> None:
+    """The steps are those over the same parameters in the module's order, the others being frozen."""
+    found, workers = [], 2 if pick is ORDERS["biases first"] else 1
+    for ordered in (True, False):
+        module = flow()
+        everything = [*module.parameters()]
+        chosen = pick(everything)
+        trained = [p for p in everything if any(p is other for other in chosen)]
+        if ordered:
+            for p in everything:
+                p.requires_grad_(any(p is other for other in trained))
+        steps = iterations_over(module, trained if ordered else chosen, options, workers)
+        found.append((steps, torch.cat([p.detach().flatten() for p in everything])))
+    (steps, x), (other_steps, other_x) = found
+    assert len(steps) > 3 and steps == pytest.approx(other_steps, rel=1e-5)
+    torch.testing.assert_close(other_x, x, rtol=1e-3, atol=1e-4)
+
+
+def iterations_over(
+    module: nn.Module, parameters: list[nn.Parameter], options: dict[str, Any], workers: int
+) -> list[float]:
+    """f after each iteration."""
+    seen: list[float] = []
+    optimizer = LevenbergMarquardt(
+        parameters, max_iter=5, callback=lambda iteration: seen.append(iteration.f), **{**EXACT, **options}
+    )
+    with BatchOptimizer(module, terms=terms(), chunk_size=5, optimizer=None, parallelize=workers) as opt:
+        opt.load(DATA)
+        optimizer.step(opt.closure)
+    return seen
 
 
 def test_a_loss_that_is_no_sum_of_squares_alone_is_told() -> None:

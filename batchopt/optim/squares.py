@@ -1,0 +1,71 @@
+"""What Levenberg-Marquardt asks of a closure: the normal equations of f, over the parameters that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.nn.functional import pad
+
+from batchopt.optim.quadratic import Products
+
+
+@runtime_checkable
+class Squares(Products, Protocol):
+    """A closure of f = rᵀWr that has the normal equations, too: `BatchOptimizer.closure`."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Which `parameters` J is with respect to, in this order."""
+
+    def __call__(self) -> torch.Tensor | float:
+        """Evaluate f and df/dX at the parameters."""
+
+    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """f, JᵀWr and JᵀWJ there, in float64."""
+
+    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+        """JᵀW times the second derivative of r along `v`."""
+
+
+class SquaresOver:
+    """Those of a closure over other `parameters`: in another order, some alone; what f does not depend on is 0."""
+
+    def __init__(self, squares: Squares, parameters: Sequence[torch.Tensor]) -> None:
+        self._squares = squares
+        self.size = sum(parameter.numel() for parameter in squares.parameters)
+        ends = torch.tensor([parameter.numel() for parameter in squares.parameters]).cumsum(0).tolist()
+        start = {id(p): end - p.numel() for p, end in zip(squares.parameters, ends, strict=True)}
+        places = [
+            start[id(p)] + torch.arange(p.numel()) if id(p) in start else torch.full((p.numel(),), self.size)
+            for p in parameters
+        ]
+        # where each element of ours is in theirs, behind which there is a 0
+        self._places = torch.cat(places)
+        self._alike = torch.equal(self._places, torch.arange(self.size))
+
+    def _ours(self, vector: torch.Tensor) -> torch.Tensor:
+        return vector if self._alike else pad(vector, (0, 1))[self._places]
+
+    def _theirs(self, vector: torch.Tensor) -> torch.Tensor:
+        if self._alike:
+            return vector
+        whole = vector.new_zeros(self.size + 1)
+        whole[self._places] = vector
+        return whole[:-1]
+
+    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """See `Squares`."""
+        loss, vector, matrix = self._squares.normal(limit)
+        if not self._alike:
+            matrix = pad(matrix, (0, 1, 0, 1))[self._places[:, None], self._places]
+        return loss, self._ours(vector), matrix
+
+    def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
+        """See `Products`."""
+        return self._ours(self._squares.gauss_newton(self._theirs(v)))
+
+    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+        """See `Squares`."""
+        return self._ours(self._squares.acceleration(self._theirs(v)))
