@@ -12,6 +12,7 @@ from batchopt.optim.algebra import norm
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.minimizer import Callback, Minimizer, Search, limit
 from batchopt.optim.quadratic import DenseModel, Model, ProductModel
+from batchopt.optim.residual_closure import ResidualSquares
 from batchopt.optim.squares import Squares, SquaresOver
 
 # The damping at which a step is nothing but rounding, and the one that is as good as none.
@@ -47,10 +48,10 @@ class LevenbergMarquardt(Minimizer):
         max_eval, tolerance_grad, tolerance_change, callback: as of `LBFGS`.
 
     `result`, and what becomes of the parameters, as of `LBFGS`: a point is accepted only if it is lower, and a trial
-    that is not finite only makes the next step shorter. `step(closure)` needs a closure that has the normal equations:
-    `BatchOptimizer.step` gives it one, for a criterion `torch.nn.MSELoss()` or terms `Term(residual=...)`; in a loop of
-    your own pass `BatchOptimizer.closure`. Raises `TypeError` for another one, `ValueError` or `TypeError` for options
-    that cannot work, and what `BatchOptimizer.normal` raises.
+    that is not finite only makes the next step shorter. In a loop of your own, `step(closure)` takes a closure that
+    returns residuals, the sum of whose squares is f; or `BatchOptimizer.closure`, which has the normal equations of a
+    criterion `torch.nn.MSELoss()` or of terms `Term(residual=...)`. Raises `TypeError` for one that returns a scalar,
+    `ValueError` or `TypeError` for options that cannot work, and what `BatchOptimizer.normal` raises.
 
     Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
     1999-05; Moré, "The Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna,
@@ -92,15 +93,12 @@ class LevenbergMarquardt(Minimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
-        """See `Minimizer.step`; `closure` has `normal`, `gauss_newton` and `acceleration`, too."""
-        if not isinstance(closure, Squares):
-            raise TypeError(
-                "LevenbergMarquardt needs a closure that has the normal equations: use BatchOptimizer.step, or pass "
-                f"BatchOptimizer.closure; got {closure!r}"
-            )
-        self._squares = SquaresOver(closure, self._group["params"])
+        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it has
+        `parameters`, `normal`, `gauss_newton` and `acceleration`, too, as `BatchOptimizer.closure`."""
+        squares = closure if isinstance(closure, Squares) else ResidualSquares(closure, self._group["params"])  # type: ignore[arg-type]
+        self._squares = SquaresOver(squares, self._group["params"])
         try:
-            return super().step(closure)
+            return super().step(squares)
         finally:
             del self._squares
 

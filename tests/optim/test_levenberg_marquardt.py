@@ -343,3 +343,52 @@ def test_a_step_that_fails_is_undone() -> None:
         with pytest.raises(NonFiniteError):
             opt.step({"pde": points})
         assert opt.fingerprint() == before
+
+
+# ---- a closure that returns residuals
+
+
+def _decay(times: torch.Tensor, seen: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+    parameters = [torch.tensor([1.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    return parameters, lambda: parameters[0] * torch.exp(-parameters[1] * times) - seen
+
+
+@pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}, {"scaling": "diagonal"}])
+def test_a_closure_that_returns_residuals_needs_no_batch_optimizer(options: dict[str, Any]) -> None:
+    times = torch.linspace(0.0, 4.0, 50, dtype=torch.float64)
+    parameters, residuals = _decay(times, 3.0 * torch.exp(-0.7 * times))
+    optimizer = LevenbergMarquardt(parameters[::-1], **options)
+    first = optimizer.step(residuals)
+    before = torch.exp(-times) - 3.0 * torch.exp(-0.7 * times)
+    assert float(first) == pytest.approx(float(before.square().sum()))
+    assert [p.item() for p in parameters] == pytest.approx([3.0, 0.7], rel=1e-6)
+    assert optimizer.result is not None and optimizer.result.status in (Status.GRADIENT, Status.CHANGE)
+
+
+def test_the_steps_are_those_over_a_batch_optimizer() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 3, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
+
+    def network() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    alone, module = network(), network()
+    LevenbergMarquardt(alone.parameters(), max_iter=8).step(lambda: alone(x) - y)
+    with BatchOptimizer(module, nn.MSELoss(reduction="sum"), optimizer="lm", chunk_size=7) as opt:
+        assert opt.optimizer is not None
+        opt.optimizer.param_groups[0]["max_iter"] = 8
+        opt.step(x, y)
+    for one, two in zip(alone.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-8)
+
+
+def test_what_is_no_closure_of_residuals_is_refused() -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    optimizer = LevenbergMarquardt([parameter])
+    with pytest.raises(TypeError, match="returned a scalar: return the residuals themselves"):
+        optimizer.step(lambda: parameter.square().sum())
+    with pytest.raises(TypeError, match="must return a tensor"):
+        optimizer.step(lambda: [1.0])  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match="the residuals depend on no parameter"):
+        optimizer.step(lambda: torch.ones(3))

@@ -255,26 +255,8 @@ class Jacobian:
         backwards, whatever the functions are. Raises `ValueError` where the first one has no derivative, as of a
         function whose backward is NumPy's: then the direction times Jᵀu is not u times the product.
         """
-        if not residuals.requires_grad:
-            return torch.zeros_like(residuals)
-        weights = torch.linspace(1.0, 2.0, residuals.numel()).to(residuals).view_as(residuals).requires_grad_()
         parameters = [*self._trained.values()]
-        with torch.enable_grad():
-            found = torch.autograd.grad(residuals, parameters, weights, create_graph=True, allow_unused=True)
-        pairs = [
-            (dense(gradient), self._slot(direction, i).view(gradient.shape))
-            for i, gradient in enumerate(found)
-            if gradient is not None
-        ]
-        linear = [(gradient, v) for gradient, v in pairs if gradient.requires_grad]
-        product: torch.Tensor | None = None
-        if linear:
-            (product,) = torch.autograd.grad(
-                [g for g, _ in linear], weights, [v for _, v in linear], retain_graph=True, allow_unused=True
-            )
-        product = torch.zeros_like(residuals) if product is None else product.detach()
-        _check_adjoint(pairs, weights.detach(), product)
-        return product
+        return product_with(residuals, parameters, [self._slot(direction, i) for i in range(len(parameters))])
 
     def transposed_times(self, residuals: torch.Tensor, weights: torch.Tensor, keep: bool = False) -> torch.Tensor:
         """Jᵀ times numbers in the shape of `residuals`, whose graph is kept or not: shape `(n,)`, float64."""
@@ -301,6 +283,27 @@ class _Called(torch.nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         return self._squares.residual(self.module, inputs, targets)
+
+
+def product_with(
+    residuals: torch.Tensor, parameters: Sequence[torch.Tensor], direction: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """J times a vector, whose parts are those of the parameters: see `Jacobian.times`."""
+    if not residuals.requires_grad:
+        return torch.zeros_like(residuals)
+    weights = torch.linspace(1.0, 2.0, residuals.numel()).to(residuals).view_as(residuals).requires_grad_()
+    with torch.enable_grad():
+        found = torch.autograd.grad(residuals, [*parameters], weights, create_graph=True, allow_unused=True)
+    pairs = [(dense(g), v.reshape(g.shape)) for g, v in zip(found, direction, strict=True) if g is not None]
+    linear = [(gradient, v) for gradient, v in pairs if gradient.requires_grad]
+    product: torch.Tensor | None = None
+    if linear:
+        (product,) = torch.autograd.grad(
+            [g for g, _ in linear], weights, [v for _, v in linear], retain_graph=True, allow_unused=True
+        )
+    product = torch.zeros_like(residuals) if product is None else product.detach()
+    _check_adjoint(pairs, weights.detach(), product)
+    return product
 
 
 def _check_adjoint(

@@ -116,14 +116,14 @@ class Accelerations:
         if weight == 0.0:
             return torch.zeros(len(direction), dtype=torch.float64, device=values.device)
         along = found.jacobian.times(values, direction)
-        with _moved(around.parameters, direction * PROBE), torch.no_grad():
+        with moved(around.parameters, direction * PROBE), torch.no_grad():
             ahead = found.values().detach()
         second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE * weight)
         return found.jacobian.transposed_times(values, second)
 
 
 @contextmanager
-def _moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[None]:
+def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[None]:
     """The parameters are elsewhere in the body."""
     before = [parameter.data for parameter in parameters]
     start = 0
