@@ -81,8 +81,14 @@ def norm(vector: torch.Tensor) -> float:
     scale = largest(vector)
     if scale == 0 or not math.isfinite(scale):
         return scale
+    scale = power_of_two(scale)
     scaled = vector / scale
     return scale * math.sqrt(dot(scaled, scaled))
+
+
+def power_of_two(number: float) -> float:
+    """The one below a positive number: to divide by it changes no digit."""
+    return 2.0 ** (math.frexp(number)[1] - 1)
 
 
 def absolute_sum(vector: torch.Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,8 +37,7 @@ def _hestenes_stiefel(p: _Products) -> float:
 
 
 def _hager_zhang(p: _Products) -> float:
-    least = -1.0 / (math.sqrt(p.dd) * min(0.01, math.sqrt(p.gg)))
-    return max((p.hy - 2 * p.yy * p.dh / p.dy) / p.dy, least)
+    return max(p.hy / p.dy - 2 * (p.yy / p.dy) * (p.dh / p.dy), 0.4 * p.dg / p.dd)
 
 
 BETAS: dict[str, Callable[[_Products], float]] = {
@@ -57,7 +55,8 @@ class CG(Descent):
         params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`;
             max_iter 200 by default.
         beta: `"hager-zhang"`, the default (Hager and Zhang, "A new conjugate gradient method with guaranteed descent
-            and an efficient line search", SIAM Journal on Optimization 16, 2005); `"polak-ribiere"`, not less than 0
+            and an efficient line search", SIAM Journal on Optimization 16, 2005, with the lower bound of "The limited
+            memory conjugate gradient method", there 23, 2013, which has no units); `"polak-ribiere"`, not less than 0
             (Polak and Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and
             Stiefel 1952); `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The
             Computer Journal 7, 1964), begun anew where two gradients are far from orthogonal (Powell 1977).
@@ -121,10 +120,10 @@ class CG(Descent):
     def _forget(self) -> bool:
         return self._memory.pop("direction", None) is not None
 
-    def _first(self, slope: float) -> float:
+    def _first(self, slope: float) -> float | None:
         """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization",
         2006, equation 3.60)."""
-        if "direction" in self._memory:
-            first: float = self._memory["decrease"] / slope
-            return first
-        return self._unit()
+        if "direction" not in self._memory:
+            return None
+        first: float = self._memory["decrease"] / slope
+        return first

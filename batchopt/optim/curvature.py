@@ -14,7 +14,7 @@ from batchopt.optim.algebra import add, combination, copy, dot, norm, products, 
 
 Doubles = npt.NDArray[np.float64]
 
-# A pair whose s.y is a smaller part of y.y than this says nothing that is not rounding.
+# A pair along which the slope changed by a smaller part than this says nothing that is not rounding (L-BFGS-B's rule).
 LEAST = 2.3e-16
 
 
@@ -99,7 +99,7 @@ class Curvature:
         self._known, self._pair = self._completed(), None
         add(after, before, -1.0, out=self._y)
         sy, yy = dot(s, self._y), dot(self._y, self._y)
-        if not sy > LEAST * yy or not math.isfinite(sy) or not math.isfinite(yy):
+        if not (LEAST * abs(dot(s, before)) < sy < math.inf and 0 < yy < math.inf):
             return False
         slot = (self._known.first + self._known.pairs) % self.most
         if self._known.pairs == self.most:

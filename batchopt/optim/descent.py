@@ -7,13 +7,16 @@ from abc import abstractmethod
 
 import torch
 
-from batchopt.optim.algebra import add, dot, norm
+from batchopt.optim.algebra import add, dot, largest, norm
 from batchopt.optim.line import Line, Point
 from batchopt.optim.linesearch import C2, TrialPoint, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.minimizer import Minimizer, Search, limit
 
 # Evaluations that one line search may take.
 SEARCH = 30
+# The first step along the steepest descent changes the largest parameter by about this part of it: the psi of Hager and
+# Zhang, who take 0.01, with which more evaluations are needed.
+FIRST = 0.15
 # More than this part of f is not believed to be noise.
 NOISIEST = 1e-2
 
@@ -36,12 +39,19 @@ class Descent(Minimizer):
         """A step was made, by which the parameters changed by `change`."""
 
     @abstractmethod
-    def _first(self, slope: float) -> float:
-        """Where a line search begins along the direction, by the slope there."""
+    def _first(self, slope: float) -> float | None:
+        """Where a line search begins along the direction, by the slope there; None: along the steepest descent, of
+        which nothing is known."""
 
-    def _unit(self) -> float:
-        """The step along the direction that has length 1; at most 1."""
-        return min(1.0, 1.0 / norm(self._direction))
+    def _steepest_first(self, here: Point) -> float:
+        """Where one begins along the steepest descent: Hager and Zhang 2005, section 4 (I0). Whatever the units of f
+        and of the parameters are, it is the same point. Without a line search at most 1, and at most a length of 1."""
+        direction = self._direction
+        if self._line_search is None:
+            return min(1.0, 1.0 / norm(direction))
+        if (size := largest(here.x)) > 0:
+            return FIRST * size / largest(direction)
+        return FIRST * abs(here.f) / dot(direction, direction) if here.f else 1.0
 
     def _line(self, run: Search) -> Line:
         return Line(run.function, run.here, self._direction, run.spare)
@@ -91,7 +101,8 @@ class Descent(Minimizer):
 
     def _search(self, run: Search, line: Line, start: TrialPoint) -> TrialPoint | None:
         group, kind = self._group, self._line_search
-        first = group["lr"] * self._first(start.slope)
+        first = self._first(start.slope)
+        first = group["lr"] * (self._steepest_first(run.here) if first is None else first)
         if not 0 < first < math.inf:  # what it was made of is as small as numbers get
             first = group["lr"]
         evaluations = int(min(SEARCH, limit(group["max_eval"]) - run.function.evaluations))

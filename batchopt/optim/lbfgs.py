@@ -19,9 +19,10 @@ class LBFGS(Descent):
 
     Args:
         params: parameters of one dtype on one device.
-        lr: the first step that a line search tries, 1 by default; the step itself without a line search. The very first
-            one, and any along the steepest descent, is `lr` or what moves the parameters by `lr` (Euclidean), whichever
-            is shorter.
+        lr: the first step that a line search tries, 1 by default. The very first one, and any along the steepest
+            descent, is `lr` times what changes the largest parameter by a seventh of it or so, in whatever units.
+            Without a line search the step itself: there the very first one moves the parameters by `lr` (Euclidean) at
+            most.
         max_iter: iterations in one call of `step`; None: no limit. Default 20.
         max_eval: evaluations in one call of `step`, which may end it in the middle of a line search. Default None: no
             limit.
@@ -126,8 +127,8 @@ class LBFGS(Descent):
     def _may_keep(self) -> bool:
         return self._group["when_data_change"] == "keep" and len(self._curvature) > 0
 
-    def _first(self, slope: float) -> float:
-        return 1.0 if len(self._curvature) else self._unit()
+    def _first(self, slope: float) -> float | None:
+        return 1.0 if len(self._curvature) else None
 
     @property
     def _line_search(self) -> str | None:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from batchopt.optim.algebra import largest, power_of_two
+
 # Conjugate gradients end when the residual is this part of the right-hand side, or after so many products.
 ACCURACY, MOST = 1e-3, 250
 
@@ -77,8 +79,9 @@ class ProductModel:
     def __init__(self, products: Products, vector: torch.Tensor, before: torch.Tensor | None) -> None:
         self.vector, self._products = vector, products
         if before is None:
-            length = float(vector @ vector)
-            along = float(vector @ self._times(vector)) / length if length else 0.0
+            unit = vector / _size(vector)
+            length = float(unit @ unit)
+            along = float(unit @ self._times(unit)) / length if length else 0.0
             before = torch.full_like(vector, along if 0 < along < math.inf else 1.0)
         self.scale = before
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # a solution, and the matrix times it
@@ -88,7 +91,8 @@ class ProductModel:
 
     def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
         """See `Model`; to the accuracy that conjugate gradients reach: Hestenes and Stiefel, 1952."""
-        found, residual = torch.zeros_like(right), right.clone()
+        size = _size(right)
+        found, residual = torch.zeros_like(right), right / size
         image, direction = torch.zeros_like(right), residual.clone()
         length = start = float(residual @ residual)
         for _ in range(MOST):
@@ -105,10 +109,16 @@ class ProductModel:
             residual -= factor * damped
             before, length = length, float(residual @ residual)
             direction = residual + (length / before) * direction
-        self._last = found, image
+        found *= size
+        self._last = found, image * size
         return found if bool(found.isfinite().all()) else None
 
     def decrease(self, step: torch.Tensor) -> float:
         """See `Model`."""
         image = self._last[1] if self._last is not None and step is self._last[0] else self._times(step)
         return -float(2 * step @ self.vector + step @ image)
+
+
+def _size(vector: torch.Tensor) -> float:
+    """A power of two by which the squares of its elements are numbers."""
+    return power_of_two(largest(vector)) if bool(vector.any()) else 1.0

@@ -101,7 +101,7 @@ class SSBroyden(Descent):
         y = add(after.gradient, before.gradient, -1.0, out=self._vector.empty())
         sy, yy = dot(change, y), dot(y, y)
         along = dot(change, self._direction)
-        if not (sy > LEAST * yy > 0 and along > 0):
+        if not (sy > LEAST * abs(dot(change, before.gradient)) and 0 < yy < math.inf and along > 0):
             return
         memory = self._memory
         if "inverse" in memory:
@@ -149,8 +149,8 @@ class SSBroyden(Descent):
     def _may_keep(self) -> bool:
         return self._group["when_data_change"] == "keep" and "inverse" in self._memory
 
-    def _first(self, slope: float) -> float:
-        return 1.0 if "inverse" in self._memory else self._unit()
+    def _first(self, slope: float) -> float | None:
+        return 1.0 if "inverse" in self._memory else None
 
 
 def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float, float, float, float] | None:
