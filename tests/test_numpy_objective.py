@@ -215,7 +215,8 @@ def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str, parallelize: int) -> 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_the_last_point_is_another_one_in_autocast(parallelize: int) -> None:
     module = nn.Linear(30, 8)
-    with BatchOptimizer(module, lambda output: output.square().mean(), optimizer=None, parallelize=parallelize) as opt:
+    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 10}
+    with BatchOptimizer(module, lambda output: output.square().mean(), optimizer=None, **options) as opt:
         opt.load(torch.randn(20, 30))
         objective = opt.objective()
         x = objective.x0

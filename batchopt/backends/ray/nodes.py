@@ -94,7 +94,7 @@ class Nodes:
         self.roster.shrink(workers)
 
     def _await_all(self) -> None:
-        patience = self._timeout or ANSWERING
+        patience = max(self._timeout or 0.0, ANSWERING)
         until = time.monotonic() + patience
         while waiting := [node for node in self.by_number.values() if not node.ready]:
             self.pump(Ignore(), until)
