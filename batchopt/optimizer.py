@@ -61,6 +61,7 @@ from batchopt_workers.denominators import Denominators
 from batchopt_workers.hogwild import Factory
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
+from batchopt_workers.squares import ResidualFunction
 from batchopt_workers.worker import Hook, Precode
 
 Self = TypeVar("Self", bound="BatchOptimizer")
@@ -84,6 +85,8 @@ class BatchOptimizer:
             a Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
             `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
+        residual: `residual(module, inputs, targets)`, shape `(samples, ...)`, instead of a criterion: the loss is the
+            mean of the squares of these numbers (with the reduction `"sum"` their sum), and least squares know them.
         terms: for an objective of several terms, each over data of its own, instead of a criterion or `loss_fn`: a
             `Term` under each name. f is the weighted sum of the terms' means, and a batch is a dict with an entry for
             each: its inputs, or a tuple of inputs, targets and options.
@@ -152,6 +155,7 @@ class BatchOptimizer:
         parallelize: int | str = 1,
         backend: str = "process",
         loss_fn: LossFunction | None = None,
+        residual: ResidualFunction | None = None,
         terms: Mapping[str, Term] | None = None,
         reduction: str | None = None,
         denominators: Denominators | None = None,

@@ -199,3 +199,36 @@ def test_a_group_that_comes_later_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="moves one vector"):
         optimizer.add_param_group({"params": [two]})
     assert len(optimizer.param_groups) == 1
+
+
+@EACH
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_residuals_without_terms(parallelize: int, reduction: str) -> None:
+    def found(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        with BatchOptimizer(module, parallelize=parallelize, chunk_size=7, optimizer="lm", **options) as opt:
+            opt.load(X, Y)
+            first = [opt.evaluate(), opt.grad_parameters.clone(), opt.normal().matrix, opt.residuals()]
+            opt.step(X, Y)
+            return [*first, opt.parameters.clone()]
+
+    criterion = found(criterion=nn.MSELoss(reduction=reduction))
+    for one, two in zip(found(residual=lambda m, x, y: m(x) - y, reduction=reduction), criterion, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_residuals_and_another_loss_are_refused() -> None:
+    def residual(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return module(x) - y
+
+    for other in (
+        {"criterion": nn.MSELoss()},
+        {"loss_fn": residual},
+        {"denominators": lambda x, y: torch.ones(len(x))},
+    ):
+        options: dict[str, Any] = other
+        with pytest.raises(ValueError, match=f"`residual` and `{next(iter(other))}` are both given"):
+            BatchOptimizer(nn.Linear(3, 2), residual=residual, **options)
+    with pytest.raises(ValueError, match="`terms` and `residual` are both given"):
+        BatchOptimizer(nn.Linear(3, 2), residual=residual, terms={"a": Term(residual=residual)})

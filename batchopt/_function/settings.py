@@ -21,6 +21,7 @@ from batchopt_workers.evaluate import Program
 from batchopt_workers.failures import names_of
 from batchopt_workers.items import Collate, CollatesAll
 from batchopt_workers.objective import LossFunction
+from batchopt_workers.squares import MeanSquare
 from batchopt_workers.worker import Hook, Precode
 
 
@@ -71,7 +72,9 @@ class Settings:
         devices = arguments.read_devices(found["devices"], found["parallelize"])
         workers = kind.read_workers(found["parallelize"] if devices is None else len(devices))
         instead = {name: found[name] for name in ("criterion", "loss_fn", "reduction", "denominators", "collate_fn")}
-        terms = read_terms(found["terms"], **instead)
+        terms = read_terms(found["terms"], residual=given["residual"], **instead)
+        if given["residual"] is not None:
+            found["loss_fn"] = _mean_square(given["residual"], found)
         arguments.check_criterion(found["criterion"], found["loss_fn"])
         arguments.check_hooks(**{name: found[name] for name in ("precode", "prehook", "posthook")})
         arguments.check_callable("collate_fn", found["collate_fn"], ("samples",))
@@ -148,6 +151,15 @@ class Settings:
     def fixed_bits(self) -> bool:
         """Whether the bits of the result must not depend on who evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+
+def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:
+    """The loss that is the mean square, or the sum of the squares, of residuals. Raises `TypeError` or `ValueError`."""
+    for name in ("criterion", "loss_fn", "denominators"):
+        if found[name] is not None:
+            raise ValueError(f"`residual` and `{name}` are both given: the loss is the mean of the residuals' squares")
+    arguments.check_callable("residual", residual, ("module", "inputs", "targets"))
+    return MeanSquare(residual, resolve_reduction(found["reduction"], None))
 
 
 def _collating(collate: Collate | None, reduction: str, denominators: Denominators | None) -> Collate | None:
