@@ -811,8 +811,8 @@ def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.filterwarnings("ignore:'2' .BatchNorm1d. is in training mode")
 def test_a_checkpoint_of_version_0_1_0_is_gone_on_from(parallelize: int) -> None:
-    """With batch normalisation, dropout, two terms and L-BFGS's memory: this version has this loss two steps later; with
-    that version's first steps along the steepest descent it had 0.124871, as that version."""
+    """With batch normalisation, dropout, two terms and L-BFGS's memory: this version has this loss two steps later, and
+    had 0.124871, as that one, with that one's first steps along the steepest descent."""
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)).double()
     terms = {"data": Term(misfit), "size": Term(size, weight=0.5)}
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(20, 3)
