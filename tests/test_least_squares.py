@@ -66,7 +66,7 @@ def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: 
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
         opt.load(X, Y)
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
-        lm = LevenbergMarquardt(module.parameters(), dense=0)
+        lm = LevenbergMarquardt(module.parameters(), dense=0, max_iter=50)
         for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(opt.closure)):
             with pytest.raises(WorkerError, match=r"takes the derivative of a backward, and one of them has none"):
                 product()
@@ -74,7 +74,7 @@ def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: 
         opt.evaluate()
         torch.testing.assert_close(gradient, opt.grad_parameters)
         before = opt.evaluate()
-        LevenbergMarquardt(module.parameters()).step(opt.closure)
+        LevenbergMarquardt(module.parameters(), max_iter=50).step(opt.closure)
         assert opt.evaluate() < before
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchopt import LevenbergMarquardt
+from batchopt.optim.status import Status
 from benchmarks.nist import SOLVERS
 from benchmarks.nist_problems import Regression, read_problems
 
@@ -52,3 +54,26 @@ def test_an_easy_problem_is_solved_by_all(solver: str) -> None:
     problem = PROBLEMS["Misra1a"]
     b, evaluations = SOLVERS[solver](problem, problem.starts[1])
     assert problem.digits(b) > 6 and evaluations < 100
+
+
+@pytest.mark.parametrize("name", ["BoxBOD", "ENSO", "Eckerle4", "Misra1a", "Nelson", "Rat43"])
+def test_defaults_find_six_digits_from_both_starts(name: str) -> None:
+    problem = PROBLEMS[name]
+    for start in problem.starts:
+        b = torch.nn.Parameter(start.clone())
+        optimizer = LevenbergMarquardt([b])
+        optimizer.step(lambda: problem.predict(b, problem.x) - problem.y)  # noqa: B023
+        assert problem.digits(b.detach()) > 6
+        assert optimizer.result is not None and optimizer.result.status is Status.CHANGE
+
+
+def test_the_size_of_f_decides_nothing() -> None:
+    problem = PROBLEMS["Misra1a"]
+    found = []
+    for factor in (1.0, 2.0**40, 2.0**-40):
+        b = torch.nn.Parameter(problem.starts[0].clone())
+        optimizer = LevenbergMarquardt([b])
+        optimizer.step(lambda: factor * (problem.predict(b, problem.x) - problem.y))  # noqa: B023
+        assert optimizer.result is not None
+        found.append((optimizer.result.iterations, b.tolist()))
+    assert found[0] == found[1] == found[2]

@@ -17,6 +17,10 @@ from batchopt.optim.squares import Squares, SquaresOver
 
 # The damping at which a step is nothing but rounding, and the one that is as good as none.
 MOST, LEAST = 1e16, 1e-15
+# The first step is no longer than the parameters; the damping grows by this factor until that is so.
+LONGER = 3.0
+# Up to so many parameters are those of a regression, each with a unit of its own.
+FEW = 100
 # An acceleration that is a larger part of the step says that the second order does not describe the function there.
 BENT = 0.75
 # f and the sum of the squares that the normal equations have are the same to so many digits of the dtype.
@@ -32,10 +36,12 @@ class LevenbergMarquardt(Minimizer):
 
     Args:
         params: parameters of one dtype on one device; float64 is advised.
-        damping: of the first step, relative to D. Default 1e-3.
-        scaling: D. `"identity"`, the default: the same number for all parameters, the largest of the first diagonal of
-            JᵀWJ; for networks. `"diagonal"`: that diagonal, each at its largest so far (Moré 1978), so that units of
-            parameters do not matter; for regressions.
+        damping: of the first step, relative to D; more where that step would be longer than the parameters are,
+            measured by D. Default 1e-3.
+        scaling: D. `"diagonal"`: the diagonal of JᵀWJ, each at its largest so far (Moré 1978), so that units of
+            parameters do not matter; for regressions. `"identity"`: the same number for all parameters, the largest of
+            the first diagonal; for networks. None, the default: `"diagonal"` for up to 100 parameters, `"identity"`
+            for more.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, at the cost of about three
             evaluations. Default False.
         dense: up to so many parameters of f, of which `params` may be some, the matrix is made and factorised; above,
@@ -44,8 +50,12 @@ class LevenbergMarquardt(Minimizer):
         when_data_change: `"forget"`, the default, or `"keep"` the damping where f differs at the parameters that the
             last step left; it is forgotten after all if the first step there needs another by more than a factor of
             100.
-        max_iter: iterations in one call of `step`; None: no limit. Default 100.
-        max_eval, tolerance_grad, tolerance_change, callback: as of `LBFGS`.
+        max_iter: iterations in one call of `step`; None: no limit. Default 300.
+        tolerance_change: stop after a step that takes less than this part of the residuals (f falls by less than its
+            square), or is shorter than this part of the parameters, measured by D, if that holds without damping, too.
+            Default 1e-9.
+        tolerance_grad: stop where no element of the gradient is larger, in units of f. Default 0.
+        max_eval, callback: as of `LBFGS`.
 
     `result`, and what becomes of the parameters, as of `LBFGS`: a point is accepted only if it is lower, and a trial
     that is not finite only makes the next step shorter. In a loop of your own, `step(closure)` takes a closure that
@@ -62,10 +72,10 @@ class LevenbergMarquardt(Minimizer):
         self,
         params: Iterable[Any],
         damping: float = 1e-3,
-        scaling: str = "identity",
-        max_iter: int | None = 100,
+        scaling: str | None = None,
+        max_iter: int | None = 300,
         max_eval: int | None = None,
-        tolerance_grad: float = 1e-7,
+        tolerance_grad: float = 0.0,
         tolerance_change: float = 1e-9,
         *,
         geodesic: bool = False,
@@ -114,6 +124,8 @@ class LevenbergMarquardt(Minimizer):
         model = self._model(here)
         known: float = memory.get("damping", self._group["damping"])
         damping, growth = known, memory.get("growth", 2.0)
+        if "damping" not in memory:
+            damping = self._first_damping(run, model, damping)
         while damping <= MOST and run.function.evaluations < limit(self._group["max_eval"]):
             step = self._step(model, damping)
             if step is not None:
@@ -129,6 +141,9 @@ class LevenbergMarquardt(Minimizer):
                     memory["damping"] = max(damping * max(1 / 3, 1 - (2 * gain - 1) ** 3), LEAST)
                     memory["growth"] = 2.0
                     torch.sub(after.x, here.x, out=self._change)
+                    self._settled = self._is_small(here, model, step) and self._is_small(
+                        here, model, model.solve(model.vector.neg(), LEAST)
+                    )
                     run.here, run.spare, run.change = after, [here, *run.spare[1:]], norm(self._change)
                     self._keep_lowest(run, here)
                     if memory.get("on_trial"):
@@ -140,6 +155,27 @@ class LevenbergMarquardt(Minimizer):
         else:
             memory["damping"], memory["growth"] = damping, growth
         return None
+
+    def _first_damping(self, run: Search, model: Model, damping: float) -> float:
+        """That of the first step, which is not to be longer than the parameters: where the model is led by few of
+        them, it holds near by only."""
+        bound = _size(model, run.here)
+        while bound and damping < MOST:
+            step = model.solve(model.vector.neg(), damping)
+            if step is not None and _length(model, step) <= bound:
+                break
+            damping *= LONGER
+        return damping
+
+    def _is_small(self, here: Point, model: Model, step: torch.Tensor | None) -> bool:
+        """Whether a step promises, or moves, no more than the tolerance."""
+        if step is None:
+            return False
+        part: float = self._group["tolerance_change"]
+        return _length(model, step) < part * _size(model, here) or model.decrease(step) < part**2 * abs(here.f)
+
+    def _changed_little(self, run: Search, f: float) -> bool:
+        return self._settled
 
     def _model(self, here: Point) -> Model:
         """The model of f around the present point. Raises `ValueError` if f is not the sum of these squares."""
@@ -156,7 +192,7 @@ class LevenbergMarquardt(Minimizer):
                     f"the sum of the squares is {loss:.9g} where f is {here.f:.9g}: f has to be the mean squares of "
                     "the terms and nothing else, and the same at each evaluation"
                 )
-            model = DenseModel(vector, matrix, before, each=kind == "diagonal")
+            model = DenseModel(vector, matrix, before, each=kind == "diagonal" or (kind is None and len(vector) <= FEW))
         memory["scale"] = model.scale
         return model
 
@@ -171,7 +207,7 @@ class LevenbergMarquardt(Minimizer):
             return step
         if bend is None:
             return step
-        length, more = (float((model.scale * part.square()).sum().sqrt()) for part in (step, bend))
+        length, more = _length(model, step), _length(model, bend)
         return step + bend / 2 if more <= BENT * length else step
 
     def _is_better(self, run: Search, here: Point, after: Point, scale: torch.Tensor) -> bool:
@@ -180,3 +216,13 @@ class LevenbergMarquardt(Minimizer):
             return True
         steep, steeper = (float((p.gradient.double().square() / scale).sum()) for p in (after, here))
         return after.f <= here.f + self._rounding(run) and steep < steeper
+
+
+def _size(model: Model, here: Point) -> float:
+    """Of the parameters on which f depends, measured by D."""
+    return _length(model, here.x.double() * (model.vector != 0))
+
+
+def _length(model: Model, step: torch.Tensor) -> float:
+    """Of a step, measured by D."""
+    return float((model.scale * step.square()).sum().sqrt())

@@ -259,10 +259,12 @@ class Minimizer(torch.optim.Optimizer):
             numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
             if self.callback(Iteration(*numbers, here.f, run.steepest, step, run.change)):
                 return Status.CALLBACK
+        return Status.CHANGE if self._changed_little(run, f) else None
+
+    def _changed_little(self, run: Search, f: float) -> bool:
+        """Whether the last iteration, which began with `f`, says that there is no more to be gained."""
         tolerance = self._group["tolerance_change"]
-        if abs(here.f - f) < tolerance or self._moved_at_most(tolerance, run.change):
-            return Status.CHANGE
-        return None
+        return abs(run.here.f - f) < tolerance or self._moved_at_most(tolerance, run.change)
 
     def _moved_at_most(self, tolerance: float, length: float) -> bool:
         """Whether no element of the last step, of that length, is larger."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 LINE_SEARCHES = ("strong_wolfe", "armijo", None)
-SCALINGS = ("diagonal", "identity")
+SCALINGS = (None, "diagonal", "identity")
 DATA_CHANGES = ("forget", "keep")
 
 
