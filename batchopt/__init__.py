@@ -5,6 +5,7 @@ import typing
 
 from batchopt._data.epochs import Batches as Batches
 from batchopt._data.terms import Term as Term
+from batchopt._data.weighted import Weighted as Weighted
 from batchopt._mapreduce.split import split_batch as split_batch
 from batchopt.adaptive import resample as resample
 from batchopt.asynchronous import hogwild as hogwild
@@ -12,6 +13,8 @@ from batchopt.doctor import Diagnosis as Diagnosis
 from batchopt.errors import AllWorkersLostError as AllWorkersLostError
 from batchopt.errors import BatchoptError as BatchoptError
 from batchopt.errors import CheckpointError as CheckpointError
+from batchopt.errors import NodeLostError as NodeLostError
+from batchopt.errors import NodesDifferError as NodesDifferError
 from batchopt.errors import NonFiniteError as NonFiniteError
 from batchopt.errors import PoisonChunkError as PoisonChunkError
 from batchopt.errors import WorkerError as WorkerError

@@ -178,9 +178,9 @@ class Examination:
         """A serial one over a copy of the module, in float64 where the module can be evaluated there."""
         program = copied(self._function.workers.program)
         if self._doubles:
-            program.module.double()
+            program.module._apply(_double)  # type: ignore[no-untyped-call]  # complex ones, too
             if isinstance(program.criterion, torch.nn.Module):
-                program.criterion.double()
+                program.criterion._apply(_double)  # type: ignore[no-untyped-call]
         if not hooks:
             program = replace(program, prehook=None, posthook=None)
         return self._function.twin(program, **changes)
@@ -311,7 +311,7 @@ def _examine(function: BatchFunction, examination: Examination) -> Diagnosis:
     if failed(examination.slope()):
         return found(Culprit.HOOK if examination.slope(hooks=False).passed else Culprit.GRADIENT)
     if examination.size > 1 and failed(examination.cut()):
-        norms = [name for name, part in function.subject.module.named_modules() if normalises_by_chunk(part)]
+        norms = [name for name, part in function.subject.module.named_modules() if normalises_by_chunk(part) is part]
         if norms:
             return found(Culprit.BATCH_NORM, ", ".join(norms))
         if examination.undecided:
@@ -354,11 +354,15 @@ def _direction(gradient: torch.Tensor) -> torch.Tensor:
     return gradient / norm if norm > 0 else torch.full_like(gradient, len(gradient) ** -0.5)
 
 
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision, unless these are integers."""
+    exact = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if exact else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+
+
 def _doubled(data: Any) -> Any:
     def double(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+        return _double(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     return _DoubledItems(data) if isinstance(data, Dataset) else map_tensors(double, data)
 

@@ -6,6 +6,8 @@
     │   ├── WorkerStartError       workers do not start
     │   ├── PoisonChunkError       a chunk ended workers again and again
     │   └── AllWorkersLostError    no worker is left, and `max_restarts` is spent
+    ├── NodeLostError              another process of several that evaluate together has ended, or is silent
+    ├── NodesDifferError           such processes do not do the same
     ├── NonFiniteError             the loss or its gradient is infinite or NaN
     └── CheckpointError            a checkpoint cannot be written, or is not one of this optimizer
 
@@ -111,6 +113,28 @@ class AllWorkersLostError(WorkerLostError):
     """No worker is left and none may be started any more: `max_restarts` is spent, or new workers do not start.
 
     The message has how the last one ended. Build a new optimizer, with a larger `max_restarts` if the cause is mended.
+    """
+
+
+class NodeLostError(BatchoptError):
+    """Another rank has ended, was stopped, or gave no sign for `timeout` seconds; `place` is its number.
+
+    The optimizer cannot be used any more. Launchers such as torchrun start all ranks again: load a checkpoint first.
+    """
+
+    def __init__(self, message: str, place: int) -> None:
+        self._arguments = (message, place)
+        self.place = place
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[NodeLostError], tuple[str, int]]:
+        return type(self), self._arguments
+
+
+class NodesDifferError(BatchoptError):
+    """Ranks that have to do the same do not: another seed, batch, or number of calls. All of them raise this.
+
+    The message has what differs, and on which ranks. The optimizer cannot be used any more.
     """
 
 

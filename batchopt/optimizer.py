@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -18,7 +19,7 @@ from batchopt._function.closure import Closure
 from batchopt._function.counters import Counters
 from batchopt._function.derivatives import evaluate_many, hessian_products, input_gradients
 from batchopt._function.full_gradient import full_gradient
-from batchopt._function.function import BatchFunction
+from batchopt._function.function import BatchFunction, undone_if_it_fails
 from batchopt._function.graph import loss_with_graph
 from batchopt._function.hogwild import HogwildResult, hogwild
 from batchopt._function.least_squares import (
@@ -81,9 +82,11 @@ class BatchOptimizer:
             module's parameters, or None to only evaluate.
         parallelize: number of workers, or `"auto"`: one a usable core; on Ray as many as there is room for, at each
             step anew. 1, the default, is this process itself, except on Ray.
-        backend: where workers run: `"process"`, the default, worker processes on this machine; `"ray"`, the machines of
-            a Ray cluster (`pip install batchopt[ray]`): the one that this process is connected to, else the one that
-            `RAY_ADDRESS` names or this machine belongs to, else a new one on this machine.
+        backend: where workers run: `"process"`, the default, worker processes on this machine; `"ranks"`, in all
+            processes of a script that torchrun, srun or mpirun started, of which each has `parallelize` workers and
+            makes the same calls; `"ray"`, the machines of a Ray cluster (`pip install batchopt[ray]`): the one that
+            this process is connected to, else the one that `RAY_ADDRESS` names or this machine belongs to, else a new
+            one on this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
         residual: `residual(module, inputs, targets)`, shape `(samples, ...)`, instead of a criterion: the loss is the
             mean of the squares of these numbers (with the reduction `"sum"` their sum), and least squares know them.
@@ -135,10 +138,9 @@ class BatchOptimizer:
         ray_options: what one worker takes of a machine on Ray, `num_cpus` (default 1, and as many threads), `num_gpus`
             (default 0; with 1 a worker computes on a GPU of its own), `memory`, `resources`; and other options of a Ray
             actor, such as `runtime_env`, for the actor that holds a machine's workers.
-        compress: on Ray, with optimizers of first order: the format of gradients that leave a machine. `"fp16"`,
+        compress: on several machines, with optimizers of first order: the format of gradients that leave one. `"fp16"`,
             `"bf16"`, or `{"type": "2bit", "threshold": 0.5}`: an element is 0 or plus or minus the threshold, and what
-            that leaves over is added to the next gradient. The sum over the chunks is cut into `"parts"`, which are
-            compressed one by one: by default 2, of 2bit 8. Default: gradients come as they are.
+            that leaves over is added to the next gradient. Default: gradients come as they are.
 
     Raises `TypeError` or `ValueError` for arguments that cannot work, and for a tensor that requires grad, is reached
     by the criterion or a loss function, and is none of the module's parameters (it would never be trained), before a
@@ -217,6 +219,13 @@ class BatchOptimizer:
         for a forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no
         use.
         """
+        kind, own = type(self), vars(self)
+        if (
+            kind.map is BatchOptimizer.map
+            and kind.reduce is BatchOptimizer.reduce
+            and not {"map", "reduce"} & own.keys()
+        ):
+            return self._function.evaluate()
         return self._function.evaluate(self.map, self.reduce)
 
     def map(self) -> list[Answer]:
@@ -438,7 +447,7 @@ class BatchOptimizer:
     @property
     def parameters(self) -> torch.Tensor:
         """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
-        ways.
+        ways. Complex ones come first, and are real and imaginary parts by turns.
 
         A parameter that was given other memory (`p.data = ...`) is copied into X and is a view of it again, here and
         with every other call. Raises `BatchoptError` where that cannot be: see `BatchOptimizer`.
@@ -531,14 +540,19 @@ class BatchOptimizer:
         function, rollback = self._function, self._rollback
         function.check_open()
         function.end_step()
-        with self._owner.amid("a step"):
+        owner = self._owner
+        outer_work, owner.doing = owner.doing, owner.doing or "a step"
+        try:
             rollback.take()
             try:
-                with function.observers.doing("step"), function.undone_if_it_fails():
+                with function.observers.doing("step"), undone_if_it_fails(function):
                     load()
                     trials = Trials(function.subject.x, function.subject.parameters, self._tells)
-                    with function.observers.including(trials):
+                    outer, function.observers.trials = function.observers.trials, trials
+                    try:
                         self.optimize()
+                    finally:
+                        function.observers.trials = outer
                     left = self._left(trials)
                     function.end_step()
                     function.stepped(left)
@@ -546,7 +560,9 @@ class BatchOptimizer:
                 function.subject.bind()
                 rollback.back()
                 raise
-        return self.output
+        finally:
+            owner.doing = outer_work
+        return function.past.counters.loss
 
     @property
     def _tells(self) -> bool:
@@ -701,11 +717,10 @@ class BatchOptimizer:
         return self._function.run_on_workers(function, *args)
 
     def calibrate(self) -> list[float]:
-        """Time each worker on a part of the loaded batch; returns the speeds in samples per second.
+        """Time the workers on equal shares of the loaded batch; returns the speeds in samples per second.
 
-        Runs by itself at the first batch, unless there are hooks: then the first evaluation, in equal shares, is the
-        measurement. Later evaluations keep the speeds current. Hooks do not run here. Fixed `speeds` are returned as
-        they are.
+        The first evaluation, which is in equal shares, measures them anyway, and later ones keep the speeds current.
+        Hooks do not run here. Fixed `speeds` are returned as they are.
         """
         return self._function.calibrate()
 
@@ -777,7 +792,8 @@ class BatchOptimizer:
         try:
             self.module.load_state_dict(state["module"])
             if self.optimizer is not None:
-                self.optimizer.load_state_dict(state["optimizer"])
+                # torch's own would share tensors with the optimizer that the state is of
+                self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
                 check_options(self.optimizer)
             function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
         except BaseException:
@@ -791,12 +807,13 @@ class BatchOptimizer:
 
         The file holds no code, and loads with `torch.load(path, weights_only=True)`. It is written beside `path`,
         synced, and renamed: killed or out of disk at any point, what was at `path` still is, or the new file is
-        complete. Raises `CheckpointError`.
+        complete. Of several ranks the first one writes, and all wait for it. Raises `CheckpointError`.
         """
         self._function.check_open()
         self._owner.check_between_steps("save")
         self._function.end_step()
-        file.write(path, self.state_dict(), self._function.subject.flat.layout)
+        state, layout = self.state_dict(), self._function.subject.flat.layout
+        self._function.once(lambda: file.write(path, state, layout))
 
     @exclusive
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -812,6 +829,11 @@ class BatchOptimizer:
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # what torch says of other shapes and names
             raise CheckpointError(f"cannot go on from checkpoint '{os.fsdecode(path)}': {error}") from error
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes files: always but with `backend="ranks"`, where rank 0 does."""
+        return self._function.is_main
 
     def close(self) -> None:
         """End the workers. The module keeps its parameters, in memory of this process alone unless another optimizer

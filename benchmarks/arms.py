@@ -161,6 +161,30 @@ class Ours:
         return self._opt.evaluate().item()
 
 
+class Moving(Ours):
+    """The same at another X each time, as an optimizer has it: it has to be sent where workers do not share memory."""
+
+    def __call__(self) -> float:
+        with torch.no_grad():
+            self._opt.parameters[0] += 1e-6
+        return super().__call__()
+
+
+class Ranks:
+    """One evaluation by ranks of which each has one worker, which is its own process, as torchrun would start them."""
+
+    def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
+        torch.set_num_threads(1)
+        here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in here.items()}
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        self._ours = Moving(workload, 1, {"backend": "ranks"})
+        self.close = self._ours.close
+
+    def __call__(self) -> float:
+        return self._ours()
+
+
 def share(case: Workload, rank: int, ranks: int) -> Workload:
     """The part of the batch that one of several equal ranks has."""
     targets = None if case.targets is None else case.targets.tensor_split(ranks)[rank].clone()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy
@@ -31,6 +32,18 @@ def sleeping(module: torch.nn.Module, inputs: torch.Tensor, targets: None) -> to
     return loss
 
 
+def tiny(loss_fn: Callable[..., torch.Tensor], workers: int) -> batchopt.BatchOptimizer:
+    """Of a model that takes no time, with so many workers in equal shares."""
+    return batchopt.BatchOptimizer(
+        torch.nn.Linear(1, 1),
+        loss_fn=loss_fn,
+        optimizer=None,
+        parallelize=workers,
+        reduction="sum",
+        speeds=[1.0] * workers,
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,15 +55,7 @@ def main() -> None:
     with ExitStack() as stack:
         opts = {}
         for count in given.workers:
-            opt = batchopt.BatchOptimizer(
-                torch.nn.Linear(1, 1),
-                loss_fn=sleeping,
-                optimizer=None,
-                parallelize=count,
-                reduction="sum",
-                speeds=[1.0] * count,
-            )
-            opts[count] = stack.enter_context(opt)
+            opts[count] = opt = stack.enter_context(tiny(sleeping, count))
             opt.load(torch.ones(count, 1))
         for turn in range(given.repeats + 2):
             for count, opt in opts.items():

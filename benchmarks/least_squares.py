@@ -5,7 +5,9 @@ Burgers' residual at 10,000 points, a network of 8 layers of 20 (3,021 parameter
 - `normal()` on two workers, against the same matrix by `torch.func` in one process on all cores (`vmap` of `jacrev`, in
   blocks of the size that is fastest here, and `J.T @ J`), in turn;
 - `gauss_newton(v)`, against an evaluation of f and df/dX by the same workers;
-- what a step of Levenberg-Marquardt does beside: the factorisation and the solution.
+- what a step of Levenberg-Marquardt does beside: the factorisation and the solution;
+- `normal()` of a small problem (41 parameters, 301 samples) in this process on one thread, against the same matrix by
+  `torch.func`, and what each chunk more takes.
 
     python -m benchmarks.least_squares [--parallelize 2] [--rounds 5]
 """
@@ -101,6 +103,37 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, found
 
 
+def small(rounds: int) -> dict[str, float]:
+    """Median seconds, of a regression: the matrix by torch.func; `normal()` in one chunk, and for each chunk more."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 10), torch.nn.Tanh(), torch.nn.Linear(10, 1)).double()
+    x = torch.rand(301, 2, dtype=torch.float64)
+    y = torch.sin(3 * x.sum(1, keepdim=True))
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    rows = vmap(jacrev(lambda own, x, y: functional_call(module, own, (x[None],))[0] - y), (None, 0, 0))
+
+    def by_torch() -> torch.Tensor:
+        found = rows(parameters, x, y)
+        jacobian = torch.cat([found[name].reshape(len(x), -1) for name in parameters], 1)
+        return jacobian.T @ jacobian / len(x)
+
+    options: dict[str, Any] = {"optimizer": None, "threads_per_worker": 1}
+    with (
+        BatchOptimizer(module, torch.nn.MSELoss(), **options) as whole,
+        BatchOptimizer(module, torch.nn.MSELoss(), chunk_size=50, **options) as cut,
+    ):
+        ways: dict[str, Callable[[], Any]] = {"torch": by_torch, "one": whole.normal, "seven": cut.normal}
+        for opt in (whole, cut):
+            opt.load(x, y)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(20 * rounds):
+            for name, way in ways.items():
+                seconds[name].append(timed(way)[0])
+    found = {name: statistics.median(some) for name, some in seconds.items()}
+    return {**found, "more": (found["seven"] - found["one"]) / 6}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,7 +174,13 @@ def main() -> None:
         Finding("product / evaluation", products, most=3.0),
         Finding("a step of Levenberg-Marquardt beside these: factorisation and solution", middle["solve"] * 1e3, "ms"),
     ]
-    publish("least_squares", findings, {"seconds": seconds})
+    little = small(given.rounds)
+    findings += [
+        Finding("41 parameters, 301 samples: normal() in one chunk", little["one"] * 1e3, "ms"),
+        Finding("the same / the matrix by torch.func", little["one"] / little["torch"], most=2.0),
+        Finding("each chunk more", little["more"] * 1e3, "ms", most=0.5),
+    ]
+    publish("least_squares", findings, {"seconds": seconds, "small": little})
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     [
         (32, 24e9, 1024),
         (8, 2e9, 256),
-        (2, 440_000_000, 12),
+        (2, 440_000_000, 14),
         (100, 24e9, math.inf),
         (1000, 1e12, 20_000),
     ],
@@ -92,15 +92,15 @@ def test_workers_that_a_machine_has_room_for_are_taken(workers: int, memory: flo
             10_000,
             24e9,
             1024,
-            r"2200\.0 GB of memory and 60000 open files; this machine has 24\.0 GB, and `ulimit -n` all",
+            r"2200\.0 GB of memory and 70000 open files; this machine has 24\.0 GB, and `ulimit -n` all",
         ),
         (10_000, 24e9, 1024, r"allows 1024 files: use at most 109, or 'auto' for one worker a usable core"),
-        (10_000, 1e15, 1024, r"allows 1024 files: use at most 170,"),
+        (10_000, 1e15, 1024, r"allows 1024 files: use at most 146,"),
         (
             200,
             1e15,
             1024,
-            r"`parallelize` 200 needs about 44\.0 GB of memory and 1200 open files; .*: use at most 170,",
+            r"`parallelize` 200 needs about 44\.0 GB of memory and 1400 open files; .*: use at most 146,",
         ),
         (200, 24e9, math.inf, r"has 24\.0 GB, and `ulimit -n` allows inf files: use at most 109,"),
         (3, 4.4e8, 1024, r"`parallelize` 3 needs about 0\.7 GB of memory .* has 0\.4 GB, .*: use at most 2,"),
@@ -115,7 +115,7 @@ def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_numbers(
 
 
 def test_the_machine_at_hand_has_no_room_for_ten_thousand_processes() -> None:
-    with pytest.raises(ValueError, match=r"^`parallelize` 10000 needs about 2200\.0 GB of memory and 60000 open files"):
+    with pytest.raises(ValueError, match=r"^`parallelize` 10000 needs about 2200\.0 GB of memory and 70000 open files"):
         backend_class("process").read_workers(10_000)
 
 

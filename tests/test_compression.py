@@ -14,27 +14,15 @@ import batchopt
 from batchopt import BatchOptimizer
 from batchopt._mapreduce.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
 
-HALF = Rounded(2, torch.float16)
-BRAIN = Rounded(2, torch.bfloat16)
+HALF = Rounded(torch.float16)
+BRAIN = Rounded(torch.bfloat16)
 
 
-def sent(compression: Compression, gradient: torch.Tensor, residual: Any = None, cells: int = 1) -> tuple[Any, Any]:
+def sent(compression: Compression, gradient: torch.Tensor, residual: Any = None, members: int = 1) -> tuple[Any, Any]:
     """The gradient as it arrives, and what is left of it."""
-    found = compress(compression, gradient, residual, cells)
+    found = compress(compression, gradient, residual, members)
     assert found is not None
-    return compression.decode(found.code, cells, len(gradient), gradient.dtype), found.residual
-
-
-# ---- which part of the sum is compressed at once
-
-
-@pytest.mark.parametrize(
-    ("parts", "chunks", "level", "cells"),
-    [(8, 1, 0, 1), (8, 8, 0, 8), (8, 9, 1, 5), (8, 24, 2, 6), (8, 33, 3, 5), (1, 5, 3, 1), (2, 5, 2, 2), (3, 12, 2, 3)],
-)
-def test_cells_are_subtrees_of_one_level(parts: int, chunks: int, level: int, cells: int) -> None:
-    compression = TwoBit(parts, 0.5)
-    assert (compression.top(chunks), compression.cells(chunks)) == (level, cells)
+    return compression.decode(found.code, members, len(gradient), gradient.dtype), found.residual
 
 
 # ---- two bits
@@ -49,21 +37,21 @@ def test_two_bits_of_three_rounds() -> None:
     ]
     residual = None
     for value, left in rounds:
-        found, residual = sent(TwoBit(1, 0.5), gradient, residual)
+        found, residual = sent(TwoBit(0.5), gradient, residual)
         assert found.tolist() == value and residual.tolist() == left
 
 
-def test_the_level_is_the_share_of_a_cell() -> None:
-    value, residual = sent(TwoBit(4, 0.5), torch.tensor([0.1, 0.125, -0.25]), cells=4)
+def test_the_level_is_the_share_of_a_member() -> None:
+    value, residual = sent(TwoBit(0.5), torch.tensor([0.1, 0.125, -0.25]), members=4)
     assert value.tolist() == [0.0, 0.125, -0.125]
     assert residual.tolist() == [pytest.approx(0.1), 0.0, -0.125]
 
 
 def test_an_element_takes_two_bits() -> None:
     gradient = torch.tensor([0.25, 0.5, 0.75, -0.5, -0.25, 2.0])
-    assert TwoBit(1, 0.5).encode(gradient, 1).tolist() == [0b01100100, 0b00010000]
+    assert TwoBit(0.5).encode(gradient, 1).tolist() == [0b01100100, 0b00010000]
     for size, octets in ((0, 0), (1, 2), (8, 2), (9, 4), (1000, 250)):
-        assert TwoBit(1, 0.5).encode(torch.ones(size, dtype=torch.float64), 1).nbytes == octets
+        assert TwoBit(0.5).encode(torch.ones(size, dtype=torch.float64), 1).nbytes == octets
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -73,7 +61,7 @@ def test_what_is_sent_and_what_is_left_are_all_that_there_was(dtype: torch.dtype
     arrived, residual = torch.zeros(1001, dtype=dtype), None
     for _ in range(50):
         gradient = torch.randint(-64, 65, (1001,)).to(dtype) / 64  # all sums are exact
-        value, residual = sent(TwoBit(1, 0.75), gradient, residual)
+        value, residual = sent(TwoBit(0.75), gradient, residual)
         assert set(value.tolist()) <= {-0.75, 0.0, 0.75}
         total += gradient
         arrived += value
@@ -89,11 +77,11 @@ def test_rounded_numbers_are_half_a_unit_off_at_most(compression: Compression, b
     gradient = torch.randn(1000)
     code = compression.encode(gradient, 2)
     assert code.nbytes == 2000
-    value, residual = sent(compression, gradient, cells=2)
+    value, residual = sent(compression, gradient, members=2)
     assert residual is None and value.dtype == torch.float32
     exponents = torch.frexp(gradient).exponent.clamp(min=-13)
     assert ((value - gradient).abs() <= 2.0 ** (exponents - bits - 1)).all()
-    assert torch.equal(sent(compression, value, cells=2)[0], value)
+    assert torch.equal(sent(compression, value, members=2)[0], value)
 
 
 def test_rounded_by_hand() -> None:
@@ -111,7 +99,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         compress(BRAIN, torch.tensor([1e300], dtype=torch.float64), None, 2)
 
 
-@pytest.mark.parametrize("compression", [HALF, BRAIN, TwoBit(2, 0.5)])
+@pytest.mark.parametrize("compression", [HALF, BRAIN, TwoBit(0.5)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_left_as_it_is(compression: Compression, bad: float) -> None:
     assert compress(compression, torch.tensor([1.0, bad]), None, 2) is None
@@ -126,10 +114,8 @@ def test_what_is_not_finite_is_left_as_it_is(compression: Compression, bad: floa
         (None, None),
         ("fp16", HALF),
         ("bf16", BRAIN),
-        ("2bit", TwoBit(8, 0.5)),
-        ({"type": "2bit", "threshold": 2}, TwoBit(8, 2.0)),
-        ({"type": "2bit", "parts": 3}, TwoBit(3, 0.5)),
-        ({"type": "fp16", "parts": 4}, Rounded(4, torch.float16)),
+        ("2bit", TwoBit(0.5)),
+        ({"type": "2bit", "threshold": 2}, TwoBit(2.0)),
     ],
 )
 def test_forms_of_the_argument(value: Any, found: Compression | None) -> None:
@@ -146,19 +132,17 @@ def test_forms_of_the_argument(value: Any, found: Compression | None) -> None:
         (
             {"type": "fp16", "threshold": 0.5},
             ValueError,
-            r"unknown \['threshold'\]: beside 'type', 'fp16' has \['parts'\]",
+            r"unknown \['threshold'\]: beside 'type', 'fp16' has \[\]",
         ),
         (
             {"type": "2bit", "size": 3},
             ValueError,
-            r"unknown \['size'\]: beside 'type', '2bit' has \['threshold', 'parts'\]",
+            r"unknown \['size'\]: beside 'type', '2bit' has \['threshold'\]",
         ),
         ({"type": "2bit", "threshold": 0}, ValueError, "has threshold 0: it must be finite and > 0, about as large as"),
         ({"type": "2bit", "threshold": -1.0}, ValueError, "has threshold -1.0"),
         ({"type": "2bit", "threshold": math.nan}, ValueError, "has threshold nan"),
         ({"type": "2bit", "threshold": "1"}, TypeError, "has threshold '1': it must be a number > 0"),
-        ({"type": "bf16", "parts": 0}, ValueError, "has parts 0: it must be an int >= 1, about the number of nodes"),
-        ({"type": "bf16", "parts": 2.0}, ValueError, "has parts 2.0"),
     ],
 )
 def test_wrong_arguments(value: Any, kind: type[Exception], text: str) -> None:

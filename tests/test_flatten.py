@@ -278,8 +278,8 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         r"dtypes \{'float32': 2, 'float64': 1\} \('1\.0' is float64\): cast the module",
     ),
     "complex": (
-        lambda: torch.nn.Linear(2, 2, dtype=torch.complex64),
-        r"parameters are torch\.complex64; they must be float64.*view_as_real",
+        lambda: layer_and(torch.ones(3, dtype=torch.complex128)),
+        r"dtypes \{'float32': 2, 'complex128': 1\} \('1\.0' is complex\): beside complex64 there may be float32",
     ),
     "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"on the meta device.*to_empty"),
     "two devices": (lambda: layer_and(torch.ones(3, device="meta")), r"on 2 devices \{'cpu': 2, 'meta': 1\}"),

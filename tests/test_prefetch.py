@@ -194,7 +194,7 @@ def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
         opt.load(inputs, targets)  # measures the workers, so what they answered was heard
         for _ in range(2):
             opt.load(inputs, targets)
-            for worker in backend._group._pool.workers.values():
+            for worker in backend._pool.workers.values():
                 assert select.select([worker.channel], [], [], 10)[0]  # answered, and not heard yet
         assert [slot is not None for slot in backend._slots] == [True, False]
 

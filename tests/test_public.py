@@ -33,6 +33,7 @@ def test_the_public_names_are_these() -> None:
         "Worker",
         "Sample",
         "Term",
+        "Weighted",
         "Batches",
         "hogwild",
         "resample",
@@ -43,6 +44,8 @@ def test_the_public_names_are_these() -> None:
         "WorkerStartError",
         "PoisonChunkError",
         "AllWorkersLostError",
+        "NodeLostError",
+        "NodesDifferError",
         "NonFiniteError",
         "CheckpointError",
     }

@@ -85,14 +85,15 @@ def test_a_chunk_that_two_workers_evaluated_counts_once() -> None:
     assert bits(reduced(twice, 7)) == bits(reduced([answer_of(0, 0, 7, 7)], 7))
 
 
-def test_long_vectors_are_summed_in_blocks_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8, 13, 37])
+def test_long_vectors_are_summed_in_blocks_to_the_same_bits(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[Answer]:
-        return [answer_of(rank, rank, rank + 1, 5) for rank in range(5)]
+        return [answer_of(rank, rank, rank + 1, chunks) for rank in range(chunks)]
 
-    at_once = bits(reduced(answers(), 5))
-    monkeypatch.setattr(reduce, "BLOCK", 2)
-    monkeypatch.setattr(reduce, "LARGE", 1)
-    assert bits(reduced(answers(), 5)) == at_once
+    at_once = bits(reduced(answers(), chunks))
+    for name, value in (("BLOCK", 2), ("LARGE", 1), ("SHORT", 0)):
+        monkeypatch.setattr(reduce, name, value)
+    assert bits(reduced(answers(), chunks)) == at_once
 
 
 def test_a_gradient_of_less_precision_is_the_rounded_sum() -> None:

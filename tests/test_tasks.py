@@ -403,7 +403,7 @@ def test_a_call_is_four_messages_to_a_worker() -> None:
         opt.run_on_workers(lambda worker: None)  # which has answered all
         backend = opt._function.workers.backend
         assert isinstance(backend, ProcessBackend)
-        workers = backend._group._pool.workers.values()
+        workers = backend._pool.workers.values()
         before = [worker.channel.sent for worker in workers]
         opt.predict()
         assert [worker.channel.sent for worker in workers] == [sent + 4 for sent in before]

@@ -108,13 +108,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _listed(layout: Layout) -> list[list[Any]]:
-    return [[slot.name, list(slot.shape)] for slot in layout.slots]
+    return [[slot.name, [*slot.shape, *["complex"] * slot.is_complex]] for slot in layout.slots]
 
 
 def _differences(layout: Layout, content: Mapping[str, Any]) -> list[str]:
     """In words, how the parameters in `content` lie otherwise than in `layout`."""
-    here = {slot.name: tuple(slot.shape) for slot in layout.slots}
-    there = {name: tuple(shape) for name, shape in content["layout"]}
+    here = {name: tuple(form) for name, form in _listed(layout)}
+    there = {name: tuple(form) for name, form in content["layout"]}
     found = []
     if content["dtype"] != _name(layout.dtype):
         found.append(f"dtype is {_name(layout.dtype)} here and {content['dtype']} in the file")

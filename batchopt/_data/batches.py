@@ -23,12 +23,15 @@ from batchopt._data.denominators import (
     unread_denominators,
 )
 from batchopt._data.terms import check_names
+from batchopt._data.weighted import Weighted, read_weights, refuse_weights
 from batchopt_workers.batch import Batch, Columns, Part, Samples
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.items import Collate, Items
+from batchopt_workers.objective import LossFunction
+from batchopt_workers.squares import MeanSquare
 from batchopt_workers.structures import is_record, items_of, map_tensors, tensors_in
 from batchopt_workers.task import ChunkFunction
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.weighting import SAMPLE_WEIGHT, Weighting
 
 InMemory = Columns | Samples
 
@@ -38,7 +41,7 @@ class Reading:
     """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
 
     `device`: where all tensors must lie, since the workers compute there; None: anywhere. `cache`: whether workers keep
-    what they have read of a dataset.
+    what they have read of a dataset. `loss_fn`: of which samples may have weights, if it is one of residuals.
     """
 
     collate: Collate | None
@@ -47,26 +50,42 @@ class Reading:
     denominators: Denominators | None
     device: torch.device | None = None
     cache: bool = True
+    loss_fn: LossFunction | None = None
 
     def weighed(self, part: Part) -> Part:
         """The same with what the loss of some of its samples is."""
         inputs, targets, size = part.inputs, part.targets, len(part.inputs)
+        sample_weight = part.criterion_rows.get(SAMPLE_WEIGHT)
+        own = {} if sample_weight is None else {SAMPLE_WEIGHT: sample_weight}
+        if sample_weight is not None:
+            is_read = isinstance(inputs, Items)
+            refuse_weights(self.criterion, isinstance(self.loss_fn, MeanSquare), self.denominators, is_read)
         if isinstance(inputs, Items):
             counts_alike = self.reduction == "mean" and self.denominators is None
             items = replace(inputs, ignored=ignored_class(self.criterion) if counts_alike else None)
-            rows = rows_of_as_many(self.criterion, size)
-            return replace(part, inputs=items, weighting=Weighting(self.reduction, size), criterion_rows=rows)
-        weighting = self.weighting(inputs.data, None if targets is None else targets.data, size, targets)
-        return replace(part, weighting=weighting, criterion_rows=rows_of_samples(self.criterion, targets))
+            rows = {**rows_of_as_many(self.criterion, size), **own}
+            running = running_denominators(sample_weight) if self.reduction == "mean" else None
+            return replace(part, inputs=items, weighting=Weighting(self.reduction, size, running), criterion_rows=rows)
+        weighting = self.weighting(inputs.data, None if targets is None else targets.data, size, targets, sample_weight)
+        return replace(part, weighting=weighting, criterion_rows={**rows_of_samples(self.criterion, targets), **own})
 
-    def weighting(self, inputs: Any, targets: Any, samples: int, columns: InMemory | None) -> Weighting:
+    def weighting(
+        self,
+        inputs: Any,
+        targets: Any,
+        samples: int,
+        columns: InMemory | None,
+        sample_weight: torch.Tensor | None = None,
+    ) -> Weighting:
         """How much the loss of some of the samples counts."""
         each, divided_once = None, False
         if self.reduction == "mean" and self.denominators is not None:
             each = given_denominators(self.denominators, inputs, targets, samples)
         elif self.reduction == "mean":
             each = own_denominators(self.criterion, columns)
-            divided_once = each is not None and divides_once(self.criterion)
+            divided_once = each is not None and (sample_weight is not None or divides_once(self.criterion))
+            if sample_weight is not None:
+                each = sample_weight if each is None else each * sample_weight
         return Weighting(self.reduction, samples, running_denominators(each), divided_once)
 
     def unread_denominators(self, part: Part) -> ChunkFunction | None:
@@ -133,9 +152,16 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
 
     A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list
     is either one entry a sample or, when its entries are tensors of one length, such columns: the number of targets and
-    options decides. A map-style Dataset has its targets with it. Raises `TypeError` or `ValueError` for data without
-    samples, of different lengths, that the workers cannot take, or that can be read both ways.
+    options decides. A map-style Dataset has its targets with it. `Weighted` inputs have weights of samples. Raises
+    `TypeError` or `ValueError` for data without samples, of different lengths, that the workers cannot take, or that
+    can be read both ways.
     """
+    if isinstance(inputs, Weighted):
+        if isinstance(inputs.inputs, Weighted):
+            raise TypeError("`inputs` are Weighted twice: multiply the weights, and give them once")
+        part = read_part(inputs.inputs, targets, options, reading)
+        rows = {SAMPLE_WEIGHT: read_weights(inputs.sample_weight, part.size)}
+        return reading.weighed(replace(part, criterion_rows=rows))
     options = _read_options(options)
     if isinstance(inputs, Dataset):
         inputs, targets = tensors_of(inputs, targets, reading.collate)

@@ -43,15 +43,16 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
 
 def marks_of(criterion: Any) -> tuple[Any, ...]:
     """What a criterion has of all that it is asked for here: another value once that was changed."""
-    if isinstance(criterion, torch.nn.Module):  # whose own way to say that it lacks something is slow
-        own, buffers = vars(criterion), criterion._buffers
-        found = [own[name] if name in own else buffers.get(name) for name in _ASKED_FOR]
-    else:
-        found = [getattr(criterion, name, None) for name in _ASKED_FOR]
-    return tuple(
-        (id(one), None if one.is_inference() else one._version) if isinstance(one, torch.Tensor) else one
-        for one in found
-    )
+    is_module = isinstance(criterion, torch.nn.Module)  # whose own way to say that it lacks something is slow
+    own, buffers = (vars(criterion), criterion._buffers) if is_module else ({}, {})
+    found: list[Any] = []
+    for name in _ASKED_FOR:
+        one = own.get(name, buffers.get(name)) if is_module else getattr(criterion, name, None)
+        if isinstance(one, torch.Tensor):
+            found += (id(one), None if one.is_inference() else one._version)
+        else:
+            found.append(one)
+    return tuple(found)
 
 
 def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from batchopt._data.denominators import resolve_reduction
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.items import Collate
 from batchopt_workers.objective import LossFunction
-from batchopt_workers.squares import MeanSquare, ResidualFunction
+from batchopt_workers.squares import LOSSES, MeanSquare, ResidualFunction
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Term:
         residual: instead of it, `residual(module, inputs, targets)`, shape `(samples, ...)`: the loss is the mean of
             the squares of all these numbers (or, with the reduction `"sum"`, their sum), and least squares know its
             Jacobian. Each row has to depend on its own sample alone.
+        loss, scale: of residuals r, in place of their squares: the mean of scale² rho((r / scale)²), where rho is that
+            of `"linear"`, the default (the squares), `"soft_l1"`, `"huber"`, `"cauchy"` or `"arctan"`, as SciPy's
+            `least_squares` defines them: residuals much larger than `scale` (default 1), outliers, pull less.
         weight: finite and >= 0. With 0 the term's loss is evaluated, and adds nothing to f and df/dX.
         reduction: `"mean"`, the default, or `"sum"`: what the loss of some of the term's samples is.
         denominators, collate_fn: of this term, as in `BatchOptimizer`.
@@ -39,6 +42,8 @@ class Term:
     denominators: Denominators | None = None
     collate_fn: Collate | None = None
     residual: InitVar[ResidualFunction | None] = field(default=None, kw_only=True)
+    loss: str = field(default="linear", kw_only=True)
+    scale: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self, residual: ResidualFunction | None) -> None:
         if (self.loss_fn is None) == (residual is None):
@@ -48,15 +53,17 @@ class Term:
             )
         if residual is not None:
             arguments.check_callable("residual", residual, ("module", "inputs", "targets"))
-            object.__setattr__(self, "loss_fn", MeanSquare(residual))
+            object.__setattr__(self, "loss_fn", MeanSquare(residual, "mean", *_read_robust(self.loss, self.scale)))
+        elif (self.loss, self.scale) != ("linear", 1.0) and not isinstance(self.loss_fn, MeanSquare):
+            raise ValueError("`loss` and `scale` of a Term are those of its `residual`: a `loss_fn` has its own")
         arguments.check_loss_fn(self.loss_fn)
         object.__setattr__(self, "weight", _read_weight("`weight` of a Term", self.weight))
         object.__setattr__(self, "reduction", resolve_reduction(self.reduction, None))
         if isinstance(self.loss_fn, MeanSquare):
             if self.denominators is not None:
                 raise ValueError(
-                    "`denominators` of a Term with a `residual`: its mean is over the residuals; put the square root "
-                    "of a weight into the residual"
+                    "`denominators` of a Term with a `residual`: its mean is over the residuals; give samples weights "
+                    "by batchopt.Weighted(inputs, sample_weight)"
                 )
             object.__setattr__(self, "loss_fn", replace(self.loss_fn, reduction=self.reduction))
         arguments.check_callable("denominators", self.denominators, ("inputs", "targets"))
@@ -112,6 +119,15 @@ def check_names(what: str, given: Mapping[Any, Any], names: Mapping[str, Any]) -
     if missing or unknown:
         found = [f"{kind} {others}" for kind, others in (("lacks", missing), ("has unknown", unknown)) if others]
         raise ValueError(f"{what} {' and '.join(found)}: the terms are {list(names)}, and each needs one entry")
+
+
+def _read_robust(loss: Any, scale: Any) -> tuple[str, float]:
+    if loss not in LOSSES:
+        raise ValueError(f"`loss` of a Term must be one of {list(LOSSES)}, got {loss!r}")
+    number = _read_weight("`scale` of a Term", scale)
+    if number == 0.0:
+        raise ValueError(f"`scale` of a Term must be > 0, got {scale!r}")
+    return loss, number
 
 
 def _read_weight(what: str, value: Any) -> float:

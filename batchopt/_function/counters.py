@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,18 @@ class Counters:
     def evaluated(self, loss: float, terms: dict[str, float]) -> Counters:
         """After an evaluation that found `loss`."""
         chain = hashlib.sha256(bytes.fromhex(self.losses) + struct.pack("<d", loss)).hexdigest()
-        return replace(self, evaluations=self.evaluations + 1, loss=loss, losses=chain, terms=terms)
+        evaluations = self.evaluations + 1
+        return Counters(evaluations, self.batches, self.samples, self.steps, loss, chain, terms, self.products)
+
+    def begun(self) -> Counters:
+        """After a step was begun."""
+        numbers = self.evaluations, self.batches, self.samples, self.steps + 1
+        return Counters(*numbers, self.loss, self.losses, self.terms, self.products)
 
     def stepped(self, samples: int) -> Counters:
         """After a step on a batch of `samples`."""
-        return replace(self, batches=self.batches + 1, samples=self.samples + samples)
+        numbers = self.evaluations, self.batches + 1, self.samples + samples, self.steps
+        return Counters(*numbers, self.loss, self.losses, self.terms, self.products)
 
     def fingerprint(self, parameters: torch.Tensor) -> str:
         """The sha256 of the chain, the counters, and `parameters` (1-D)."""

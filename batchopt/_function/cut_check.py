@@ -175,11 +175,11 @@ def refuse_frequencies(
 ) -> None:
     """Raise `ValueError` for a layer whose gradient counts how often an entry is in a forward, where the batch takes
     more than one."""
-    terms = 1 if batch is None else len(batch.parts)
-    forwards = chunks if batch is None else max(chunks, _forwards(batch) - terms + 1)
-    if workers == 1 and forwards == 1:
-        return
-    for part in filter(counts_frequencies, module.modules()):
+    forwards = chunks
+    if batch is not None and not batch.is_of_columns:
+        forwards = max(chunks, _forwards(batch) - len(batch.parts) + 1)
+    part = None if workers == 1 and forwards == 1 else counts_frequencies(module)
+    if part is not None:
         raise ValueError(
             f"'{name_of(part, module)}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how "
             "often an entry is in a forward, which has a chunk of the batch; use parallelize=1 without chunk_size "

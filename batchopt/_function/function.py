@@ -18,6 +18,7 @@ import torch
 from batchopt._data.batches import Readings, read_batch
 from batchopt._data.denominators import marks_of
 from batchopt._data.epochs import Turn
+from batchopt._data.forms import BatchForm, with_form
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.counters import Counters
@@ -26,6 +27,7 @@ from batchopt._function.nonfinite import explain
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.observers import Observers
 from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of
+from batchopt._function.repeat import LONGEST, Repeat
 from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
@@ -36,11 +38,12 @@ from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.compression import DoesNotFit
-from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
-from batchopt._mapreduce.reduce import reduce_answers, weighed
+from batchopt._mapreduce.plan import NEW, Plan, choose_chunk_size, follow, make_plan, plan_of
+from batchopt._mapreduce.reduce import Whole, reduce_answers, weighed
 from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
+from batchopt._program.flatten import check_hooks
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, tell_rows
 from batchopt_workers import faults
@@ -62,6 +65,15 @@ class Past(NamedTuple):
     residuals: int = 0
 
 
+class Planned(NamedTuple):
+    """The plan of a batch of `size` samples, made or kept with these speeds."""
+
+    size: int
+    chunk_size: int | None
+    speeds: Speeds
+    plan: Plan
+
+
 class BatchFunction:
     """Evaluates f of the loaded batch, and its derivatives, on workers. `BatchOptimizer` holds one and documents its
     methods for users."""
@@ -72,12 +84,19 @@ class BatchFunction:
         self.subject, self.settings = subject, settings
         self.workers = Workers(subject, settings)
         self._read: tuple[Any, Readings] | None = None  # how, as long as nothing changes
+        self._form: tuple[Readings, BatchForm] | None = None  # of the batch that was read last
         self._terms = settings.terms
-        self._reporter = Reporter(settings.verbose)
-        self.observers = Observers([self._reporter])
+        self.verbose = settings.verbose if self.is_main else 0
+        self._reporter = Reporter(self.verbose)
+        self.observers = Observers([self._reporter] if self.verbose else [])
         self._checks_cut = settings.check_cut
         self._on_nonfinite = settings.on_nonfinite  # "keep": f is what it is
         self._step: Step | None = None
+        self._repeat: Repeat | None = None  # the last evaluation
+        self._planned: Planned | None = None  # last
+        self._cuts = settings.chunk_size, settings.deterministic
+        self._unlooked = 0  # the number of a step that was only evaluated by repeats
+        self._number: int | None = None  # of the one that is made, if it has one already
         self._rows: Rows = lambda: None  # of the data, which the loaded batch has
         self._placed: Prepared | None = None  # where the workers can read it
         self._past = Past(counters or Counters(), [])
@@ -92,6 +111,16 @@ class BatchFunction:
         self._closed = False
 
     # ---- what there is
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes files; of several that do the same, one does."""
+        return self.workers.backend.is_main
+
+    @exclusive
+    def once(self, function: Callable[[], T]) -> T:
+        """What `function` returns, or raises, in the process that writes files."""
+        return self.workers.backend.once(function)
 
     @property
     def past(self) -> Past:
@@ -125,7 +154,7 @@ class BatchFunction:
     def check_open(self) -> None:
         """Bring X up to date with the module. Raises `BatchoptError` after `close`, and where X cannot follow."""
         if self._closed:
-            raise BatchoptError("this BatchOptimizer was closed: build a new one")
+            raise _closed()
         self.subject.follow()
 
     def without_bar(self) -> AbstractContextManager[None]:
@@ -146,9 +175,11 @@ class BatchFunction:
     def ready(self) -> Step:
         """The step on the loaded batch, with X as the module has it now. Raises `ValueError` for a parameter with a
         hook, too."""
-        self.check_open()
-        self.subject.check_hooks()
-        return self._loaded()
+        if self._closed:
+            raise _closed()
+        self.subject.follow()
+        check_hooks(self.subject.named)
+        return self._step or self._loaded()
 
     def _loaded(self) -> Step:
         if self._step is None:
@@ -160,7 +191,8 @@ class BatchFunction:
     @exclusive
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
         """Make this the batch of the evaluations to come."""
-        self.check_open()
+        if self._closed:
+            raise _closed()
         if isinstance(inputs, PreparedBatch):
             inputs.check_alone(targets, options)
             self.begin(inputs.take(self), inputs.rows)
@@ -173,17 +205,28 @@ class BatchFunction:
         """Read the batch, and bring it to where the workers can read it. `ahead`: while the present one is still
         needed; else that one is gone."""
         with self.observers.doing("read ahead" if ahead else "load"):
-            batch = read_batch(inputs, targets, options, self.readings)
+            batch = self._read_batch(inputs, targets, options)
             if not ahead:
                 self.end_step()
                 self._step = None
             self._placed = self.workers.backend.prepare(batch, ahead)
             return self._placed
 
+    def _read_batch(self, inputs: Any, targets: Any, options: Any) -> Batch:
+        """The batch: of the form of the one before, or else as it is read."""
+        readings = self.readings
+        if self._form is not None and self._form[0] is readings and options is None:
+            batch = self._form[1].filled(inputs, targets, readings[None])
+            if batch is not None:
+                return batch
+        batch = with_form(read_batch(inputs, targets, options, readings))
+        self._form = None if batch.plain is None or None not in readings else (readings, batch.plain.form)
+        return batch
+
     def begin(self, prepared: Prepared, rows: Rows = lambda: None) -> None:
         """Begin a step on what was prepared; `rows`: which samples of the data it has."""
         self._rows = rows
-        self._begin(self.weighed(prepared))
+        self._begin(prepared if prepared.batch.plain is not None else self.weighed(prepared))
 
     def weighed(self, prepared: Prepared) -> Prepared:
         """The same, `with_denominators`."""
@@ -196,41 +239,49 @@ class BatchFunction:
 
     @undisturbed
     def _begin(self, prepared: Prepared) -> None:
-        subject, workers, settings = self.subject, self.workers, self.settings
+        subject, workers = self.subject, self.workers
         subject.check()
         self.end_step()
         workers.grow(self._reporter.not_grown)
-        with self.observers.doing("load"), self.undone_if_it_fails():
+        with self.observers.doing("load"), undone_if_it_fails(self):
             self._step = None
             if prepared is not self._placed:  # another batch was brought there meanwhile
                 prepared = self._placed = workers.backend.prepare(prepared.batch)
             subject.buffers.begin_step()
             self._ended = False
-            workers.backend.load(prepared, self.weights)
-            workers.leave_out_the_lost()
-            number, batch = self._past.counters.steps + 1, prepared.batch
-            self._past = self._past._replace(counters=replace(self._past.counters, steps=number))
-            chunk_size = choose_chunk_size(batch.size, settings.chunk_size, settings.deterministic)
-            plan = make_plan(batch.size, chunk_size, workers.speeds)
-            self._step = Step(number, batch, self.weights, chunk_size, plan)
-            if not workers.speeds.measured and len(workers.infos) > 1 and workers.hooks == (None, None):
-                self._measure(self._step)
-                plan = make_plan(batch.size, chunk_size, workers.speeds)
-            refuse_frequencies(subject.module, len(workers.infos), batch, plan.cut.chunks)
-            self._reporter.idle(batch.size, chunk_size and plan.cut.chunks, len(workers.infos))
-            movable = not self._reporter.cut_matters(subject.module, plan.cut.chunks)
+            weights, infos = self.weights, workers.infos
+            workers.backend.load(prepared, weights)
+            workers.leave_out_the_lost(infos)
+            self._past = Past(self._past.counters.begun(), self._past.hook_results, self._past.residuals)
+            number, batch, count = self._past.counters.steps, prepared.batch, len(infos)
+            chunk_size = choose_chunk_size(batch.size, *self._cuts)
+            plan = self._plan_of(batch.size, chunk_size)
+            chunks = plan.cut.chunks
+            refuse_frequencies(subject.module, count, batch, chunks)
+            self._reporter.idle(batch.size, chunk_size and chunks, count)
+            movable = chunks == 1 or not self._reporter.cut_matters(subject.module, chunks)
             # samples that change hands have to be read again; of fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
-            self._step = self._step._replace(plan=plan, movable=moves)
-            if movable:
+            self._step = Step(number, batch, weights, chunk_size, plan, moves)
+            self._planned = Planned(batch.size, chunk_size, workers.speeds, plan)
+            if movable and self._checks_cut and (count > 1 or chunks > 1):
                 self._check_cut(self._step)
+
+    def _plan_of(self, size: int, chunk_size: int | None) -> Plan:
+        """That of the step before, as far as it fits: then evaluations may be repeated."""
+        speeds, planned = self.workers.speeds, self._planned
+        if planned is not None and (planned.size, planned.chunk_size) == (size, chunk_size):
+            plan = planned.plan
+            if planned.speeds is speeds and (plan.age >= NEW or len(plan.shares) == 1):
+                return plan
+            if len(plan.shares) == len(speeds.values) and math.isfinite(speeds.makespan(plan.samples())):
+                return follow(plan, chunk_size, speeds)
+        return make_plan(size, chunk_size, speeds)
 
     def _check_cut(self, step: Step) -> None:
         """Warn if the loss of a few samples depends on how they are cut; once, when a batch is cut for the first
         time."""
         workers, bounds = self.workers, step.plan.cut.bounds
-        if not self._checks_cut or (len(bounds) == 2 and len(workers.infos) == 1):
-            return
         self._checks_cut = False
         largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
         arguments = step.batch, self.readings, largest, workers.number, step.number, dtype
@@ -239,17 +290,18 @@ class BatchFunction:
         self._reporter.cut_differs([difference for difference in found if difference.decided])
 
     @exclusive
-    def calibrate(self) -> list[float]:
-        """Time each worker on a part of the loaded batch; the speeds in samples per second."""
-        return self._measure(self.ready())
-
     @undisturbed
-    def _measure(self, step: Step) -> list[float]:
-        with self._at_start():
-            speeds = self.workers.calibrate(step.batch.size, step.number)
-        if not self.workers.speeds.fixed:
-            self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in speeds])
-        return speeds
+    def calibrate(self) -> list[float]:
+        """Time the workers on equal shares of the loaded batch; the speeds in samples per second."""
+        step, workers = self.ready(), self.workers
+        if not workers.speeds.fixed:
+            plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
+            with self._at_start(), workers.without_hooks():
+                for _ in range(1 if workers.evaluations else 2):
+                    answers = workers.evaluate(step._replace(plan=plan), Kind.EVALUATE)
+                    workers.learn_from(answers, plan.samples())
+            self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in workers.speeds.relative])
+        return list(workers.speeds.relative)
 
     def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
         """Each of `batches`, placed; the next one is read and placed while the workers compute."""
@@ -281,36 +333,93 @@ class BatchFunction:
     ) -> torch.Tensor:
         """f at X (0-dim, float64), and df/dX, by the two halves `map` and `reduce`: those below, or what overrides
         them."""
-        with self._owner.amid("an evaluation"):
+        owner = self._owner
+        outer = owner.doing
+        try:
+            owner.doing = outer or "an evaluation"
             began = time.perf_counter()
             self.observers.begins()
-            self._evaluation = 0
+            self._evaluation, self._number = 0, None
             try:
+                if map is None and reduce is None and self._repeat is not None:
+                    repeated = self._repeated(self._repeat, began)
+                    if repeated is not None:
+                        return repeated
                 answers = (map or self.map)()
                 mapped = time.perf_counter()
                 faults.point("parent.reduce")
                 loss = (reduce or self.reduce)(answers)
+                self._repeat = self._repeat_of(answers) if map is None and reduce is None else None
             except BatchoptError as error:
                 tell_rows(error, self._rows())
                 answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
             self._count(loss.item(), answers, began, mapped)
             return loss
+        finally:
+            owner.doing = outer
+
+    def _repeat_of(self, answers: Sequence[Answer]) -> Repeat | None:
+        """The evaluation that these answer, to be repeated next time, if the backend can."""
+        which, longest = self.workers.backend.repeatable, max((answer.seconds for answer in answers), default=LONGEST)
+        if which is None or longest >= LONGEST or not self.workers.are_known:
+            return None
+        return Repeat(self._loaded(), self.workers.speeds, which, answers, self.workers.infos)
+
+    def _repeated(self, repeat: Repeat, began: float) -> torch.Tensor | None:
+        """What `evaluate` returns, if the evaluation before can be repeated; None where it has to be ordered."""
+        step, subject, workers = self.ready(), self.subject, self.workers
+        usual = repeat.fits(step, workers.speeds) and not self._ended and self._on_nonfinite != "keep"
+        if not usual or self._compresses or self._keeps_outputs or subject.buffers.is_written:
+            return None
+        self._repeat = None  # if anything is raised
+        if step.number != repeat.step:  # of which this is the first evaluation
+            self._unlooked = repeat.step = step.number
+        self._number = workers.number()  # of the order, too, if it takes one
+        found = workers.backend.repeat(repeat.which, self._number, step.number, repeat.seconds, self.observers.busy)
+        if found is None:
+            return None
+        if repeat.drew and step.movable and step.chunk_size is None:  # as after an order
+            self._step = step._replace(movable=False)
+        mapped = time.perf_counter()
+        if faults.hook is not None:
+            faults.point("parent.reduce")
+        whole = repeat.reduction.whole(found.losses, subject.renew_gradient())
+        loss = weighed(whole.losses, step.weights)
+        if not (whole.finite and math.isfinite(loss)):  # which the ordinary way explains
+            self._number = None  # for sums were made where the workers have their own
+            return None
+        self._take_in(whole)
+        self._outputs = None
+        if self._past.hook_results or repeat.hook_results:
+            self._past = self._past._replace(hook_results=[*repeat.hook_results])
+        if repeat.took(found.times):
+            self._repeat = repeat
+        answers = repeat.answers(found) if self.observers.look else ()
+        self._count(loss, answers, began, mapped)
+        return torch.scalar_tensor(loss, dtype=torch.float64, device="cpu")
 
     def _count(self, loss: float, answers: Sequence[Answer], began: float, mapped: float) -> None:
         """An evaluation is over: count it, and tell who wants to know."""
-        terms = dict(zip(self._terms or (), self._term_losses, strict=False))
+        terms = dict(zip(self._terms, self._term_losses, strict=False)) if self._terms else {}
         counters = self._past.counters.evaluated(loss, terms)
-        self._past = self._past._replace(counters=counters, residuals=self._evaluation or self._past.residuals)
-        number, batch, bounds = counters.evaluations, counters.batches + 1, self._loaded().plan.cut.bounds
+        self._past = Past(counters, self._past.hook_results, self._evaluation or self._past.residuals)
+        if not self.observers.follow:
+            return
+        step = self._step or self._loaded()
+        number, batch, bounds = counters.evaluations, counters.batches + 1, step.plan.cut.bounds
         ended = time.perf_counter()
         self.observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
 
     @undisturbed
     def map(self) -> list[Answer]:
         """Partial losses and gradients from every worker that had a share."""
-        step = self._step = self.ready().followed(self.workers.speeds)
+        step = self.ready()
+        if step.number != self._unlooked:  # else workers have not said yet whether random numbers are drawn
+            step = self._step = step.followed(self.workers.speeds)
+        self._planned = Planned(step.batch.size, step.chunk_size, self.workers.speeds, step.plan)
         self._outputs = None
         answers = self._evaluate(step, Kind.EVALUATE)
+        self._unlooked = 0
         if self._keeps_outputs:
             self._outputs = self.put_together(answers, step.plan.cut, step.batch.size)
         self.workers.learn_from(answers, step.plan.samples())
@@ -325,7 +434,9 @@ class BatchFunction:
             if self._compresses and kind is Kind.EVALUATE:
                 answers = self._evaluate_compressed(step)
             else:
-                answers = self.workers.evaluate(step, kind, self.observers.busy)
+                number = self._number if kind is Kind.EVALUATE else None
+                self._number = None
+                answers = self.workers.evaluate(step, kind, self.observers.busy, number)
         if step.chunk_size is None and any(answer.drew for answer in answers):
             self._step = step._replace(movable=False)
         return answers
@@ -356,20 +467,22 @@ class BatchFunction:
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """Merge `answers` into f, which is returned, and df/dX."""
         step, subject = self._loaded(), self.subject
-        subject.renew_gradient()
-        whole = reduce_answers(answers, step.plan.cut.chunks, subject.gradient)
-        subject.show_gradients(whole.used)
-        self._changes = whole.changes.clone()
+        whole = reduce_answers(answers, step.plan.cut.chunks, subject.renew_gradient())
+        self._take_in(whole)
         loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
         if not finite and self._on_nonfinite == "raise":
             self._changes = None
             raise self.not_finite(Kind.EVALUATE, step.plan.cut, step.batch)
-        self._term_losses = whole.losses
         if self._ended:
             self.end_step()
         kept = finite or self._on_nonfinite == "keep"
         return torch.scalar_tensor(loss if kept else math.inf, dtype=torch.float64, device="cpu")
+
+    def _take_in(self, whole: Whole) -> None:
+        """Show what all chunks have found."""
+        self.subject.show_gradients(whole.used)
+        self._changes, self._term_losses = whole.changes.clone(), whole.losses
 
     @contextmanager
     def as_it_is(self) -> Iterator[None]:
@@ -390,8 +503,7 @@ class BatchFunction:
             chunk = bisect_right(step.plan.cut.bounds, error.samples.start) - 1
             number, what = counters.evaluations + 1, f"loss is none ({error.type_name})"
             raise NonFiniteError(what, chunk, error.samples, step.number, number, error.terms) from error
-        subject.renew_gradient()
-        subject.gradient.fill_(math.nan)
+        subject.renew_gradient().fill_(math.nan)
         subject.show_gradients()
         self._term_losses = (math.inf,) * len(step.weights)
         return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")
@@ -511,23 +623,6 @@ class BatchFunction:
     # ---- what is undone
 
     @contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
-        """If the body raises, restore the counters and the buffers; a batch has to be loaded again."""
-        before, outer, step, ended = self._past, self._goes_back_to, self._step, self._ended
-        self._goes_back_to = outer or before
-        try:
-            yield
-        except BaseException:
-            self._past = before
-            has_begun = self._step is not step or not ended  # else it was over before the body: what it left stays
-            if self._step is not None and has_begun and not self.subject.buffers.is_written:
-                self.subject.buffers.restore()
-            self._forget_batch()
-            raise
-        finally:
-            self._goes_back_to = outer
-
-    @contextmanager
     def apart(self, what: str, counted: bool = False) -> Iterator[None]:
         """Batches loaded in the body belong to no step: afterwards the random draws go on as if there had been none,
         and so do the counters, unless evaluations are to be `counted` and nothing was raised. A batch has to be loaded
@@ -578,7 +673,7 @@ class BatchFunction:
         self._changes = None
 
     def _forget_batch(self) -> None:
-        self._step = self._changes = self._outputs = None
+        self._step = self._changes = self._outputs = self._repeat = None
 
     def stepped(self, left: Trial | None) -> None:
         """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it
@@ -608,6 +703,7 @@ class BatchFunction:
                 stacklevel=3,
             )
         self._terms, self._past = terms, Past(counters, self._past.hook_results, number)
+        self._planned = None
         self._forget_batch()
         if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
             self.workers.set_speeds(Speeds(tuple(speeds)))
@@ -666,7 +762,7 @@ class BatchFunction:
 
         def between_steps() -> None:
             self.end_step()
-            self._step = self._placed = None
+            self._step = self._placed = self._planned = self._repeat = None
 
         self.workers.resize(parallelize, speeds, between_steps)
         self.workers.backend.keep_outputs(self._keeps_outputs)
@@ -691,7 +787,7 @@ class BatchFunction:
             self.end_step()
             self._reporter.close()
             self.workers.backend.close()
-            self._placed = self._outputs = None
+            self._placed = self._outputs = self._repeat = None
             self.subject.leave()
 
     def __enter__(self) -> BatchFunction:
@@ -699,6 +795,34 @@ class BatchFunction:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _closed() -> BatchoptError:
+    return BatchoptError("this BatchOptimizer was closed: build a new one")
+
+
+class undone_if_it_fails:
+    """If the body raises, restore the counters and the buffers of a function; a batch has to be loaded again."""
+
+    def __init__(self, function: BatchFunction) -> None:
+        self._function = function
+        self._before = function._past, function._goes_back_to, function._step, function._ended
+
+    def __enter__(self) -> None:
+        past, outer, *_ = self._before
+        self._function._goes_back_to = outer or past
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        function, (past, outer, step, ended) = self._function, self._before
+        try:
+            if kind is not None:
+                function._past = past
+                has_begun = function._step is not step or not ended  # else it was over before: what it left stays
+                if function._step is not None and has_begun and not function.subject.buffers.is_written:
+                    function.subject.buffers.restore()
+                function._forget_batch()
+        finally:
+            function._goes_back_to = outer
 
 
 class ReadsAhead(Observer):

@@ -13,6 +13,7 @@ from batchopt._data.batches import Readings
 from batchopt._data.terms import check_names
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import Selection, collect, plain, select, total
+from batchopt_workers.batch import Part
 from batchopt_workers.least_squares import (
     Accelerations,
     GaussNewtonProducts,
@@ -23,8 +24,9 @@ from batchopt_workers.least_squares import (
     TransposedProduct,
     stripes,
 )
-from batchopt_workers.squares import squares_of
+from batchopt_workers.squares import MeanSquare, of_residuals, squares_of
 from batchopt_workers.task import PieceFunction, Task
+from batchopt_workers.weighting import SAMPLE_WEIGHT
 
 # Parameters of the largest matrix that is made unless a larger one is asked for.
 LARGEST = 5_000
@@ -33,11 +35,19 @@ LARGEST = 5_000
 class Normal(NamedTuple):
     """The normal equations of f = rᵀWr, in float64: `loss` is f; `vector` JᵀWr, half of df/dX, shape `(n,)`; `matrix`
     JᵀWJ, symmetric, shape `(n, n)`. W has the weights of the squares in f: that of the term, by the number of its
-    residuals."""
+    residuals; times those of samples. Under a robust loss, `loss` and `vector` are f's, and W in `matrix` is less for
+    large residuals, by the correction of Triggs and others ("Bundle adjustment: a modern synthesis", 2000)."""
 
     loss: float
     vector: torch.Tensor
     matrix: torch.Tensor
+
+
+class Roots(NamedTuple):
+    """See `square_roots`: shape `(N,)` both."""
+
+    values: torch.Tensor
+    slopes: torch.Tensor
 
 
 def residuals(function: BatchFunction, inputs: Any, targets: Any) -> Any:
@@ -154,14 +164,34 @@ def jacobian(function: BatchFunction) -> Any:
     return _rows(function, JacobianRows(), _loaded(function))
 
 
-def square_weights(function: BatchFunction, sizes: Mapping[str | None, int]) -> dict[str | None, float]:
-    """The weight of each square in f of the loaded batch, by term, which has so many residuals."""
-    settings, found = function.settings, {}
-    for (name, size), loss_fn, weight in zip(sizes.items(), settings.loss_fns, function.ready().weights, strict=True):
+def square_roots(function: BatchFunction, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
+    """Of each term's residuals, as `residuals` returns them: numbers of which f is half the sum of squares, and their
+    derivatives by the residuals."""
+    settings, step, roots = function.settings, function.ready(), {}
+    for (name, residuals), part, loss_fn, weight in zip(
+        found.items(), step.batch.parts, settings.loss_fns, step.weights, strict=True
+    ):
         squares = squares_of(settings.criterion, loss_fn)
         assert squares is not None  # as `_check` has seen to
-        found[name] = squares.weight(weight, size)
-    return found
+        values = flat(residuals).double().reshape(-1)
+        factors = (2 * weight * _factors(squares, part, residuals, values)).sqrt()
+        own, slopes = squares.roots(values)
+        roots[name] = Roots(own * factors, slopes * factors)
+    return roots
+
+
+def _factors(squares: MeanSquare, part: Part, residuals: Any, values: torch.Tensor) -> torch.Tensor:
+    """The weight of each residual in the term's loss."""
+    sample_weight = part.criterion_rows.get(SAMPLE_WEIGHT)
+    if not part.one_by_one:
+        whole = squares.weight(1.0, len(values), sample_weight)
+        return torch.as_tensor(of_residuals(sample_weight, values) * whole, dtype=torch.float64)
+    found = []
+    for i, one in enumerate(residuals):  # each a piece of its own, of as many residuals as it has
+        own = None if sample_weight is None else sample_weight[i]
+        weight = squares.weight(part.weighting.of(i, i + 1), one.numel(), own)
+        found.append(torch.full((one.numel(),), weight if own is None else weight * float(own), dtype=torch.float64))
+    return torch.cat(found)
 
 
 def _rows(function: BatchFunction, task: PieceFunction, selections: list[Selection]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,11 +10,12 @@ import torch
 
 from batchopt._function.function import BatchFunction
 from batchopt._function.least_squares import (
+    Roots,
     flat,
     jacobian,
     jacobian_product,
     residuals,
-    square_weights,
+    square_roots,
     transposed_product,
 )
 from batchopt._function.numpy_types import Doubles
@@ -33,7 +33,8 @@ class At(Protocol):
 
 class FlatLeastSquares:
     """The residuals of f as functions of a flat vector `x`, each scaled with the root of twice its weight in f: f is
-    half the sum of their squares, as `scipy.optimize.least_squares` counts.
+    half the sum of their squares, as `scipy.optimize.least_squares` counts. Under a robust loss, the roots of what they
+    add to f, with their signs, in place of the residuals: so any method minimises f, with SciPy's `loss` left out.
 
     Vectors are NumPy arrays, float64, shape `(n,)` for `x` and `(N,)` for the residuals: in the order of the terms,
     then of the samples, then of the numbers of a sample. Everything else as in `FlatObjective`; raises what
@@ -46,7 +47,7 @@ class FlatLeastSquares:
 
     def fun(self, x: Any) -> Doubles:
         """The residuals at `x`."""
-        return _array(self._at(x, lambda: self._scaled(residuals(self._function, None, None))))
+        return _array(self._at(x, lambda: torch.cat([roots.values for roots in self._roots().values()])))
 
     def jac(self, x: Any) -> Doubles:
         """Their Jacobian at `x`: shape `(N, n)`. All of it is in memory."""
@@ -71,23 +72,27 @@ class FlatLeastSquares:
         found: LinearOperator = LinearOperator((count, len(point)), matvec=times, rmatvec=transposed, dtype=np.float64)
         return found
 
+    def _roots(self) -> dict[str | None, Roots]:
+        return square_roots(self._function, _by_name(residuals(self._function, None, None)))
+
     def _scaled(self, found: Any) -> torch.Tensor:
-        """All terms in one, with a row for each residual: (samples, d, ...) each."""
+        """Derivatives of the residuals, of all terms in one, with a row for each residual: (samples, d, ...) each."""
         parts = {name: flat(part).double() for name, part in _by_name(found).items()}
-        roots = self._roots(parts)
-        return torch.cat([part * roots[name] for name, part in parts.items()])
+        roots = self._roots()
+        return torch.cat(
+            [
+                part * (roots[name].slopes[:, None] if part.dim() > 1 else roots[name].slopes)
+                for name, part in parts.items()
+            ]
+        )
 
     def _transposed(self, weights: torch.Tensor) -> torch.Tensor:
         found = _by_name(residuals(self._function, None, None))
-        split = torch.split(weights, [len(flat(part)) for part in found.values()])
+        roots = square_roots(self._function, found)
+        split = torch.split(weights, [len(one.slopes) for one in roots.values()])
         parts = dict(zip(found, split, strict=True))
-        roots = self._roots(parts)
-        scaled = {name: _like(found[name], part * roots[name]) for name, part in parts.items()}
+        scaled = {name: _like(found[name], part * roots[name].slopes) for name, part in parts.items()}
         return transposed_product(self._function, scaled[None] if None in scaled else scaled)
-
-    def _roots(self, parts: Mapping[str | None, torch.Tensor]) -> dict[str | None, float]:
-        weights = square_weights(self._function, {name: len(part) for name, part in parts.items()})
-        return {name: math.sqrt(2 * weight) for name, weight in weights.items()}
 
 
 def _by_name(found: Any) -> dict[str | None, Any]:

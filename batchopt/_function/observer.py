@@ -28,7 +28,9 @@ class Evaluated(NamedTuple):
 
 
 class Observer:
-    """Follows evaluations: a subclass overrides the events that it needs."""
+    """Follows evaluations: a subclass overrides the events that it needs. `looks`: whether at the workers' answers."""
+
+    looks = False
 
     def begins(self) -> None:
         """An evaluation begins."""

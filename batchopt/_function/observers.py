@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.timeline import Timeline
+from batchopt._function.trials import Trials
 from batchopt._mapreduce.answers import Answer
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Observers:
@@ -16,15 +19,25 @@ class Observers:
     def __init__(self, first: Sequence[Observer]) -> None:
         self._all = list(first)
         self._timeline: Timeline | None = None
+        self.trials: Trials | None = None  # of the step that is made
+        self._sort()
+
+    def _sort(self) -> None:
+        """Find out who is told of what: only those that do something then."""
+        self._begins = [o.begins for o in self._all if type(o).begins is not Observer.begins]
+        self._busy = [o.busy for o in reversed(self._all) if type(o).busy is not Observer.busy]
+        self.look = any([observer.looks for observer in self._all])  # whether somebody looks at workers' answers
 
     @contextmanager
     def including(self, observer: Observer) -> Iterator[None]:
         """`observer` follows the evaluations in the body, too."""
         self._all.append(observer)
         try:
+            self._sort()
             yield
         finally:
             self._all.remove(observer)
+            self._sort()
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
@@ -37,24 +50,35 @@ class Observers:
             timeline.close()
             self._timeline = None
 
+    @property
+    def follow(self) -> bool:
+        """Whether anybody follows evaluations."""
+        return bool(self._all) or self.trials is not None
+
     def doing(self, name: str) -> AbstractContextManager[None]:
         """Record the body as an event of the timeline, if there is one."""
-        return nullcontext() if self._timeline is None else self._timeline.doing(name)
+        return _NOTHING if self._timeline is None else self._timeline.doing(name)
 
     def begins(self) -> None:
         """An evaluation begins."""
-        for observer in self._all:
-            observer.begins()
+        if self.trials is not None:
+            self.trials.begins()
+        for begins in self._begins:
+            begins()
 
     def busy(self) -> None:
         """The workers compute."""
-        for observer in reversed(self._all):
-            observer.busy()
+        if self.trials is not None:
+            self.trials.busy()
+        for busy in self._busy:
+            busy()
 
     def evaluated(self, found: Evaluated) -> None:
         """An evaluation is over."""
         for observer in self._all:
             observer.evaluated(found)
+        if self.trials is not None:
+            self.trials.evaluated(found)
 
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
         """Workers have done a task of that name on a batch that was cut at `bounds`."""

@@ -31,6 +31,7 @@ class Reporter(Observer):
 
     def __init__(self, verbose: int) -> None:
         self._verbose = verbose
+        self.looks = verbose >= 3
         self._warned = False
         self._said_idle = False
         self._shows_bar = True
@@ -74,7 +75,7 @@ class Reporter(Observer):
         """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""
         if chunks == 1:
             return False
-        norm = next(filter(normalises_by_chunk, module.modules()), None)
+        norm = normalises_by_chunk(module)
         if norm is not None and not self._warned:
             self._warned = True
             _warn(

@@ -119,7 +119,8 @@ class Settings:
         if self.terms is None:
             reduction = resolve_reduction(self.reduction, self.criterion)
             collate = _collating(self.collate_fn, reduction, self.denominators)
-            return {None: Reading(collate, reduction, self.criterion, self.denominators, device, self.cache)}
+            reading = Reading(collate, reduction, self.criterion, self.denominators, device, self.cache, self.loss_fn)
+            return {None: reading}
         return {
             name: Reading(
                 _collating(term.collate_fn, term.reduction, term.denominators),
@@ -128,6 +129,7 @@ class Settings:
                 term.denominators,
                 device,
                 self.cache,
+                term.loss_fn,
             )
             for name, term in self.terms.items()
         }

@@ -39,6 +39,8 @@ class Timeline(Observer):
     for each that it applied that to; between them it waits.
     """
 
+    looks = True
+
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._open = True

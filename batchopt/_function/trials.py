@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from batchopt._function.observer import Evaluated, Observer
+from batchopt._function.observer import Evaluated
 
 # Words of 8 bytes that are summed at a time: they, and what becomes of them, stay in the processor's cache.
 BLOCK = 2**14
 _ODD = np.random.default_rng(0).integers(2**63, size=BLOCK, dtype=np.uint64) * 2 + 1
 _NEXT = 0x9E3779B97F4A7C15
+_version = attrgetter("_version")
 
 
 def checksum(x: torch.Tensor) -> int:
@@ -39,20 +41,17 @@ class Trial(NamedTuple):
     terms: Mapping[str, float]
 
 
-class Trials(Observer):
+class Trials:
     """The evaluations of one step; which one is of the parameters that are left, the optimizer says, or a checksum of
     X. A step that evaluates once costs nothing."""
 
     def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], told: bool) -> None:
         """`x`: the vector of the `parameters`, at the start of the step. `told`: the optimizer will say."""
-        self._x, self._parameters, self._told = x, parameters, told
-        self._start = [] if told else self._versions()
+        self._x, self._told = x, told
+        self._written_through = x, *parameters
+        self._start = [] if told else [*map(_version, self._written_through)]
         self._trials: list[Trial | None] = []  # None: one that raised
         self._here: int | None = None
-
-    def _versions(self) -> list[int]:
-        """Of all that X may be written through."""
-        return [tensor._version for tensor in (self._x, *self._parameters)]
 
     def begins(self) -> None:
         """An evaluation begins."""
@@ -63,12 +62,13 @@ class Trials(Observer):
         """Note where X is; in time that costs nothing, while the workers compute."""
         if self._told or self._here is not None:
             return
-        if len(self._trials) > 1 or self._versions() != self._start:
+        if len(self._trials) > 1 or [*map(_version, self._written_through)] != self._start:
             self._here = checksum(self._x)
 
     def evaluated(self, found: Evaluated) -> None:
         """Keep what was found."""
-        self.busy()
+        if self._here is None:
+            self.busy()
         self._trials[-1] = Trial(self._here, found.loss, found.terms)
 
     def number(self, of_last: int, last: int) -> Trial | None:
@@ -78,6 +78,8 @@ class Trials(Observer):
     def left(self, start: torch.Tensor) -> Trial | None:
         """The evaluation of X as it is now, where there were several and one was there; `start`: X when the step
         began."""
+        if len(self._trials) < 2:
+            return None
         trials = [trial for trial in self._trials if trial is not None]
         if len(trials) < 2:
             return None

@@ -9,7 +9,6 @@ from itertools import count
 from typing import TypeVar
 
 from batchopt._data import arguments
-from batchopt._function.calibrate import measure
 from batchopt._function.cut_check import refuse_frequencies
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
@@ -77,23 +76,31 @@ class Workers:
 
     def __init__(self, subject: FlatModule, settings: Settings) -> None:
         self._subject, self._settings = subject, settings
+        self.alone = settings.alone  # whether this process is the worker
         self.backend = self._start(settings)
+        if settings.speeds is not None and len(settings.speeds.values) != len(self.infos):
+            self.backend.close()
+            raise ValueError(
+                f"`speeds` are of {len(settings.speeds.values)} workers, and all ranks together have "
+                f"{len(self.infos)}: leave them out, they are measured"
+            )
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
         self._task_speeds = Speeds.unknown(len(self.infos))
+        self.evaluations = 0  # by as many workers as there are now
         self._numbers = count(1)
 
     def _start(self, settings: Settings) -> Backend:
         return settings.backend_class(setup_of(self._subject, settings))
 
     @property
+    def are_known(self) -> bool:
+        """Whether evaluations have shown how fast they are, or the user has said so."""
+        return self.speeds.fixed or self.evaluations > 1
+
+    @property
     def infos(self) -> list[WorkerInfo]:
         """The public record of each worker, in rank order."""
         return self.backend.workers
-
-    @property
-    def alone(self) -> bool:
-        """Whether this process is the worker."""
-        return self._settings.alone
 
     def number(self) -> int:
         """A number for the next evaluation, different from all before."""
@@ -134,11 +141,18 @@ class Workers:
 
     # ---- evaluations
 
-    def evaluate(self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None) -> list[Answer]:
-        """Evaluate a loaded batch as planned; raises what `Backend.evaluate` raises."""
-        return self.learning(
-            lambda: self.backend.evaluate(step.plan.cut, step.plan.orders(self.number(), step.number, kind), meanwhile)
-        )
+    def evaluate(
+        self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None, number: int | None = None
+    ) -> list[Answer]:
+        """Evaluate a loaded batch as planned, by that number at first, if it is given; raises what `Backend.evaluate`
+        raises."""
+        numbers = iter(() if number is None else (number,))
+
+        def evaluate() -> list[Answer]:
+            orders = step.plan.orders(next(numbers, None) or self.number(), step.number, kind)
+            return self.backend.evaluate(step.plan.cut, orders, meanwhile)
+
+        return self.learning(evaluate)
 
     def evaluate_compressed(
         self, step: Step, taken: int, kept: int, meanwhile: Meanwhile | None = None
@@ -168,24 +182,20 @@ class Workers:
 
     # ---- speeds
 
-    def calibrate(self, samples: int, step: int) -> list[float]:
-        """Measure the workers on a part of the loaded batch of `samples`; the speeds in samples per second."""
-        if not self.speeds.fixed:
-            with self.without_hooks():
-                self.observe(*self.learning(lambda: measure(self.backend, samples, self.number, step)))
-        return list(self.speeds.relative)
-
     def observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
         """Worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""
         self.set_speeds(self.speeds.observed(samples, seconds))
 
     def learn_from(self, answers: Iterable[Answer], planned: Sequence[int]) -> None:
         """Count what the workers did for an evaluation in which they were to evaluate so many samples each, and take it
-        for a measurement."""
+        for a measurement; but not the first one, which warms up."""
         samples, seconds = self._work_of(answers)
         for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
             worker.samples += its_samples
             worker.busy_seconds += its_seconds
+        self.evaluations += 1
+        if self.evaluations == 1:
+            return
         samples, seconds = self._with_the_late(samples, seconds)
         self.speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
         self.observe(samples, seconds)
@@ -222,9 +232,11 @@ class Workers:
         for worker, speed in zip(self.infos, speeds.values, strict=True):
             worker.speed = speed
 
-    def leave_out_the_lost(self) -> None:
-        """Give nothing to workers that will not come back."""
-        self.speeds = self.speeds.without(worker.rank for worker in self.infos if worker.lost)
+    def leave_out_the_lost(self, infos: Sequence[WorkerInfo]) -> None:
+        """Give nothing to those of all workers that will not come back."""
+        lost = frozenset([worker.rank for worker in infos if worker.lost])
+        if lost != self.speeds.absent:
+            self.speeds = self.speeds.without(lost)
 
     # ---- how many
 
@@ -240,17 +252,17 @@ class Workers:
         self.check_resize(speeds)
         asked = backend_class(self._settings.backend).read_workers(parallelize)
         workers = len(self.infos) + self.backend.room() if asked is None else asked
-        given = arguments.read_speeds(speeds, workers)
+        given = None if speeds is None else arguments.read_speeds(speeds, workers)
         settings = replace(self._settings, parallelize=asked)
         before()
         if settings.alone != self.alone:
             backend = self._start(settings)
             self.backend.close()
-            self.backend = backend
+            self.backend, self.alone = backend, settings.alone
         else:
             self.backend.resize(workers)
-        self._settings = settings
-        self.set_speeds(self.speeds.resized(workers) if given is None else given)
+        self._settings, self.evaluations = settings, 0
+        self.set_speeds(self.speeds.resized(len(self.infos)) if given is None else given)
 
     def grow(self, refused: Callable[[int, Exception], None]) -> None:
         """Use machines that have joined, if there are to be as many workers as there is room for. If new workers do not
@@ -269,4 +281,5 @@ class Workers:
             self._settings = replace(self._settings, parallelize=len(self.infos))
             refused(more, error)
             return
+        self.evaluations = 0
         self.set_speeds(self.speeds.resized(workers))

@@ -12,10 +12,9 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from batchopt.errors import BatchoptError
 
@@ -28,27 +27,32 @@ _NAMES = {"prepare": "load", "begin": "load", "measure": "calibrate", "carry_out
 
 
 class Owner:
-    """Entered by the thread that uses the object, any number of times, but not while an `undisturbed` method runs."""
+    """Keeps an object to one process and one thread at a time, and lets nothing come between what is `undisturbed`."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._user = ""
-        self._running: tuple[str, ...] = ()  # the methods that may not be disturbed now, the outermost first
-        self._last: Callable[[], None] | None = None  # to be called when that one is over
-        self._amid = ""  # what is being done as a whole
+        self.lock = threading.RLock()  # of the thread that uses it
+        self._user = 0  # that thread, or the last one
+        self.running: tuple[str, ...] = ()  # the methods that may not be disturbed now, the outermost first
+        self.last: Callable[[], None] | None = None  # to be called when that one is over
+        self.doing = ""  # as a whole, and half of it is done
 
     @property
     def is_here(self) -> bool:
         """Whether this process is the one that made the object, and no fork of it."""
         return os.getpid() == self._pid
 
-    def __enter__(self) -> None:
-        """Raises `BatchoptError` in a forked child, while another thread is at it, and while this one is at work."""
-        self._take()
-        if self._running and self._is_at_work():
-            self._lock.release()
+    def take(self, name: str = "") -> tuple[str, ...]:
+        """Take the `lock`, and return what runs. Raises `BatchoptError` in a forked child, while another thread is at
+        it, and while this one is at work: at anything that may not be disturbed or, if there is a `name`, at the method
+        of that name."""
+        if os.getpid() != self._pid or not self.lock.acquire(blocking=False):
+            raise self._elsewhere()
+        self._user = threading.get_ident()
+        if self.running and (not name or name in self.running) and self._is_at_work():
+            self.lock.release()
             raise self._disturbed()
+        return self.running
 
     def _is_at_work(self) -> bool:
         """Whether a method runs, as it was written down: an exception out of a signal handler may have come before its
@@ -58,86 +62,78 @@ class Owner:
             if frame.f_code in _undisturbed and frame.f_locals.get("owner") is self:
                 return True
             frame = frame.f_back
-        self._running = ()
+        self.running = ()
         return False
 
     def _disturbed(self) -> BatchoptError:
-        name = _NAMES.get(self._running[0], self._running[0])
+        name = _NAMES.get(self.running[0], self.running[0])
         return BatchoptError(
             f"this BatchOptimizer is in the middle of {name}(), and cannot be used by what runs meanwhile "
             "(a signal handler, a finalizer, a hook, a loader): set a flag there, and act on it once the call has "
             "returned; only close() is possible, which ends it"
         )
 
-    def _take(self) -> None:
+    def _elsewhere(self) -> BatchoptError:
+        """Why this process or this thread cannot use the object."""
         if not self.is_here:
-            raise BatchoptError(
+            return BatchoptError(
                 f"this BatchOptimizer belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, "
                 "and has no workers: build a new one here"
             )
-        if not self._lock.acquire(blocking=False):
-            raise BatchoptError(
-                f"this BatchOptimizer is running in thread {self._user!r}: wait for it, or build one for each thread"
-            )
-        self._user = threading.current_thread().name
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == self._user), "of another")
+        return BatchoptError(
+            f"this BatchOptimizer is running in thread {name!r}: wait for it, or build one for each thread"
+        )
 
-    def __exit__(self, *_: Any) -> None:
-        self._lock.release()
-
-    def begin(self, name: str) -> tuple[str, ...]:
-        """The method of that name runs, until `end` is given what this returns. Raises as `__enter__` does, but if only
-        others run."""
-        self._take()
-        if name in self._running and self._is_at_work():
-            self._lock.release()
-            raise self._disturbed()
-        before = self._running
-        self._running = (*before, name)
-        return before
-
-    def end(self, before: tuple[str, ...]) -> None:
-        """The method that ran is over."""
-        self._running = before
-        self._lock.release()
-        if not before and self._last is not None:
-            last, self._last = self._last, None
+    def end(self) -> None:
+        """Nothing runs any more: do what waited for that."""
+        if self.last is not None:
+            last, self.last = self.last, None
             last()
 
-    @contextmanager
-    def amid(self, what: str) -> Iterator[None]:
+    def amid(self, what: str) -> _Amid:
         """Mark the body as one operation: whatever enters in its middle (a hook, a callback, a signal handler) finds
         half of it done."""
-        outer, self._amid = self._amid, self._amid or what
-        try:
-            yield
-        finally:
-            self._amid = outer
+        return _Amid(self, what)
 
     @property
     def is_amid(self) -> bool:
         """Whether something is half done."""
-        return bool(self._amid)
+        return bool(self.doing)
 
     def check_between_steps(self, what: str) -> None:
         """Raise `BatchoptError` if the method `what` was called while something is half done."""
-        if self._amid:
+        if self.doing:
             raise BatchoptError(
-                f"{what}() was called in the middle of {self._amid}, by a hook, a callback or a signal handler: half "
+                f"{what}() was called in the middle of {self.doing}, by a hook, a callback or a signal handler: half "
                 "of the state is of before, and half of after; call it between steps (a signal handler can set a "
                 "flag, to be looked at after step())"
             )
 
     def at_last(self, function: Callable[[], None]) -> bool:
         """Have `function` called once what may not be disturbed is over; False if there is no such thing now. Raises as
-        `__enter__` does in a fork and in another thread."""
-        self._take()
-        try:
-            waits = bool(self._running) and self._is_at_work()
-            if waits:
-                self._last = function
-            return waits
-        finally:
-            self._lock.release()
+        `take` does in a fork and in another thread."""
+        if not self.is_here or not self.lock.acquire(blocking=False):
+            raise self._elsewhere()
+        self.lock.release()
+        waits = bool(self.running) and self._is_at_work()
+        if waits:
+            self.last = function
+        return waits
+
+
+class _Amid:
+    """See `Owner.amid`."""
+
+    def __init__(self, owner: Owner, what: str) -> None:
+        self._owner, self._what = owner, what
+
+    def __enter__(self) -> None:
+        self._outer = self._owner.doing
+        self._owner.doing = self._outer or self._what
+
+    def __exit__(self, *_: object) -> None:
+        self._owner.doing = self._outer
 
 
 class Owned(Protocol):
@@ -154,8 +150,12 @@ def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T,
 
     @functools.wraps(method)
     def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._owner:
+        owner = self._owner
+        owner.take()
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            owner.lock.release()
 
     return alone  # type: ignore[return-value]  # "self" may not be passed by name
 
@@ -171,11 +171,15 @@ def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[
     @functools.wraps(method)
     def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
         owner = self._owner
-        before = owner.begin(name)
+        before = owner.take(name)
         try:
+            owner.running = (*before, name)
             return method(self, *args, **kwargs)
         finally:
-            owner.end(before)
+            owner.running = before
+            owner.lock.release()
+            if not before and owner.last is not None:
+                owner.end()
 
     _undisturbed.add(alone.__code__)  # type: ignore[attr-defined]  # that of the function that was wrapped
     return alone  # type: ignore[return-value]  # "self" may not be passed by name

@@ -48,6 +48,11 @@ class Answer:
     drew: bool = False
     forms: dict[int, Form] = field(default_factory=dict)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether hooks returned nothing."""
+        return all(result is None for found in self.results.values() for result in found)
+
 
 def partials_of(report: Report, rows: Rows | None) -> list[tuple[Node, Partial]]:
     """What a report says that a worker has, in these rows; without rows, where nothing is summed, empty ones."""

@@ -1,8 +1,6 @@
 """Compressed gradients: pure functions of tensors.
 
-The tree of chunks is cut at one level into a few *cells*, and what a cell adds to df/dX is rounded to fewer bits.
-Where the cells begin and end depends on the number of chunks alone: so the result does not depend on who evaluated,
-or rounded, what.
+What each of several processes adds to df/dX is rounded to fewer bits.
 """
 
 from __future__ import annotations
@@ -29,28 +27,18 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Compression(ABC):
-    """A format for gradients, and the number of cells, at most, that have one each."""
+    """A format for gradients."""
 
-    parts: int
-
-    # Whether what rounding leaves over is added to the next gradient of the cell.
+    # Whether what rounding leaves over is added to the next gradient.
     keeps_residual: ClassVar[bool] = False
 
-    def top(self, chunks: int) -> int:
-        """The level of the tree of `chunks` chunks whose nodes are the cells."""
-        return (math.ceil(chunks / self.parts) - 1).bit_length()
-
-    def cells(self, chunks: int) -> int:
-        """The number of cells."""
-        return math.ceil(chunks / (1 << self.top(chunks)))
-
     @abstractmethod
-    def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
-        """Round a finite vector (shape `(n,)`), which is what one of so many cells adds to a gradient. Raises
+    def encode(self, vector: torch.Tensor, members: int) -> torch.Tensor:
+        """Round a finite vector (shape `(n,)`), which is what one of so many processes adds to a gradient. Raises
         `DoesNotFit`."""
 
     @abstractmethod
-    def decode(self, code: torch.Tensor, cells: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, code: torch.Tensor, members: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """The rounded vector: shape `(size,)`."""
 
     @property
@@ -69,7 +57,7 @@ class Rounded(Compression):
     def code_dtype(self) -> torch.dtype:
         return self.dtype
 
-    def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
+    def encode(self, vector: torch.Tensor, members: int) -> torch.Tensor:
         code = vector.to(self.dtype)
         if not all_finite(code):
             name, largest = _NAMES[self.dtype], torch.finfo(self.dtype).max
@@ -80,13 +68,13 @@ class Rounded(Compression):
             )
         return code
 
-    def decode(self, code: torch.Tensor, cells: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, code: torch.Tensor, members: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         return code.to(dtype, copy=True)
 
 
 @dataclass(frozen=True)
 class TwoBit(Compression):
-    """One of three levels: `threshold / cells`, its negative, and 0 between them. So the sum over all cells lies
+    """One of three levels: `threshold / members`, its negative, and 0 between them. So the sum over all of them lies
     between `-threshold` and `threshold`. What is left over is added to the next gradient.
 
     The code is a bit for each element that says whether it is the level, and then one that says whether it is the
@@ -98,34 +86,34 @@ class TwoBit(Compression):
     keeps_residual = True
     code_dtype = torch.uint8
 
-    def encode(self, vector: torch.Tensor, cells: int) -> torch.Tensor:
-        numbers, level = vector.numpy(), self.threshold / cells
+    def encode(self, vector: torch.Tensor, members: int) -> torch.Tensor:
+        numbers, level = vector.numpy(), self.threshold / members
         return torch.from_numpy(np.concatenate([np.packbits(numbers >= level), np.packbits(numbers <= -level)]))
 
-    def decode(self, code: torch.Tensor, cells: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, code: torch.Tensor, members: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         above, below = np.unpackbits(code.numpy().reshape(2, -1), axis=1, count=size).view(np.int8)
-        return torch.from_numpy(above - below).to(dtype).mul_(self.threshold / cells)
+        return torch.from_numpy(above - below).to(dtype).mul_(self.threshold / members)
 
 
 class Compressed(NamedTuple):
-    """The code of a cell's gradient, and what it leaves over, if that is kept."""
+    """The code of a gradient, and what it leaves over, if that is kept."""
 
     code: torch.Tensor
     residual: torch.Tensor | None
 
 
 def compress(
-    compression: Compression, gradient: torch.Tensor, residual: torch.Tensor | None, cells: int
+    compression: Compression, gradient: torch.Tensor, residual: torch.Tensor | None, members: int
 ) -> Compressed | None:
-    """Compress what one of so many cells adds to df/dX, together with the `residual` of its gradients before; None for
-    what is not finite, which has to be seen as it is. Raises `DoesNotFit`."""
+    """Compress what one of so many processes adds to df/dX, together with the `residual` of its gradients before; None
+    for what is not finite, which has to be seen as it is. Raises `DoesNotFit`."""
     whole = gradient if residual is None else residual + gradient
     if not all_finite(whole):
         return None
-    code = compression.encode(whole, cells)
+    code = compression.encode(whole, members)
     if not compression.keeps_residual:
         return Compressed(code, None)
-    value = compression.decode(code, cells, len(whole), whole.dtype)
+    value = compression.decode(code, members, len(whole), whole.dtype)
     return Compressed(code, torch.sub(whole, value, out=value))
 
 
@@ -133,8 +121,6 @@ def compress(
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-# Cells by default: as many as do not cost more bytes than nothing compressed on two nodes.
-_ROUNDED_PARTS, _TWO_BIT_PARTS = 2, 8
 _THRESHOLD = 0.5
 _NEEDED = "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as {'type': '2bit', 'threshold': 0.5}"
 
@@ -149,13 +135,10 @@ def read_compress(value: Any) -> Compression | None:
     kind = given.pop("type", None)
     if kind not in (*_DTYPES, "2bit"):
         raise ValueError(f"{_NEEDED}; got {value!r}")
-    allowed = ("threshold", "parts") if kind == "2bit" else ("parts",)
+    allowed = ("threshold",) if kind == "2bit" else ()
     if unknown := [name for name in given if name not in allowed]:
         raise ValueError(f"`compress` has unknown {unknown}: beside 'type', {kind!r} has {[*allowed]}; got {value!r}")
-    parts = given.get("parts", _TWO_BIT_PARTS if kind == "2bit" else _ROUNDED_PARTS)
-    if type(parts) is not int or parts < 1:
-        raise ValueError(f"`compress` has parts {parts!r}: it must be an int >= 1, about the number of nodes or more")
-    return TwoBit(parts, _read_threshold(given)) if kind == "2bit" else Rounded(parts, _DTYPES[kind])
+    return TwoBit(_read_threshold(given)) if kind == "2bit" else Rounded(_DTYPES[kind])
 
 
 def _read_threshold(given: Mapping[Any, Any]) -> float:

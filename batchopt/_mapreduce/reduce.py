@@ -19,11 +19,16 @@ from batchopt_workers.tree import Fold, Node, maximal
 # Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is
 # looked at again.
 BLOCK = 2**18
+# Elements whose sum takes less time than it takes to call the faster function.
+FEW = 2**13
+# Elements up to which torch adds vectors in the thread that asks.
+SHORT = 2**15
 # Elements from which on it pays to start threads.
 LARGE = 2**20
 
 Numbers = npt.NDArray[Any]
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+# Of three vectors, the first two are added into the third.
+Addition = tuple[int, int, int]
 
 
 class Whole(NamedTuple):
@@ -36,109 +41,149 @@ class Whole(NamedTuple):
     finite: bool
 
 
-def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:
-    """Sum the partials of the whole batch of `chunks` chunks; writes df/dX to `gradient` (shape `(n,)`) and overwrites
-    the workers' memory.
+class Reduction:
+    """The sum of the partials of `chunks` chunks, which lie where these do, along their tree:
+    again and again, if only their numbers are others. A chunk that several workers evaluated counts once. The bits do
+    not depend on who evaluated what."""
 
-    Its bits do not depend on who evaluated what. A chunk that several workers evaluated counts once. Raises
-    `LookupError` if a chunk is missing. Each partial is read once.
-    """
-    fold, pairs = _merged(answers, chunks)
-    root = fold.root
-    with torch.no_grad():
-        finite = _sum(pairs, root.gradient, gradient) and all(map(math.isfinite, root.losses))
-    return Whole(root.losses, root.changes, root.used, finite)
+    def __init__(self, answers: Sequence[Answer], chunks: int) -> None:
+        found = [(node, partial) for answer in answers for node, partial in answer.partials]
+        counted = {node: i for i, (node, _) in enumerate(found)}
+        nodes = [*counted]
+        if sum(node.chunks(chunks) for node in nodes) != chunks:
+            nodes = list(maximal(counted, chunks))
+        self.partials = [partial for _, partial in found]
+        merges: list[tuple[int, int]] = []  # the second of each pair is added to the first, in order
 
+        def merge(left: int, right: int) -> int:
+            merges.append((left, right))
+            return left
 
-def merge_answers(answers: Sequence[Answer], chunks: int, top: int | None = None) -> list[tuple[Node, Partial]]:
-    """Sum the partials of some of `chunks` chunks as far as their tree goes, or up to its level `top`, in the workers'
-    memory: what is left, in chunk order. With the same bits, however often and by whom that is done on the way to the
-    whole."""
-    fold, pairs = _merged(answers, chunks, top)
-    if pairs:
-        last, _ = pairs[-1]
-        with torch.no_grad():
-            _sum(pairs, last, last)
-    return fold.partials
-
-
-def _merged(answers: Sequence[Answer], chunks: int, top: int | None = None) -> tuple[Fold[Partial], Pairs]:
-    """All partials, each chunk once, merged up to their gradients; and the pairs of gradients to be added, in order,
-    the second to the first."""
-    found = {node: partial for answer in answers for node, partial in answer.partials}
-    nodes = list(found)
-    if sum(node.chunks(chunks) for node in nodes) != chunks:
-        nodes = list(maximal(found, chunks))
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def merge(left: Partial, right: Partial) -> Partial:
-        """The sum of two neighbours, in the memory of the left one."""
-        pairs.append((left.gradient, right.gradient))
-        if len(left.changes):
-            left.changes.add_(right.changes)
-        used = left.used if left.used == right.used else bytes(map(max, left.used, right.used))
-        losses = tuple(map(add, left.losses, right.losses))
-        return Partial(losses, left.gradient, left.changes, used)
-
-    with torch.no_grad():
-        fold: Fold[Partial] = Fold(chunks, merge, top)
+        self._merges = merges  # which `merge` knows, and not this object: what is in a cycle is not given back at once
+        self._fold: Fold[int] = Fold(chunks, merge)
         for node in sorted(nodes, key=lambda node: node.first_chunk):
-            fold.add(node, found[node])
-    return fold, pairs
+            self._fold.add(node, counted[node])
+        self._used = [partial.used for partial in self.partials]
+        for left, right in self._merges:
+            if self._used[left] != self._used[right]:
+                self._used[left] = bytes(map(max, self._used[left], self._used[right]))
+        self._gradients = [partial.gradient for partial in self.partials]
+        self._arrays: list[Numbers] = []  # the same, where NumPy adds them
+        self._additions, self._spare = _additions(self._merges)
+
+    def whole(self, losses: Sequence[Sequence[float]], gradient: torch.Tensor) -> Whole:
+        """Sum the vectors as they are now, and these losses of each partial, in the order of the answers; writes df/dX
+        to `gradient` (shape `(n,)`), and may overwrite the workers' memory. Raises `LookupError` if a chunk is
+        missing."""
+        root = self._fold.root
+        with torch.inference_mode():  # some of the workers' memory may have been mapped in it
+            total = tuple(self._add_losses(losses)[root] if self._merges else losses[root])
+            finite = self._add_gradients(root, gradient)
+        for loss in total:
+            finite = finite and math.isfinite(loss)
+        return Whole(total, self.partials[root].changes, self._used[root], finite)
+
+    def merged(self) -> list[tuple[Node, Partial]]:
+        """The partials that are left, in chunk order, in the workers' memory."""
+        with torch.inference_mode():
+            losses = self._add_losses([partial.losses for partial in self.partials])
+            for left, right in self._merges:
+                self._gradients[left].add_(self._gradients[right])
+        return [
+            (node, Partial(tuple(losses[i]), self._gradients[i], self.partials[i].changes, self._used[i]))
+            for node, i in self._fold.partials
+        ]
+
+    def _add_losses(self, losses: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+        """Add the losses, and the changes of buffers."""
+        sums, partials = [*losses], self.partials
+        for left, right in self._merges:
+            sums[left] = tuple(map(add, sums[left], sums[right]))
+            if partials[left].changes.shape[0]:
+                partials[left].changes.add_(partials[right].changes)
+        return sums
+
+    def _add_gradients(self, root: int, out: torch.Tensor) -> bool:
+        """Add the gradients into `out`, and return whether the result is finite.
+
+        Long ones by NumPy: torch's threads would spin for milliseconds after, on cores that the workers need for the
+        next evaluation.
+        """
+        gradients, merges, size = self._gradients, self._merges, out.shape[0]
+        if size < SHORT or not merges or out.device.type != "cpu" or out.dtype != gradients[root].dtype:
+            for left, right in merges:
+                gradients[left].add_(gradients[right])
+            out.copy_(gradients[root])
+            return all_finite(out)
+        self._arrays = self._arrays or [gradient.numpy() for gradient in gradients]
+        result = out.numpy()
+        threads = torch.get_num_threads() if size >= LARGE else 1
+        bounds = [i * size // threads for i in range(threads + 1)]
+        finite: list[bool] = []
+
+        def add_part(start: int, stop: int) -> None:
+            finite.append(_add(self._arrays, self._additions, self._spare, result[start:stop], start))
+
+        helpers = [Thread(target=add_part, args=ends) for ends in pairwise(bounds[1:])]
+        for helper in helpers:
+            helper.start()
+        add_part(*bounds[:2])
+        for helper in helpers:
+            helper.join()
+        return len(finite) == threads and all(finite)
+
+
+def _additions(merges: Sequence[tuple[int, int]]) -> tuple[list[Addition], int]:
+    """The additions that merge vectors so, numbered as they are: into the result, which has the number -1, or one of
+    so many spare ones, which have the numbers below. What is merged is read once."""
+    where: dict[int, int] = {}  # the spare vector that has a sum, by the number of its first one
+    free: list[int] = []
+    found: list[Addition] = []
+    spare = 0
+    for left, right in merges:
+        one, two = where.pop(left, left), where.pop(right, right)
+        free += [vector for vector in (one, two) if vector < 0]
+        if not free:
+            spare += 1
+            free.append(-1 - spare)
+        where[left] = free.pop()
+        found.append((one, two, where[left]))
+    return [*found[:-1], (*found[-1][:2], -1)] if found else [], spare
+
+
+def _add(vectors: Sequence[Numbers], additions: Sequence[Addition], spare: int, out: Numbers, start: int) -> bool:
+    """Carry out `additions` on the elements of `vectors` from `start` on into `out`, a block at a time. Returns whether
+    the result is finite."""
+    finite, add = True, np.add
+    memory = [np.empty(min(BLOCK, len(out)), out.dtype) for _ in range(spare)]
+    with np.errstate(all="ignore"):  # what overflows is looked at
+        for first in range(0, len(out), BLOCK):
+            result = out[first : first + BLOCK]
+            block = slice(start + first, start + first + len(result))
+            parts = [vector[block] for vector in vectors] + [vector[: len(result)] for vector in memory] + [result]
+            for left, right, into in additions:
+                add(parts[left], parts[right], parts[into])
+            # einsum sums in half the time of `sum`; where the sum overflows, each element is looked at
+            total = np.add.reduce(result) if len(result) < FEW else np.einsum("i->", result)
+            finite = finite and (math.isfinite(total) or bool(np.isfinite(result).all()))
+    return finite
+
+
+def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:
+    """The sum of all partials: see `Reduction.whole`."""
+    reduction = Reduction(answers, chunks)
+    return reduction.whole([partial.losses for partial in reduction.partials], gradient)
+
+
+def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:
+    """Sum the partials of some of `chunks` chunks as far as their tree goes: what is left, in
+    chunk order. With the same bits, however often and by whom that is done on the way to the whole."""
+    return Reduction(answers, chunks).merged()
 
 
 def weighed(losses: Sequence[float], weights: Sequence[float]) -> float:
     """f: the sum of each term's loss times its weight, in their order."""
     return float(sum(map(mul, losses, weights)))
-
-
-def _sum(pairs: Pairs, root: torch.Tensor, out: torch.Tensor) -> bool:
-    """Add the second of each pair to the first, in order, the last pair into `out`; or copy `root` there if there is
-    none. Returns whether the result is finite.
-
-    By NumPy: torch's threads would spin for milliseconds after, on cores that the workers need for the next evaluation.
-    """
-    if out.device.type != "cpu" or out.dtype != root.dtype:
-        return _sum_and_round(pairs, root, out)
-    vectors = [(left.numpy(), right.numpy()) for left, right in pairs], root.numpy(), out.numpy()
-    if len(out) < LARGE:
-        return _sum_slice(*vectors, slice(0, len(out)))
-    threads = torch.get_num_threads()
-    bounds = [i * len(out) // threads for i in range(threads + 1)]
-    finite: list[bool] = []
-    parts = [slice(*ends) for ends in pairwise(bounds)]
-    helpers = [Thread(target=lambda part=part: finite.append(_sum_slice(*vectors, part))) for part in parts[1:]]
-    for helper in helpers:
-        helper.start()
-    finite.append(_sum_slice(*vectors, parts[0]))
-    for helper in helpers:
-        helper.join()
-    return all(finite)
-
-
-def _sum_slice(pairs: Sequence[tuple[Numbers, Numbers]], root: Numbers, out: Numbers, part: slice) -> bool:
-    """The same for a part of the vectors."""
-    finite = True
-    with np.errstate(all="ignore"):  # what overflows is looked at
-        for start in range(part.start, part.stop, BLOCK):
-            block = slice(start, min(start + BLOCK, part.stop))
-            for left, right in pairs[:-1]:
-                np.add(left[block], right[block], out=left[block])
-            result = out[block]
-            if pairs:
-                np.add(pairs[-1][0][block], pairs[-1][1][block], out=result)
-            else:
-                result[...] = root[block]
-            # einsum sums in half the time of `sum`; where the sum overflows, each element is looked at
-            finite = finite and (math.isfinite(np.einsum("i->", result)) or bool(np.isfinite(result).all()))
-    return finite
-
-
-def _sum_and_round(pairs: Pairs, root: torch.Tensor, out: torch.Tensor) -> bool:
-    for left, right in pairs:
-        left.add_(right)
-    out.copy_(pairs[-1][0] if pairs else root)
-    return all_finite(out)
 
 
 def all_finite(vector: torch.Tensor) -> bool:

@@ -48,7 +48,9 @@ class Speeds:
     @property
     def measured(self) -> bool:
         """Whether each worker has a speed."""
-        return all(value is not None or i in self.absent for i, value in enumerate(self.values))
+        return None not in self.values or all(
+            value is not None or i in self.absent for i, value in enumerate(self.values)
+        )
 
     @cached_property
     def relative(self) -> list[float]:
@@ -92,7 +94,7 @@ class Speeds:
     def makespan(self, shares: Sequence[int]) -> float:
         """The seconds that an evaluation in `shares` is expected to take; infinite where a worker of speed 0 has
         samples."""
-        return max((c / s if s else math.inf for c, s in zip(shares, self.relative, strict=True) if c), default=0.0)
+        return max([c / s if s else math.inf for c, s in zip(shares, self.relative, strict=True) if c], default=0.0)
 
     def shortest(self, samples: int) -> float:
         """The seconds that no split of so many samples is expected to go below."""

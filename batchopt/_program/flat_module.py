@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchopt._program.flatten import check_hooks, check_registrations, flatten, registrations
-from batchopt._program.gradient import Gradients
 from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.layout import Layout
+
+
+class Gradient:
+    """df/dX (`vector`: shape `(n,)`, X's dtype and device), and the part of each parameter, which shares its memory."""
+
+    def __init__(self, x: torch.Tensor, layout: Layout) -> None:
+        self.vector = torch.zeros_like(x)
+        self.views = layout.views(self.vector)
+        self.loan: weakref.ref[npt.NDArray[np.uint8]] | None = None
+
+    @property
+    def lent(self) -> bool:
+        """Whether a tensor is left over the memory that was lent."""
+        return self.loan is not None and self.loan() is not None
+
+    def lend(self) -> torch.Tensor:
+        """The vector as another tensor over the same memory, which is lent for as long as there is a tensor over it;
+        on an accelerator a copy."""
+        if self.vector.device.type != "cpu" or not self.vector.numel():
+            return self.vector.clone()
+        memory = self.vector.view(torch.uint8).numpy()
+        self.loan = weakref.ref(memory)  # kept alive by the storages of those tensors, and by nothing else
+        return torch.frombuffer(memory, dtype=self.vector.dtype)
+
+
+class Gradients:
+    """Where df/dX is written: `current`, and what was it before and is still lent, or was until now."""
+
+    def __init__(self, x: torch.Tensor, layout: Layout) -> None:
+        self._x, self._layout = x, layout
+        self.current = Gradient(x, layout)
+        self._others: list[Gradient] = []
+
+    def renew(self) -> torch.Tensor:
+        """Make `current` one that is not lent; one that was given back where there is one, since new memory is slow.
+        Returns its vector."""
+        if self.current.loan is None or not self.current.lent:
+            return self.current.vector
+        lent = [self.current, *(other for other in self._others if other.lent)]
+        free = (other for other in self._others if not other.lent)
+        self.current = next(free, None) or Gradient(self._x, self._layout)
+        self._others = lent
+        return self.current.vector
 
 
 class FlatModule:
@@ -21,7 +67,7 @@ class FlatModule:
         self.module = module
         self.flat, self.parameters = flatten(module)
         self.flat.enter(self)
-        self._named = [(slot.name, p) for slot, p in zip(self.flat.layout.slots, self.parameters, strict=True)]
+        self.named = [(slot.name, p) for slot, p in zip(self.flat.layout.slots, self.parameters, strict=True)]
         self._registrations = registrations(module, self.parameters)
         self._gradients = Gradients(self.flat.vector, self.flat.layout)
         self.buffers = StepBuffers(module)
@@ -41,9 +87,9 @@ class FlatModule:
         over its memory."""
         return self._gradients.current.lend()
 
-    def renew_gradient(self) -> None:
-        """Have memory for df/dX that is not lent."""
-        self._gradients.renew()
+    def renew_gradient(self) -> torch.Tensor:
+        """Have memory for df/dX that is not lent: the same as `gradient` then."""
+        return self._gradients.renew()
 
     def follow(self) -> None:
         """Take over into X the values of parameters that were given other memory.
@@ -54,13 +100,11 @@ class FlatModule:
         self.flat.follow(self.module, self.parameters)
 
     def check(self) -> None:
-        """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook."""
-        self.check_hooks()
+        """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook, which
+        would run in this process and in no other."""
+        check_hooks(self.named)
+        check_registrations(self._registrations)
         self.flat.check(self.module, self.parameters)
-
-    def check_hooks(self) -> None:
-        """Raise `ValueError` for a parameter with a hook, which would run in this process and in no other."""
-        check_hooks(self._named)
 
     def written(self) -> None:
         """X was written as a vector: a graph that needs what parameters were cannot be differentiated any more."""

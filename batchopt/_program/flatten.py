@@ -18,7 +18,7 @@ from batchopt_workers.layout import Layout
 from batchopt_workers.mapping import forget_copies
 from batchopt_workers.memory import SharedBlock
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
 class Registration(NamedTuple):
@@ -64,7 +64,10 @@ class Flat:
         self.block = block
         self._base = vector.data_ptr()
         step = vector.element_size()
-        self._forms = [(self._base + slot.offset * step if slot.numel else 0, slot.shape) for slot in layout.slots]
+        self._forms = [
+            (self._base + slot.offset * step if slot.numel else 0, slot.shape, slot.dtype(layout.dtype))
+            for slot in layout.slots
+        ]
         # the storages that parameters were given, each of one parameter alone; not kept alive, to see who else does
         self._given: dict[int, StorageWeakRef] = {}
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -94,12 +97,17 @@ class Flat:
 
     def _strayed(self, parameters: list[torch.nn.Parameter]) -> list[int]:
         """Those that are not the view of X that they were made; in less than a microsecond each."""
-        dtype = self.layout.dtype
-        return [
-            i
-            for i, (p, (address, shape)) in enumerate(zip(parameters, self._forms, strict=True))
-            if p.data_ptr() != address or p.dtype is not dtype or p.shape != shape or not p.is_contiguous()
-        ]
+        found = []
+        for i, (p, (address, shape, dtype)) in enumerate(zip(parameters, self._forms, strict=True)):
+            if (
+                p.data_ptr() != address
+                or p.dtype is not dtype
+                or p.shape != shape
+                or not p.is_contiguous()
+                or (dtype.is_complex and p.is_conj())
+            ):
+                found.append(i)  # a comprehension is a call more
+        return found
 
     def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Whether each of `parameters` still is the view of X that it was made."""
@@ -123,7 +131,7 @@ class Flat:
     def _take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], strayed: list[int]) -> None:
         slots, device = self.layout.slots, self.vector.device
         for i in strayed:
-            was = slots[i].shape, self.layout.dtype, device
+            was = *self._forms[i][1:], device
             now = tuple(parameters[i].shape), parameters[i].dtype, parameters[i].device
             if was != now:
                 raise BatchoptError(
@@ -168,7 +176,7 @@ class Flat:
         """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`;
         `follow`s them."""
         forget_copies()
-        ours = {id(parameter) for parameter in parameters}
+        ours = set(map(id, parameters))
         for owner in module.modules():  # without names, which take long to make
             for parameter in owner._parameters.values():
                 if parameter is not None and parameter.requires_grad and id(parameter) not in ours:
@@ -190,7 +198,7 @@ if hasattr(os, "register_at_fork"):  # a fork's parameters are its own; workers 
 
 
 def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The named parameters that X is made of, each once.
+    """The named parameters that X is made of, each once: complex ones first.
 
     Raises `TypeError` or `ValueError` for a module that cannot be flattened: not initialised, nothing to train, several
     dtypes or devices, parameters that share memory, hooks on parameters.
@@ -215,7 +223,7 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     _check_kind(named)
     check_hooks(named)
     _check_memory(named, module)
-    return named
+    return sorted(named, key=lambda pair: not pair[1].is_complex())
 
 
 def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
@@ -237,24 +245,26 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
                 "(torch.nn.Parameter(p.detach().as_subclass(torch.Tensor))), and make the other of it in forward"
             )
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for _, p in named)
-    if len(dtypes) > 1:
+    if len({p.dtype.to_real() for _, p in named}) > 1:
         rarest = dtypes.most_common()[-1][0]
         example = next(name for name, p in named if str(p.dtype) == f"torch.{rarest}")
         if any(p.is_complex() for _, p in named):
             example = next(name for name, p in named if p.is_complex())
             raise ValueError(
-                f"trainable parameters have dtypes {dict(dtypes)}, and X has one: store the complex ones "
-                f"('{example}') as real ones, torch.view_as_real(p), and use torch.view_as_complex(p) in forward"
+                f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is complex): beside complex64 there may "
+                "be float32, beside complex128 float64; cast the real ones with module.float() or module.double(), "
+                "complex ones with p.data = p.data.to(dtype)"
             )
         raise ValueError(
             f"trainable parameters have dtypes {dict(dtypes)} ('{example}' is {rarest}): cast the module with "
             "module.to(dtype)"
         )
-    if named[0][1].dtype not in _DTYPES:
-        raise ValueError(
-            f"trainable parameters are {named[0][1].dtype}; they must be float64, float32, bfloat16 or float16 (store "
-            "complex ones with torch.view_as_real)"
-        )
+    for name, parameter in named:
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(
+                f"parameter '{name}' is {parameter.dtype}; trainable ones must be float64, float32, bfloat16, float16, "
+                "complex128 or complex64: p.data = p.data.to(dtype)"
+            )
 
 
 def check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
@@ -317,8 +327,8 @@ def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     """
     named = trainable(module)
     parameters = [parameter for _, parameter in named]
-    dtype, device = parameters[0].dtype, parameters[0].device
-    layout = Layout.of(named, dtype)
+    layout, device = Layout.of(named, parameters[0].dtype), parameters[0].device
+    dtype = layout.dtype
     before = _living.get(_start(parameters))
     if before is not None and before.layout == layout and before.holds(parameters):
         return before, parameters

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copyreg import dispatch_table
 from enum import Enum
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -65,6 +65,7 @@ _ATOMS = frozenset((*_PYTHONS, *_DESCRIPTORS, *_TORCHS, type(NotImplemented)))
 _MACHINERY = frozenset(("_abc_impl", "__dict__", "__weakref__"))
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
+_requires_grad = attrgetter("requires_grad")
 
 
 class Met(NamedTuple):
@@ -107,7 +108,8 @@ class Snapshot:
         self._classes: list[_Item] = []
         while queue := self._todo or self._modules or self._classes:
             self._visit(queue.pop())
-        self._known = {id(met.tensor) for met in self.tensors}
+        self._plain = [met.tensor for met in self.tensors]
+        self._known = set(map(id, self._plain))
 
     def holds(self) -> bool:
         """Whether all refers to the very objects that it referred to, and all `requires_grad` are as they were."""
@@ -123,8 +125,10 @@ class Snapshot:
             found = tuple(read())
             if len(found) != len(kept) or not all(map(is_, found, kept)):
                 return False
-        if [met.tensor.requires_grad for met in self.tensors] != self._requires_grad:
+        if [*map(_requires_grad, self._plain)] != self._requires_grad:
             return False
+        if not (self._arrays or self._pickled):
+            return True
         return all(_equal(array, copy) for array, copy in self._arrays) and all(
             _pickled(obj) == data for obj, data in self._pickled
         )

@@ -10,6 +10,7 @@ from batchopt.backends.base import Backend
 BACKENDS = {
     "serial": "batchopt.backends.serial:SerialBackend",
     "process": "batchopt.backends.process.backend:ProcessBackend",
+    "ranks": "batchopt.backends.ranks.backend:RanksBackend",
     "ray": "batchopt.backends.ray.backend:RayBackend",
 }
 

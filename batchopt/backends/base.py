@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from batchopt_workers.forms import Column
 from batchopt_workers.messages import Cut, Order
 from batchopt_workers.task import Task
 from batchopt_workers.worker import Hook, Precode
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -78,8 +81,18 @@ class Prepared:
     batch: Batch
 
 
+# Seconds of the longest evaluation that is repeated: a longer one has orders, so that a fault costs the chunk at hand.
+LONGEST = 0.25
 # Something to do in this process while the workers compute.
 Meanwhile = Callable[[], None]
+
+
+class Repeated(NamedTuple):
+    """An evaluation that was repeated: the losses of each partial, in the order of the answers before, and when each of
+    the workers that took part began, and how long it took."""
+
+    losses: Sequence[Sequence[float]]
+    times: Sequence[Sequence[float]]
 
 
 class Backend(ABC):
@@ -90,6 +103,13 @@ class Backend(ABC):
 
     # Whether workers are on this machine, so that a single one may as well be this process.
     local: ClassVar[bool] = False
+    # Whether this process prints and writes files: of several that do the same, one does.
+    is_main: bool = True
+    # The last evaluation, if it went by the book, and can be repeated.
+    repeatable: Any = None
+    # What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples took so
+    # many seconds, or will have taken more.
+    late: Mapping[int, tuple[int, float]] = MappingProxyType({})
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -150,11 +170,13 @@ class Backend(ABC):
         that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
 
-    @property
-    def late(self) -> Mapping[int, tuple[int, float]]:
-        """What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples
-        took so many seconds, or will have taken more."""
-        return {}
+    def repeat(
+        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
+    ) -> Repeated | None:
+        """Make evaluation `number`, of that step, as the one that was `repeatable`, which took so many seconds: the
+        same chunks of the loaded batch by the same workers, summed in the same memory. None where anything is not as it
+        was then: it has to be ordered, with the same number. Raises what `evaluate` raises."""
+        return None
 
     @abstractmethod
     def set_direction(self, direction: torch.Tensor) -> None:
@@ -180,11 +202,6 @@ class Backend(ABC):
     def end_task(self) -> None:
         """Hold nothing of the task any more."""
 
-    @abstractmethod
-    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        """The seconds that each worker needs for the same order, by rank; a worker that is lost, or very late, is left
-        out. Raises `WorkerError` and `StateWritten`."""
-
     def room(self) -> int:
         """How many more workers there is room for; 0 where that does not change, as it does when machines join."""
         return 0
@@ -196,6 +213,11 @@ class Backend(ABC):
     @abstractmethod
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         """Call `function(worker, *arguments)` in each worker; returns the values in rank order."""
+
+    def once(self, function: Callable[[], T]) -> T:
+        """What `function` returns, or raises, where it is called: here or, of several processes that do the same, in
+        the one that writes files."""
+        return function()
 
     def stop(self) -> None:  # noqa: B027  # of use only where a call waits
         """Have the call that waits for workers raise `BatchoptError` soon: somebody wants to close this, and was told

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from batchopt.backends.patience import SLOWEST
 from batchopt.errors import WorkerError, WorkerLostError
 from batchopt_workers.failures import message_of
 from batchopt_workers.interrupts import let_through
@@ -65,46 +63,6 @@ class Failures:
     def first(self) -> BaseException:
         """The exception about the first samples, of the lowest rank."""
         return min(self._found, key=lambda found: (found.start, found.rank)).error
-
-
-class SpeedProbe(Generic[PeerT]):
-    """Collects how long each worker needs for the same order, and does not wait long for those that are much slower."""
-
-    def __init__(self, evaluation: int) -> None:
-        self.seconds: dict[int, float] = {}  # by rank
-        self.failures = Failures()
-        self.gone: list[PeerT] = []
-        self.until = math.inf
-        self._evaluation = evaluation
-        self._waiting: set[PeerT] = set()
-
-    def asked(self, peer: PeerT) -> None:
-        """The peer was given the order."""
-        self._waiting.add(peer)
-
-    def is_awaited(self, peer: PeerT, evaluation: int) -> bool:
-        """Whether this peer was asked, and has not answered; and `evaluation` is this one."""
-        return evaluation == self._evaluation and peer in self._waiting
-
-    def measured(self, peer: PeerT, seconds: Mapping[int, float]) -> None:
-        """The peer is done: the seconds of its workers, by rank."""
-        self._waiting.discard(peer)
-        self.seconds.update(seconds)
-        self.until = time.monotonic() + SLOWEST * max(self.seconds.values(), default=0.0) + 1.0
-
-    def failed(self, peer: PeerT) -> None:
-        """The peer will not be done."""
-        self._waiting.discard(peer)
-
-    def lost(self, peer: PeerT, ending: str) -> None:
-        """The peer is gone."""
-        self._waiting.discard(peer)
-        self.gone.append(peer)
-
-    def collect(self, pump: Callable[[float], None]) -> None:
-        """Pump until all have answered who are not much slower than the others, or one has failed."""
-        while self._waiting and not self.failures and time.monotonic() < self.until:
-            pump(self.until)
 
 
 class FunctionResults(Generic[PeerT]):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
@@ -14,11 +14,11 @@ from batchopt_workers.failures import kinds_of, message_of
 from batchopt_workers.forms import Form, sums_layout
 from batchopt_workers.interrupts import let_through
 from batchopt_workers.layout import Layout
-from batchopt_workers.messages import TASKS, Cut, Kind, Order
+from batchopt_workers.messages import TASKS, Cut, Kind, Order, Report
 from batchopt_workers.output import Output
 from batchopt_workers.rows import Rows
 from batchopt_workers.task import Task
-from batchopt_workers.task_runner import of_term
+from batchopt_workers.task_runner import ChunkDone, of_term
 from batchopt_workers.tree import most_held
 from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Precode, Worker
@@ -30,10 +30,12 @@ class LocalWorker:
     def __init__(self, evaluator: Evaluator, layout: Layout, changes: int, watch: Watch) -> None:
         """`changes`: numbers that an evaluation reports of the module's state."""
         self.evaluator = evaluator
+        self.rank = evaluator.worker.rank  # by which answers and errors name it
         self._layout, self._changes = layout, changes
         self._rows = self._make_rows(1)
         self.evaluator.walk.watch = watch
         self._examined = False  # whether an evaluation has shown which constants a forward writes
+        self.report: Report | None = None  # of the last order
         self.outputs: Output | None = None  # where evaluations write what the module returns
 
     def _make_rows(self, count: int) -> Rows:
@@ -59,31 +61,49 @@ class LocalWorker:
         tasks.begin(task, subject)
         tasks.output = output
 
-    def evaluate(self, cut: Cut, order: Order, turn: AbstractContextManager[Any] | None = None) -> Answer:
-        """Evaluate the chunks of an order, each within `turn`. Raises `WorkerError` if the user's code raises, and
-        `StateWritten`."""
-        evaluator, rank = self.evaluator, self.evaluator.worker.rank
-        turn = nullcontext() if turn is None else turn
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        turn: AbstractContextManager[Any] | None = None,
+        found: Sequence[ChunkDone] = (),
+    ) -> Answer:
+        """Evaluate the chunks of an order, each within `turn`, unless they were `found` already. Raises `WorkerError`
+        if the user's code raises, and `StateWritten`."""
+        evaluator, rank = self.evaluator, self.rank
         if order.kind in TASKS:
             evaluator.tasks.loaded.cut = cut
         else:
             evaluator.cut = cut
             evaluator.outputs = self.outputs
             self._have_rows(most_held(order.first, order.last, cut.chunks))
-        if not self._examined:
-            evaluator.walk.watch.compare()
         results: dict[int, list[Any]] = {}
         forms: dict[int, Form] = {}
-        report = None
+        done = None
+        for done in found or self.chunks(order, turn):
+            if done.results:
+                results[done.next - 1] = [*done.results]
+            if done.form is not None:
+                forms[done.next - 1] = done.form
+        assert done is not None
+        self.report = report = done.report()
+        rows = (
+            self._rows if order.kind not in TASKS else self._rows_of_task(forms) if order.kind is Kind.TOTAL else None
+        )
+        partials = partials_of(report, rows)
+        span = Span(report.began, report.seconds, order.first, order.last)
+        samples_done = cut.bounds[order.last] - cut.bounds[order.first]
+        return Answer(rank, samples_done, report.seconds, partials, results, [span], report.drew, forms)
+
+    def chunks(self, order: Order, turn: AbstractContextManager[Any] | None = None) -> Iterator[ChunkDone]:
+        """Evaluate the chunks of an order one by one, for which everything is ready; raises as `evaluate`."""
+        evaluator, rank = self.evaluator, self.rank
+        if not self._examined:
+            evaluator.walk.watch.compare()
         try:
             chunks = evaluator.evaluate(order, self._rows)
-            for _ in range(order.first, order.last):
-                with turn:
-                    report, of_chunk, form = next(chunks)
-                if of_chunk:
-                    results[report.next - 1] = [*of_chunk]
-                if form is not None:
-                    forms[report.next - 1] = form
+            yield from chunks if turn is None else _each_in(turn, chunks)
+            self._examined = True
         except StateWritten:
             raise
         except Exception as error:
@@ -93,15 +113,6 @@ class LocalWorker:
             terms = loaded.batch.numbering.within(samples)
             name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
             raise WorkerError(rank, name, message, samples, terms=terms, kinds=kinds) from error
-        assert report is not None
-        self._examined = True
-        rows = (
-            self._rows if order.kind not in TASKS else self._rows_of_task(forms) if order.kind is Kind.TOTAL else None
-        )
-        partials = partials_of(report, rows)
-        span = Span(report.began, report.seconds, order.first, order.last)
-        samples_done = cut.bounds[order.last] - cut.bounds[order.first]
-        return Answer(rank, samples_done, report.seconds, partials, results, [span], report.drew, forms)
 
     def _have_rows(self, count: int) -> None:
         if count > len(self._rows):
@@ -111,6 +122,16 @@ class LocalWorker:
         """Those that the last total was summed in, of which there are enough."""
         form = next(iter(forms.values()))
         return self.evaluator.tasks.totals.rows(sums_layout(form.columns), 1)
+
+
+def _each_in(turn: AbstractContextManager[Any], chunks: Iterator[ChunkDone]) -> Iterator[ChunkDone]:
+    done: ChunkDone | None
+    while True:
+        with turn:
+            done = next(chunks, None)
+        if done is None:
+            return
+        yield done
 
 
 def run_precode(precode: Precode | None, worker: Worker) -> None:

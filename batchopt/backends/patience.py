@@ -11,8 +11,6 @@ STARTUP, UNKNOWN = 60.0, 600.0
 ATTEMPTS = 3
 # Seconds to wait for what others say once one has failed, so that the same one is named each time.
 OTHERS = 0.5
-# Who needs this many times as long in a probe as the slowest so far, and a second more, is not waited for.
-SLOWEST = 10.0
 # Seconds by which a wait may end late on a busy machine.
 SLACK = 0.25
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -14,17 +13,21 @@ from batchopt._data.arguments import read_parallelize
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import snapshot_of, tensors_of_f
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Repeated, Setup, WorkerInfo
 from batchopt.backends.local_worker import LocalWorker, run_precode
 from batchopt_workers.batch import Batch
 from batchopt_workers.evaluate import Evaluator
 from batchopt_workers.forms import Column
-from batchopt_workers.messages import TASKS, Cut, Order
+from batchopt_workers.messages import TASKS, Cut, Kind, Order, Report
 from batchopt_workers.output import MemoryOutput
 from batchopt_workers.seeding import draws_kept
 from batchopt_workers.task import Task
-from batchopt_workers.watch import Watch
+from batchopt_workers.task_runner import ChunkDone
+from batchopt_workers.watch import StateWritten, Watch
 from batchopt_workers.worker import Hook, Worker
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SerialBackend(Backend):
@@ -43,27 +46,60 @@ class SerialBackend(Backend):
         device = setup.flat.vector.device
         self._info = WorkerInfo(0, os.getpid(), socket.gethostname(), device)
         self._setup = setup
-        self._worker = Worker(0, 1, device)
+        (rank,) = setup.ranks or (0,)  # among all, where there are other processes like this one
+        self._worker = Worker(rank, setup.world or 1, device)
         run_precode(setup.precode, self._worker)
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
         evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
         self._evaluator = evaluator
         self._output, self._keeps_outputs = MemoryOutput(), False
+        self.repeatable: tuple[Order, Report | None] | None = None
+        self._found: tuple[Order, list[ChunkDone]] | None = None  # the last one, if it could not be repeated
         self._local = LocalWorker(evaluator, setup.flat.layout, setup.buffers.size, self._make_watch())
+        self._local.rank = 0
 
     @property
     def workers(self) -> list[WorkerInfo]:
         return [self._info]
 
+    def repeat(
+        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
+    ) -> Repeated | None:
+        before = self.repeatable
+        if before is None or before is not which:
+            return None
+        self.repeatable = None  # if anything is raised
+        order, report = before
+        assert report is not None
+        # by another number than an order that follows if this is of no use: sums do not go on from here
+        order = Order(-1 - number, step, order.first, order.last)
+        try:
+            found = self._in_peace(list, self._local.chunks(order))
+        except StateWritten:
+            return None
+        done = found[-1]
+        losses, says_something = done.sums.again(report.summaries), False
+        for chunk in found:
+            says_something = says_something or bool(chunk.results and chunk.says_something)
+        if losses is None or says_something or done.drew != report.drew:  # it answers the order that follows
+            done.sums.evaluation = number
+            self._found = order._replace(evaluation=number), found
+            return None
+        self.repeatable = before
+        return Repeated(losses, ((done.began, done.seconds),))
+
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self.repeatable = None
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
         self._evaluator.walk.hooks_unseen = True
 
     def use_hooks(self, hooked: bool) -> None:
+        self.repeatable = None
         self._evaluator.hooked = hooked
 
     def include_state(self, names: Collection[str]) -> None:
+        self.repeatable = None
         self._local.follow(self._make_watch(), self._setup.buffers.size)
         self._local.examine()
 
@@ -76,8 +112,14 @@ class SerialBackend(Backend):
         return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        self._evaluator.batch, self._evaluator.weights = prepared.batch, weights
-        self._follow()
+        evaluator = self._evaluator
+        if evaluator.batch is not None and evaluator.loaded.follow(prepared.batch):
+            evaluator.begin_again(evaluator.loaded)
+        else:
+            evaluator.batch, self.repeatable = prepared.batch, None
+        evaluator.weights = weights
+        if self._follow():
+            self.repeatable = None
 
     def _follow(self) -> bool:
         """Take over what the user has changed of the program; returns whether it is another one."""
@@ -89,20 +131,36 @@ class SerialBackend(Backend):
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
         (order,) = orders
+        self.repeatable = None
         if order is None:
             return []
         if order.kind not in TASKS:
             self._output = MemoryOutput()
             self._local.outputs = self._output if self._keeps_outputs else None
+        before, self._found = self._found, None
+        found = before[1] if before is not None and before[0] == order else ()
+        answer = self._in_peace(self._local.evaluate, cut, order, found=found)
+        if order.kind is Kind.EVALUATE and not self._keeps_outputs and answer.is_silent:
+            self.repeatable = order, self._local.report
+        return [answer]
+
+    def _in_peace(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call this, with the random states and threads of the caller left as they are."""
         # memory that is made in inference mode cannot be written outside of it; worker processes are in no such mode
-        mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with mode, draws_kept(), torch_threads(self._setup.threads):
-            return [self._local.evaluate(cut, order)]
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._in_peace(evaluate, *args, **kwargs)
+        with draws_kept():
+            if self._setup.threads is None:
+                return evaluate(*args, **kwargs)
+            with torch_threads(self._setup.threads):
+                return evaluate(*args, **kwargs)
 
     def set_direction(self, direction: torch.Tensor) -> None:
         self._evaluator.direction = self._setup.flat.layout.views(direction)
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        self.repeatable = None
         changed = follow and self._follow()
         if batch is not None and self._setup.fixed_bits:
             batch = batch.realigned()
@@ -111,6 +169,7 @@ class SerialBackend(Backend):
         return changed
 
     def keep_outputs(self, keep: bool) -> None:
+        self.repeatable = None
         self._keeps_outputs = keep
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
@@ -120,9 +179,6 @@ class SerialBackend(Backend):
     def end_task(self) -> None:
         self._evaluator.tasks.end()
 
-    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order])}
-
     def resize(self, workers: int) -> None:
         if workers != 1:
             raise ValueError(f"this process is one worker, not {workers}")
@@ -131,4 +187,4 @@ class SerialBackend(Backend):
         return [function(self._worker, *arguments)]
 
     def close(self) -> None:
-        self._info.alive = False
+        self._info.alive, self.repeatable = False, None

@@ -14,6 +14,7 @@ from batchopt._data import arguments
 from batchopt.errors import CheckpointError
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
+from batchopt_workers.layout import Layout
 
 # What the loop adds to the state of a BatchOptimizer.
 ENTRY = "fit"
@@ -92,11 +93,15 @@ class Checkpoint:
         is_scored = isinstance(score, int | float) and math.isfinite(score)
         name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
         target = self.folder / (name or f"{iteration:08d}.batchopt")
+        layout, content = opt._function.subject.flat.layout, {**opt.state_dict(), ENTRY: state}
+        opt._function.once(lambda: self._write(target, iteration, content, layout))
+
+    def _write(self, target: Path, iteration: int, content: Any, layout: Layout) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the folder of checkpoints '{self.folder}': {error.strerror}") from error
-        file.write(target, {**opt.state_dict(), ENTRY: state}, opt._function.subject.flat.layout)
+        file.write(target, content, layout)
         kept = {target, *(one.path for one in self.files()[-self.keep :])}
         kept |= {one.path for one in self._ranked()[: self.best_of]}
         for one in self.files():

@@ -90,7 +90,7 @@ def fit(
         monitor=monitor,
         schedule=None if scheduler is None else Schedule(scheduler, scheduler_step),
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint, keep=keep),
-        logs=_read_logs(log),
+        logs=_read_logs(log, opt._function.is_main),
         epoch_0=arguments.read_bool("epoch_0", epoch_0),
         time_limit=time_limit,
     )
@@ -111,7 +111,8 @@ def fit(
 def _run(
     trainer: Engine, batches: Batches, parts: Parts, loop: Loop, opt: BatchOptimizer, resume: str | os.PathLike[str]
 ) -> State:
-    path = None if parts.checkpoint is None else parts.checkpoint.choose(resume)
+    checkpoint = parts.checkpoint
+    path = None if checkpoint is None else opt._function.once(lambda: checkpoint.choose(resume))
     if path is not None:
         before = batches.state_dict()
         try:
@@ -138,7 +139,18 @@ def _positioned(batches: Batches, begin_epoch: int) -> Batches:
     return batches
 
 
-def _read_logs(log: Any) -> list[Log]:
+class _Silent(Log):
+    """A log of a process that writes no files."""
+
+    def __init__(self, log: Log) -> None:
+        self.interval = log.interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the process that writes has it."""
+        return {}
+
+
+def _read_logs(log: Any, is_main: bool) -> list[Log]:
     given = log if isinstance(log, list | tuple) else [] if log is None else [log]
     found: list[Log] = []
     for one in given:
@@ -148,7 +160,7 @@ def _read_logs(log: Any) -> list[Log]:
             found.append(one)
         else:
             raise TypeError(f"`log` must be a file '*.jsonl', a folder for TensorBoard or a Record; got {one!r}")
-    return found
+    return found if is_main else [_Silent(one) for one in found]
 
 
 def _read_metrics(parts: Parts, opt: BatchOptimizer, eval_data: Any, metrics: Any) -> None:

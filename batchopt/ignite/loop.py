@@ -29,18 +29,22 @@ class Log(Protocol):
 
     def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
         """Begin to write; after what was written when `state_dict` returned this state, before an iteration."""
+        return
 
     def batch(self, loss: float, iteration: int) -> None:
         """A batch is done."""
+        return
 
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Write these."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Where the log is, as plain data."""
 
     def close(self) -> None:
         """Write what is left."""
+        return
 
 
 @dataclass
@@ -136,8 +140,8 @@ class Loop:
             log.batch(loss, state.iteration)
         self._call(parts.on_batch, number, {"loss": loss}, loss)
         self._write_and_save_what_is_due(ended)
-        if parts.time_limit is not None and self._seconds() > parts.time_limit:
-            self._stops = True
+        if parts.time_limit is not None:
+            self._stops = self._stops or self._opt._function.once(self._seconds) > parts.time_limit
         self._stop_if_asked(at_the_end=ended)
 
     def _epoch_done(self) -> None:
@@ -181,7 +185,9 @@ class Loop:
         return self._number
 
     def _is_due(self, interval: Filter | None, ended: bool) -> bool:
-        return ended if interval is None else interval(self._trainer, self._trainer.state.iteration)
+        if interval is None:
+            return ended
+        return self._opt._function.once(lambda: interval(self._trainer, self._trainer.state.iteration))
 
     def _write_and_save_what_is_due(self, ended: bool) -> None:
         """At the end of an epoch that is done later, with the numbers that it ends with."""

@@ -12,6 +12,7 @@ import torch
 from batchopt._data import arguments
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
+from batchopt_workers.layout import reals
 from batchopt_workers.structures import items_of
 
 Statistic = Callable[[torch.Tensor], Any]
@@ -19,7 +20,7 @@ Statistic = Callable[[torch.Tensor], Any]
 
 def norm_by_size(tensor: torch.Tensor) -> float:
     """The Euclidean norm over the square root of the size: how large an element is."""
-    return float(tensor.double().norm()) / math.sqrt(max(tensor.numel(), 1))
+    return float(reals(tensor).double().norm()) / math.sqrt(max(tensor.numel(), 1))
 
 
 class Monitor:

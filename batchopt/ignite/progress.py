@@ -46,7 +46,7 @@ class Progress:
 @contextmanager
 def progress(opt: BatchOptimizer, epochs: int) -> Iterator[Progress]:
     """Of `opt`, whose own bar rests meanwhile."""
-    shown = Progress(opt._function.settings.verbose, epochs)
+    shown = Progress(opt._function.verbose, epochs)
     try:
         with opt._function.without_bar():
             yield shown

@@ -145,6 +145,12 @@ class LBFGS(Descent):
     def _function(self, closure: Closure) -> Function:
         if not self._group["l1"]:
             return super()._function(closure)
+        if any(parameter.is_complex() for parameter in self._group["params"]):
+            raise ValueError(
+                "`l1` would penalise real and imaginary parts of complex parameters, each alone: add p.abs().sum() to "
+                "the loss; or, if the parts are meant, hold torch.view_as_real(p), and call torch.view_as_complex in "
+                "forward"
+            )
         return PenalisedFunction(self._vector, closure, self._group["l1"])
 
     def _line(self, run: Search) -> Line:

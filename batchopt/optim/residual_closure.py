@@ -8,6 +8,7 @@ import torch
 
 from batchopt_workers.attention import differentiable_twice
 from batchopt_workers.jacobian import ROOM, dense, product_with
+from batchopt_workers.layout import reals
 from batchopt_workers.least_squares import PROBE, moved
 from batchopt_workers.squares import checked
 
@@ -20,7 +21,8 @@ class ResidualSquares:
 
     def __init__(self, closure: ResidualsClosure, parameters: Sequence[torch.Tensor]) -> None:
         self._closure, self.parameters = closure, parameters
-        self._size = sum(parameter.numel() for parameter in parameters)
+        self._sizes = [reals(parameter.detach()).numel() for parameter in parameters]
+        self._size = sum(self._sizes)
 
     def __call__(self) -> torch.Tensor:
         """f, and df/dX in each `.grad`."""
@@ -83,14 +85,13 @@ class ResidualSquares:
             )
         except RuntimeError:  # of a function that has no batching rule
             return torch.stack([self._joined(self._backward(residuals, unit)) for unit in units])
-        pairs = zip(found, self.parameters, strict=True)
-        flat = [units.new_zeros(len(which), p.numel()) if g is None else g.reshape(len(which), -1) for g, p in pairs]
+        pairs = zip(found, self._sizes, strict=True)
+        flat = [units.new_zeros(len(which), n) if g is None else reals(g).reshape(len(which), -1) for g, n in pairs]
         return torch.cat(flat, dim=1)
 
     def _along(self, residuals: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """J times a vector, in the shape of the residuals."""
-        parts = torch.split(v, [parameter.numel() for parameter in self.parameters])
-        return product_with(residuals, self.parameters, parts)
+        return product_with(residuals, self.parameters, torch.split(v, self._sizes))
 
     def _joined(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return torch.cat([reals(gradient).reshape(-1) for gradient in gradients])

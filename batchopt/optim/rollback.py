@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from batchopt.optim.curvature import Curvature
+from batchopt_workers.structures import PLAIN
 
 
 class Rollback:
@@ -38,7 +39,10 @@ class Rollback:
                 parameter: {key: _kept(value, kept.get(parameter, {}).get(key)) for key, value in state.items()}
                 for parameter, state in self._optimizer.state.items()
             }
-            self._groups = [{key: _kept(value, None) for key, value in g.items()} for g in self._optimizer.param_groups]
+            self._groups = [
+                {key: value if type(value) in PLAIN else _kept(value, None) for key, value in group.items()}
+                for group in self._optimizer.param_groups
+            ]
 
     def back(self) -> None:
         """Put everything back. What was kept belongs to the optimizer now: `take` again before the next `back`."""

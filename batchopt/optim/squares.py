@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from batchopt.optim.quadratic import Products
+from batchopt_workers.layout import reals
 
 
 @runtime_checkable
@@ -34,13 +35,12 @@ class SquaresOver:
 
     def __init__(self, squares: Squares, parameters: Sequence[torch.Tensor]) -> None:
         self._squares = squares
-        self.size = sum(parameter.numel() for parameter in squares.parameters)
-        ends = torch.tensor([parameter.numel() for parameter in squares.parameters]).cumsum(0).tolist()
-        start = {id(p): end - p.numel() for p, end in zip(squares.parameters, ends, strict=True)}
-        places = [
-            start[id(p)] + torch.arange(p.numel()) if id(p) in start else torch.full((p.numel(),), self.size)
-            for p in parameters
-        ]
+        start, self.size = {}, 0
+        for parameter in squares.parameters:
+            start[id(parameter)] = self.size
+            self.size += reals(parameter.detach()).numel()
+        sizes = [(id(p), reals(p.detach()).numel()) for p in parameters]
+        places = [start[p] + torch.arange(n) if p in start else torch.full((n,), self.size) for p, n in sizes]
         # where each element of ours is in theirs, behind which there is a 0
         self._places = torch.cat(places)
         self._alike = torch.equal(self._places, torch.arange(self.size))

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from batchopt.optim.algebra import copy
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in one row; of a complex one real and imaginary parts."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+from batchopt_workers.layout import reals
 
 
 def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -25,37 +21,36 @@ def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not filled:
         return None
     first, on_cpu = filled[0], filled[0].device.type == "cpu"
+    dtype = first.dtype.to_real()
     start = end = first.data_ptr()
     for tensor in filled:
-        alike = (
-            tensor.dtype is first.dtype and tensor.is_contiguous() and not tensor.is_complex() and not tensor.is_neg()
-        )
+        as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        alike = tensor.dtype.to_real() is dtype and as_it_is
         if not alike or tensor.data_ptr() != end:
             return None
         if not on_cpu and tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
         end += tensor.nbytes
     if on_cpu:
-        return torch.frombuffer((ctypes.c_char * (end - start)).from_address(start), dtype=first.dtype)
-    return first.as_strided(((end - start) // first.element_size(),), (1,))
+        return torch.frombuffer((ctypes.c_char * (end - start)).from_address(start), dtype=dtype)
+    return reals(first).as_strided(((end - start) // dtype.itemsize,), (1,))
 
 
 class Vector:
     """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they lie as in
     one, in one go.
 
-    `dtype` is that of the vector: the parameters', but single precision at least. Raises `ValueError` for parameters on
-    several devices, or of several dtypes.
+    `dtype` is that of the vector: the parameters', real, but single precision at least. Raises `ValueError` for
+    parameters on several devices, or of several dtypes, where complex ones count as their real numbers.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+        kinds = {(parameter.device, parameter.dtype.to_real()) for parameter in parameters}
         if len(kinds) > 1:
             raise ValueError(f"the parameters must share one device and one dtype; got {sorted(map(str, kinds))}")
         ((self.device, dtype),) = kinds
-        real = dtype.to_real() if dtype.is_complex else dtype
-        self.dtype = torch.promote_types(real, torch.float32)
-        self.size = sum(_flat(parameter.detach()).numel() for parameter in parameters)
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.size = sum(reals(parameter.detach()).numel() for parameter in parameters)
         self._parameters = list(parameters)
 
     def empty(self) -> torch.Tensor:
@@ -98,4 +93,4 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
-    return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach().resolve_conj()

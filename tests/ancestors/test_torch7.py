@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import batchopt
 from batchopt import Batches, BatchOptimizer, Sample, Worker
-from batchopt.backends.ray.cluster import Room, spread
+from batchopt.backends.nodes.placing import Room, spread
 from batchopt.ignite import fit
 from tests.workloads import Mlp, cnn, mlp, reference
 

@@ -101,6 +101,11 @@ class LeastSquaresContract:
     parallelize: int
     processes = True
 
+    @property
+    def asked(self) -> int:
+        """What is given as `parallelize` to have so many workers."""
+        return self.parallelize
+
     @pytest.mark.parametrize("chunk_size", [None, 5])
     def test_the_normal_equations_and_products_are_those_of_one_jacobian(
         self, make: Make, chunk_size: int | None
@@ -146,7 +151,7 @@ class LeastSquaresContract:
 
     def test_least_squares_have_the_bits_of_one_process(self, make: Make) -> None:
         found: list[Any] = []
-        for workers in (1, self.parallelize):
+        for workers in (1, self.asked):
             opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
             opt.load(DATA)
             normal = opt.normal()
@@ -159,7 +164,7 @@ class LeastSquaresContract:
 
     def test_adaptive_points_are_those_of_one_process(self, make: Make) -> None:
         found: list[Any] = []
-        for workers in (1, self.parallelize):
+        for workers in (1, self.asked):
             opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
             found.append((resample(opt, "pde", X, samples=9), *resample(opt, "data", (X, Y), samples=9, k=2.0, c=0.0)))
         for one, other in zip(*found, strict=True):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer
+from batchopt.backends.nodes.placing import Room, spread
 from batchopt.backends.ray import cluster
-from batchopt.backends.ray.cluster import Needs, Room, fitting, spread
+from batchopt.backends.ray.cluster import Needs, fitting
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
@@ -26,7 +27,7 @@ def test_workers_are_spread_in_proportion_to_the_room(capacities: list[int], dat
     assert sum(places.values()) == workers and all(places.values())
     for room in rooms:
         exact = workers * room.workers / sum(capacities)
-        assert abs(places.get(room.node, 0) - exact) < 1 and places.get(room.node, 0) <= room.workers
+        assert abs(places.get(room.machine, 0) - exact) < 1 and places.get(room.machine, 0) <= room.workers
     with pytest.raises(ValueError, match="do not fit where there is room for"):
         spread(sum(capacities) + 1, rooms)
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt.backends.ledger import LATE, POISONOUS, ChunkRun
+from batchopt.backends.process.ledger import LATE, POISONOUS, ChunkRun
 from batchopt.backends.process.scheduler import (
     PATIENCE,
     WORTHWHILE,
@@ -938,30 +938,3 @@ def _answer(hand: Hand, said: Said) -> Answer:
 
 TestEvaluations = Evaluations.TestCase
 TestEvaluations.settings = settings(deadline=None, max_examples=100, stateful_step_count=50, report_multiple_bugs=False)
-
-
-def test_half_of_what_nobody_has_begun_is_given_up() -> None:
-    scheduler = begun((0, 8), (8, 16), None)
-    scheduler.reported(0, 3, 1.0)
-    given, limits = scheduler.release()
-    assert given == [ChunkRun(6, 8), ChunkRun(12, 16)] and limits == [Limit(0, 6), Limit(1, 12)]
-    assert scheduler.missing == 16 - 3 - 2 - 4
-    for worker, last in ((0, 6), (1, 12)):
-        scheduler.reported(worker, last, 2.0)
-        scheduler.ended(worker)
-    assert scheduler.missing == 0 and scheduler.decide([0, 1, 2], unknown, 3.0) == []
-
-
-def test_runs_that_wait_for_a_worker_are_given_up_by_half_and_the_chunk_at_hand_is_not() -> None:
-    scheduler = WorkerScheduler([ChunkRun(0, 4), ChunkRun(4, 5)], 5)
-    assert scheduler.release() == ([ChunkRun(2, 4), ChunkRun(4, 5)], []) and scheduler.missing == 2
-    scheduler = begun((0, 1), (1, 2))
-    assert scheduler.release() == ([], []) and scheduler.missing == 2
-
-
-def test_a_chunk_that_was_given_up_and_begun_all_the_same_counts_for_nothing() -> None:
-    scheduler = begun((0, 4))
-    assert scheduler.release()[0] == [ChunkRun(2, 4)]
-    scheduler.reported(0, 3, 1.0)  # the limit came too late for chunk 2
-    scheduler.ended(0)
-    assert scheduler.missing == 0

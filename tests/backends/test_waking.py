@@ -9,6 +9,7 @@ import pytest
 
 from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.repeat import Repeat
 from batchopt.backends.process.waking import WakingPipe
 from tests.workloads import mlp
 
@@ -58,7 +59,7 @@ def test_a_full_pipe_is_emptied(size: int) -> None:
             assert opt.hook_results == [bytes([2 * chunk % 256]) * size for chunk in range(CHUNKS)]
 
 
-def interrupted(pool: Pool, timeout: float) -> Any:
+def interrupted(waiting: Any, *_: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -70,8 +71,10 @@ def test_workers_are_heard_after_an_interrupt() -> None:
         opt.load(case.inputs, case.targets)
         expected = opt.evaluate().item()
         for _ in range(3):
+            opt.load(case.inputs, case.targets)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(Pool, "_wait", interrupted)
+                patch.setattr(Repeat, "wait", interrupted)  # a batch of the same form may be repeated
                 opt.evaluate()
             assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
             opt.load(case.inputs, case.targets)

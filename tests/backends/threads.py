@@ -182,9 +182,6 @@ class ThreadBackend(Backend):
     def set_direction(self, direction: torch.Tensor) -> None:
         self._direction = self._setup.flat.layout.views(direction)
 
-    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        return {answer.rank: answer.seconds for answer in self.evaluate(cut, [order] * len(self._workers))}
-
     def resize(self, workers: int) -> None:
         for rank in range(len(self._workers), workers):
             worker = Worker(rank, workers, torch.device("cpu"))

@@ -85,7 +85,6 @@ def start() -> Iterator[Start]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "workers")]))
         patch.setattr("batchopt.backends.ray.cluster._warned", True)
-        patch.setattr("batchopt.backends.ray.nodes.ANSWERING", 100.0)  # to start an actor on a busy machine
         yield begin
         stop()
 

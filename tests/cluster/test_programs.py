@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -49,42 +48,6 @@ x, y = torch.randn(40, 3), torch.randn(40, 1)
 while True:
     opt.step(x, y)
 """
-
-
-LOSSY = """
-import torch, batchopt
-
-def fingerprint(**options):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    x, y = torch.randn(40, 3), torch.randn(40, 1)
-    with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), chunk_size=4, max_restarts=100, **options) as opt:
-        for _ in range(4):
-            opt.step(x, y)
-        return opt.fingerprint(), sum(worker.restarts for worker in opt.workers)
-
-expected, _ = fingerprint()
-found, restarts = fingerprint(backend="ray", parallelize=4)
-assert found == expected
-print(restarts)
-"""
-
-
-@pytest.mark.parametrize("kind", ["req", "in_flight", "resp"])
-def test_calls_that_are_lost_or_executed_and_reported_as_failed(two_nodes: Cluster, kind: str) -> None:
-    """Ray makes them so: two of all that the driver makes, each with a chance of a tenth. (Three could all be of the
-    start of one machine, which is given up then.)"""
-    chances = {f"{which}_failure_prob": 10 if which == kind else 0 for which in ("req", "in_flight", "resp")}
-    faults = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 2, **chances}}
-    environment = os.environ | {
-        "RAY_ADDRESS": two_nodes.address,
-        "PYTHONWARNINGS": "ignore",
-        "RAY_testing_rpc_failure": json.dumps(faults),
-        "RAY_testing_rpc_failure_avoid_intra_node_failures": "0",
-    }
-    ended = subprocess.run([sys.executable, "-c", LOSSY], capture_output=True, text=True, timeout=150, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout.split()[-1]) > 0
 
 
 @pytest.mark.parametrize("block, printed", [(0, 10), (1, 0)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,39 +99,84 @@ def expected_extra(fault: Fault) -> dict[int, int]:
     return {fault.chunk: 1} if done_before_it_counts and fault.chunk is not None else {}
 
 
-def check(ended: Ended, oracle: Ended, fault: Fault, extra: dict[int, int]) -> None:
-    """The fault fired once, the bits are those of the oracle, and no chunk was evaluated but what was lost."""
+def check(ended: Ended, oracle: Ended, fault: Fault, extra: dict[int, int], repeats: bool = False) -> None:
+    """The fault fired once, the bits are those of the oracle, and no chunk was evaluated but what was lost; where it is
+    an evaluation that `repeats`, that is all of it at most."""
     assert ended.returncode == 0, ended.stderr
     assert "error" not in ended.outcome, ended.outcome["error"]
     assert ended.fired == [1]
     same_bits(ended.outcome, oracle.outcome)
     evaluations = ended.outcome["evaluations"]
-    assert ended.chunks == {chunk: evaluations + extra.get(chunk, 0) for chunk in range(6)}
+    if repeats:
+        assert set(ended.chunks) == set(range(6))
+        assert all(0 <= count - evaluations <= 2 for count in ended.chunks.values()), ended.chunks
+    else:
+        assert ended.chunks == {chunk: evaluations + extra.get(chunk, 0) for chunk in range(6)}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("lbfgs", marks=SLOW)])
-@pytest.mark.parametrize("parallelize", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
-@pytest.mark.parametrize(
-    "when", [w if w in ("in the gradient", "in the report") else pytest.param(w, marks=SLOW) for w in DEATHS]
-)
+ONLY_ORDERED = ("worker.load", "worker.order", "worker.send", "worker.sent")
+
+
+def deaths() -> Iterator[Any]:
+    """Each death once where every evaluation is ordered, and then where those repeat that can: in the second of a run,
+    and in the fifth. With its optimizer, and the number of workers."""
+    for (when, fault), optimizer, parallelize in itertools.product(DEATHS.items(), ("sgd", "lbfgs"), (1, 2, 3)):
+        quick = when in ("in the gradient", "in the report") and (optimizer, parallelize) == ("sgd", 2)
+        name = f"{when}-{optimizer}-{parallelize}"
+        yield pytest.param(fault, optimizer, parallelize, False, id=name, marks=() if quick else SLOW)
+        if fault.nth == 1 or fault.point in ONLY_ORDERED:
+            continue
+        for nth in (2, 5) if optimizer == "lbfgs" else (2,):  # three steps of SGD have three evaluations
+            again = replace(fault, nth=nth)
+            yield pytest.param(again, optimizer, parallelize, True, id=f"{name}-repeat-{nth}", marks=SLOW)
+
+
+@pytest.mark.parametrize("fault, optimizer, parallelize, repeats", [*deaths()])
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
-    run: Play, undisturbed: Callable[[str], Ended], when: str, parallelize: int, optimizer: str
+    run: Play, undisturbed: Callable[[str], Ended], fault: Fault, optimizer: str, parallelize: int, repeats: bool
 ) -> None:
-    fault = DEATHS[when]
     # a death is noticed as such, not as a hang
-    ended = run(fault, parallelize=parallelize, optimizer=optimizer, options={"timeout": 1000.0})
-    check(ended, undisturbed(optimizer), fault, expected_extra(fault))
+    options = {"timeout": 1000.0}
+    ended = run(fault, parallelize=parallelize, optimizer=optimizer, options=options, repeats=repeats)
+    check(ended, undisturbed(optimizer), fault, expected_extra(fault), repeats)
 
 
 @SLOW
-@pytest.mark.parametrize("parallelize", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
-def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
-    run: Play, undisturbed: Callable[[str], Ended], way: str, parallelize: int
+@pytest.mark.parametrize("point", ["worker.rung", "worker.forward", "worker.merge", "worker.again"])
+@pytest.mark.parametrize("optimizer, nth", [("sgd", 1), ("lbfgs", 1), ("lbfgs", 4)])
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP", "hang", "raise ValueError('bad')"])
+def test_whatever_happens_in_a_repeat_the_bits_are_the_same(
+    run: Play, undisturbed: Callable[[str], Ended], point: str, way: str, optimizer: str, nth: int
 ) -> None:
-    fault = Fault("worker.send" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=2)
-    ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0})
-    check(ended, undisturbed("lbfgs"), fault, {5: 1})
+    if point in ("worker.forward", "worker.merge"):
+        nth += 3  # chunks of the first evaluation, which is ordered
+    fault = Fault(point, way, who=1, nth=nth)
+    ended = run(fault, optimizer=optimizer, again=True, options={"timeout": 1.0}, repeats=True)
+    assert ended.fired == [1]
+    if way.startswith("raise"):
+        assert ended.outcome["error"].startswith("WorkerError: ValueError in worker 1"), ended.outcome["error"]
+        assert ended.outcome["restored"]
+    else:
+        assert "error" not in ended.outcome, ended.outcome["error"]
+    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+
+
+def ways() -> Iterator[Any]:
+    """Each way, where every evaluation is ordered; and in the second and fifth where they repeat."""
+    for way, parallelize in itertools.product(WAYS, (1, 2, 3)):
+        yield way, parallelize, False, 2
+        if way != "close the pipe":  # nothing is sent in an evaluation that repeats
+            yield from ((way, parallelize, True, nth) for nth in (2, 5))
+
+
+@SLOW
+@pytest.mark.parametrize("way, parallelize, repeats, nth", [*ways()])
+def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
+    run: Play, undisturbed: Callable[[str], Ended], way: str, parallelize: int, repeats: bool, nth: int
+) -> None:
+    fault = Fault("worker.send" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=nth)
+    ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0}, repeats=repeats)
+    check(ended, undisturbed("lbfgs"), fault, {5: 1}, repeats)
     assert sum(ended.outcome["restarts"]) == 1 or parallelize > 1  # else nobody else could have done it
 
 
@@ -330,12 +377,13 @@ def test_an_exception_arrives_and_the_step_can_be_made_again(
 
 @SLOW
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
-@pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.reduce"])
+@pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.rung", "parent.reduce"])
 def test_an_interrupt_in_the_parent_undoes_the_step(
     run: Play, undisturbed: Callable[[str], Ended], point: str, optimizer: str
 ) -> None:
-    nth = 2 if optimizer == "sgd" else 7
-    ended = run(Fault(point, "SIGINT", who="parent", nth=nth), optimizer=optimizer, again=True)
+    nth = 2 if optimizer == "sgd" or point == "parent.rung" else 7
+    repeats = point == "parent.rung"
+    ended = run(Fault(point, "SIGINT", who="parent", nth=nth), optimizer=optimizer, again=True, repeats=repeats)
     assert ended.fired == [1]
     assert ended.outcome["error"].startswith("KeyboardInterrupt")
     assert ended.outcome["restored"]
@@ -345,9 +393,11 @@ def test_an_interrupt_in_the_parent_undoes_the_step(
 
 @SLOW
 @pytest.mark.parametrize(
-    "point", ["parent.dispatched", "parent.heard", "parent.reduce", "checkpoint.writing", "checkpoint.replace"]
+    "point",
+    ["parent.dispatched", "parent.heard", "parent.rung", "parent.reduce", "checkpoint.writing", "checkpoint.replace"],
 )
 def test_a_killed_parent_leaves_nothing(run: Play, tmp_path: Path, point: str) -> None:
-    ended = run(Fault(point, "SIGKILL", who="parent", nth=2), save=True, alone=True)
+    repeats, nth = point == "parent.rung", 12 if point == "parent.heard" else 2  # both workers have said something
+    ended = run(Fault(point, "SIGKILL", who="parent", nth=nth), save=True, alone=True, repeats=repeats)
     assert ended.returncode == -9  # and `play` has looked for processes
     assert len(ended.pids) == 2

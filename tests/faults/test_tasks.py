@@ -189,7 +189,9 @@ def test_an_interrupt_in_the_parent_leaves_everything_as_it_was(
     run: Play, undisturbed: Ended, task: str, point: str, what: str
 ) -> None:
     """Killed, it leaves no process."""
-    fault = Fault(point, what, who="parent", nth=5 if point == "parent.heard" else 1)
+    nth = {"parent.heard": (5, 12), "parent.dispatched": (1, 2), "parent.answers": (1, 1)}[point]
+    killed = what == "SIGKILL"  # when both workers have evaluated something
+    fault = Fault(point, what, who="parent", nth=nth[killed])
     ended = run(fault, calls=[task, "last"], again=True, alone=what == "SIGKILL")
     if what == "SIGKILL":
         assert ended.returncode == -9 and len(ended.pids) == 2

@@ -69,15 +69,21 @@ def test_a_state_that_is_looked_at_within_a_step_changes_nothing() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("make", [batchopt.LBFGS, batchopt.LevenbergMarquardt])
-def test_with_another_number_of_workers(make: Any) -> None:
-    x = torch.linspace(-1, 1, 20).unsqueeze(1)
-    options = {**OPTIONS, **({"history_size": 3} if make is batchopt.LBFGS else {})}
+@pytest.mark.parametrize(
+    "make", [batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.LevenbergMarquardt, torch.optim.Adam]
+)
+@both_dtypes
+def test_with_another_number_of_workers(make: Any, dtype: torch.dtype) -> None:
+    x = torch.linspace(-1, 1, 20, dtype=dtype).unsqueeze(1)
+    options = {
+        **({} if make is torch.optim.Adam else OPTIONS),
+        **({"history_size": 3} if make is batchopt.LBFGS else {}),
+    }
 
     def over(workers: int) -> batchopt.BatchOptimizer:
         torch.manual_seed(0)
         return batchopt.BatchOptimizer(
-            Mlp(1, 6, 1),
+            Mlp(1, 6, 1).to(dtype),
             nn.MSELoss(),
             optimizer=lambda params: make(params, **options),
             parallelize=workers,

@@ -47,11 +47,20 @@ def test_parameters_of_one_x_are_one_row() -> None:
     assert _whole([p.detach() for p in (parameters[0], parameters[-1])]) is None
 
 
+def test_complex_and_real_parameters_of_one_x_are_one_row() -> None:
+    module = nn.ParameterList([torch.zeros(3), torch.tensor([[1 + 2j]])])
+    flat, parameters = flatten(module)
+    whole = _whole([p.detach() for p in parameters])
+    assert whole is not None
+    assert whole.tolist() == flat.vector.tolist() == [1, 2, 0, 0, 0]
+    assert whole.data_ptr() == flat.vector.data_ptr()
+
+
 def test_what_lies_otherwise_is_no_row() -> None:
     base = torch.arange(12.0)
     assert _whole([base[:6].view(2, 3).t(), base[6:]]) is None
     assert _whole([base[:6], base[6:].view(torch.int32)]) is None
-    assert _whole([torch.view_as_complex(base.view(6, 2))]) is None
+    assert _whole([torch.view_as_complex(base.view(6, 2)).conj()]) is None
     assert _whole([torch.empty(0)]) is None
 
 

@@ -79,7 +79,7 @@ class Bench:
         self.evaluations += 1
         order = Order(self.evaluations, step, first, self.evaluator.cut.chunks if last is None else last)
         with draws_kept():
-            return [(done.report, [*done.results]) for done in self.evaluator.evaluate(order, self.rows)]
+            return [(done.report(), [*done.results]) for done in self.evaluator.evaluate(order, self.rows)]
 
     def gradient(self, done: Report) -> torch.Tensor:
         """Of an evaluation of every chunk."""
@@ -175,10 +175,10 @@ def test_what_was_reported_is_not_written_until_the_next_report() -> None:
     bench.load(INPUTS[:8], TARGETS[:8], bounds=tuple(range(9)))
     with draws_kept():
         reports = bench.evaluator.evaluate(Order(1, 0, 0, 8), bench.rows)
-        before, *_ = next(reports)
+        before = next(reports).report()
         for _ in range(7):
             kept = {summary.row: bench.rows[summary.row].gradient.clone() for summary in before.summaries}
-            after, *_ = next(reports)  # by now the next chunk was evaluated and merged
+            after = next(reports).report()  # by now the next chunk was evaluated and merged
             for row, gradient in kept.items():
                 assert torch.equal(bench.rows[row].gradient, gradient)
             assert after.next == before.next + 1
@@ -192,7 +192,8 @@ def test_several_orders_of_one_evaluation_merge_whatever_their_order() -> None:
     gradient = bench.gradient(whole).clone()
     with draws_kept():
         for first, last in ((5, 8), (0, 2), (4, 5), (2, 4)):
-            (*_, (report, *_)) = bench.evaluator.evaluate(Order(99, 0, first, last), bench.rows)
+            *_, done = bench.evaluator.evaluate(Order(99, 0, first, last), bench.rows)
+            report = done.report()
     assert [summary.node for summary in report.summaries] == [Node(3, 0)]
     assert report.summaries[0].losses[0] == whole.summaries[0].losses[0]
     assert torch.equal(bench.gradient(report), gradient)
@@ -671,7 +672,8 @@ def test_every_cut_gives_the_product_of_one_process(bounds: tuple[int, ...]) -> 
     bench.evaluator.prehook = lambda worker, sample: seen.append("pre")
     bench.evaluator.posthook = lambda worker, sample: seen.append("post")
     with draws_kept():
-        *_, (report, results, _) = bench.evaluator.evaluate(Order(1, 0, 0, len(bounds) - 1, Kind.MULTIPLY), bench.rows)
+        *_, done = bench.evaluator.evaluate(Order(1, 0, 0, len(bounds) - 1, Kind.MULTIPLY), bench.rows)
+        report, results = done.report(), done.results
     torch.testing.assert_close(bench.gradient(report), curvature(module, direction), rtol=1e-12, atol=1e-15)
     assert all(p.grad is grad and (grad == 7.0).all() for p, grad in zip(bench.parameters, grads, strict=True))
     assert seen == ["pre"] * (len(bounds) - 1) and not results

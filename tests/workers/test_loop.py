@@ -85,8 +85,8 @@ class Parent:
     def evaluate(self) -> Report:
         self.evaluations += 1
         with draws_kept():
-            ((report, *_),) = self.session.evaluate(Order(self.evaluations, 0, 0, 1))
-        return report
+            (done,) = self.session.evaluate(Order(self.evaluations, 0, 0, 1))
+        return done.report()
 
     def plain(self) -> tuple[float, torch.Tensor]:
         """What one process computes at the shared X."""

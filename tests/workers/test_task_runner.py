@@ -43,7 +43,7 @@ class Bench:
         self.evaluations += 1
         for first, last in runs or [(0, len(self.bounds) - 1)]:
             for done in self.tasks.evaluate(Order(self.evaluations, 0, first, last, kind), self.evaluator):
-                report, form = done.report, done.form
+                report, form = done.report(), done.form
         if kind is Kind.COLLECT:
             assert form is not None
             return form.filled(output.tensors)

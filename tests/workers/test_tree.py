@@ -14,14 +14,19 @@ def join(left: str, right: str) -> str:
     return f"({left}+{right})"
 
 
+def sibling(node: Node) -> Node:
+    """The node that shares this one's parent."""
+    return Node(node.level, node.position ^ 1)
+
+
 def reference(node: Node, count: int) -> str:
     """The expression of the tree below `node`, by recursion from the top."""
     if node.level == 0:
         return str(node.position)
     left = Node(node.level - 1, 2 * node.position)
-    if left.sibling.first_chunk >= count:
+    if sibling(left).first_chunk >= count:
         return reference(left, count)
-    return join(reference(left, count), reference(left.sibling, count))
+    return join(reference(left, count), reference(sibling(left), count))
 
 
 def top(count: int) -> Node:
@@ -233,20 +238,8 @@ def test_there_is_no_root_while_a_chunk_is_missing(missing: int) -> None:
 @given(st.integers(0, 20), st.integers(0, 10**6))
 def test_siblings_share_a_parent_that_begins_with_the_left_one(level: int, position: int) -> None:
     node = Node(level, position)
-    assert node.sibling != node
-    assert node.sibling.sibling == node
-    assert node.sibling.parent == node.parent
-    assert node.parent.first_chunk == min(node.first_chunk, node.sibling.first_chunk)
-    assert abs(node.first_chunk - node.sibling.first_chunk) == 2**level
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8, 13])
-@pytest.mark.parametrize("top", [0, 1, 2])
-def test_nothing_is_merged_above_the_top(count: int, top: int) -> None:
-    fold: Fold[list[int]] = Fold(count, lambda left, right: left + right, top)
-    for chunk in reversed(range(count)):
-        fold.add(Node(0, chunk), [chunk])
-    size = 2**top
-    cells = [list(range(count))[first : first + size] for first in range(0, count, size)]
-    assert fold.partials == [(Node(min(top, (count - 1).bit_length()), i), cell) for i, cell in enumerate(cells)]
-    assert most_held(0, count, count, top=top) >= len(cells)
+    assert sibling(node) != node
+    assert sibling(sibling(node)) == node
+    assert sibling(node).parent == node.parent
+    assert node.parent.first_chunk == min(node.first_chunk, sibling(node).first_chunk)
+    assert abs(node.first_chunk - sibling(node).first_chunk) == 2**level

@@ -14,7 +14,7 @@ from batchopt_workers.items import Collate, Items
 from batchopt_workers.memory import ALIGNMENT
 from batchopt_workers.numbering import Numbering
 from batchopt_workers.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.weighting import SAMPLE_WEIGHT, Weighting
 
 
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -34,10 +34,13 @@ class Columns:
     data: Any
 
     def __len__(self) -> int:
-        return next(tensors_in(self.data)).shape[0]
+        first = self.data if type(self.data) is torch.Tensor else next(tensors_in(self.data))
+        return first.shape[0]
 
     def slice(self, start: int, stop: int) -> Any:
         """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
+        if type(self.data) is torch.Tensor and not self.data.requires_grad:
+            return self.data[start:stop]
         return self._map(lambda column: _rows(column, start, stop) if is_tensor(column) else column[start:stop])
 
     def held(self, start: int, stop: int) -> list[Any]:
@@ -100,7 +103,8 @@ class Piece:
     """The data of one forward: consecutive samples, or one sample of a list.
 
     `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
-    the criterion take the place of its own. `kept`: whether there is room to keep it until the next evaluation.
+    the criterion take the place of its own; among them are the weights of samples. `kept`: whether there is room to
+    keep it until the next evaluation.
     """
 
     inputs: Any
@@ -111,6 +115,11 @@ class Piece:
     attributes: dict[str, Any] = field(default_factory=dict)
     term: int = 0
     kept: bool = True
+
+    @property
+    def sample_weight(self) -> torch.Tensor | None:
+        """The weights of the samples, if they have any: shape `(samples,)`, or `()` of one sample of a list."""
+        return self.attributes.get(SAMPLE_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,8 @@ class Part:
     options: Sequence[Any] | None
     weighting: Weighting
     collate: Collate | None = None
-    criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # attributes with a row for each sample
+    # attributes of the criterion with a row for each sample, and the samples' own weights
+    criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
     name: str | None = None
 
     @property
@@ -173,7 +183,7 @@ class Part:
         piece.kept = items.cache
         if is_tensor(targets):  # now it is known which attributes have a row for each sample
             for name, rows in self.criterion_rows.items():
-                if rows.dim() < targets.dim():
+                if rows.dim() < targets.dim() and name != SAMPLE_WEIGHT:
                     del piece.attributes[name]
         return piece
 
@@ -201,30 +211,50 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Plain:
+    """The tensors of a batch of columns: others of one `form` differ in the elements of these alone."""
+
+    form: Any
+    tensors: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """The data of all terms, whose samples are numbered one term after the other."""
+    """The data of all terms, whose samples are numbered one term after the other. `plain`: its tensors, if they are all
+    that it has."""
 
     parts: tuple[Part, ...]
+    plain: Plain | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self.parts}  # the form is of use to whoever reads batches alone
 
     @cached_property
     def size(self) -> int:
         """Number of samples."""
-        return sum(part.size for part in self.parts)
+        return sum([part.weighting.size for part in self.parts])
 
     @cached_property
     def numbering(self) -> Numbering:
         """Where the samples of each term are."""
-        return Numbering(tuple(part.name for part in self.parts), tuple(part.size for part in self.parts))
+        sizes = [part.weighting.size for part in self.parts]
+        return Numbering(tuple([part.name for part in self.parts]), tuple(sizes))
 
-    @property
+    @cached_property
     def is_read(self) -> bool:
         """Whether samples are read where they are evaluated."""
-        return any(isinstance(part.inputs, Items) for part in self.parts)
+        return bool([part for part in self.parts if isinstance(part.inputs, Items)])
 
-    @property
+    @cached_property
     def is_kept(self) -> bool:
         """Whether what is read there is kept, as long as the batch is cut as it is."""
-        return any(isinstance(part.inputs, Items) and part.inputs.cache for part in self.parts)
+        return bool([part for part in self.parts if isinstance(part.inputs, Items) and part.inputs.cache])
+
+    @cached_property
+    def is_of_columns(self) -> bool:
+        """Whether all inputs and targets are columns."""
+        forms = [form for part in self.parts for form in (part.inputs, part.targets) if form is not None]
+        return all(isinstance(form, Columns) for form in forms)
 
     @cached_property
     def collates(self) -> bool:
@@ -247,13 +277,14 @@ class Batch:
 
     def realigned(self) -> Batch:
         """The same with inputs and targets laid out as in shared memory."""
-        return Batch(
-            tuple(
-                replace(
-                    part,
-                    inputs=realigned(part.inputs),
-                    targets=None if part.targets is None else realigned(part.targets),
-                )
-                for part in self.parts
+        if self.plain is not None and not any([tensor.data_ptr() % ALIGNMENT for tensor in self.plain.tensors]):
+            return self
+        parts = [
+            replace(
+                part,
+                inputs=realigned(part.inputs),
+                targets=None if part.targets is None else realigned(part.targets),
             )
-        )
+            for part in self.parts
+        ]
+        return Batch(tuple(parts))

@@ -139,19 +139,19 @@ class StepBuffers:
         self._find()
 
     def _find(self) -> None:
-        self._places = statistics(self._module, self.state)
-        found = [places[0].get() for places in self._places]
+        self.places = statistics(self._module, self.state)
+        found = [places[0].get() for places in self.places]
         copies = [_copy(tensor) for tensor in found]
         starts = [self._originals.get(id(tensor), tensor) for tensor in found]
         self._own, self._start = (copies, starts) if self._shared else (found, copies)
-        for places, own in zip(self._places, self._own, strict=True):
+        for places, own in zip(self.places, self._own, strict=True):
             _set(places, own)
         self._sizes = [compact(own).numel() for own in self._own]
         self.size = 2 * sum(self._sizes)
         self._hold()
 
     def _hold(self) -> None:
-        pairs = zip(self._places, self._own, strict=True)
+        pairs = zip(self.places, self._own, strict=True)
         held = [(place.holder(), place.name, own) for places, own in pairs for place in places]
         self._held = [(holder, name, own) for holder, name, own in held if isinstance(holder, dict)]
         self._note()
@@ -164,10 +164,14 @@ class StepBuffers:
     def is_written(self) -> bool:
         """Whether somebody else has written the module's state, or put other tensors there, since it was last as the
         step has it."""
-        return self._versions is not None and (
-            self._is_written
-            or self._versions != [version_of(own) for own in self._own]
-            or any(holder.get(name) is not own for holder, name, own in self._held)
+        return (
+            bool(self.places)
+            and self._versions is not None
+            and (
+                self._is_written
+                or self._versions != [version_of(own) for own in self._own]
+                or any(holder.get(name) is not own for holder, name, own in self._held)
+            )
         )
 
     @property
@@ -191,7 +195,7 @@ class StepBuffers:
         """Take the module's present state as the step's start; or the shared start as the module's state."""
         if self._shared:
             self.restore()
-        else:
+        elif self.places or self.state or statistics(self._module):
             self._find()
 
     def restore(self) -> None:
@@ -199,11 +203,11 @@ class StepBuffers:
 
         All of them: batch normalisation updates its statistics without a trace in their version counters.
         """
-        if not self._places:
+        if not self.places:
             return
         self._versions = None
         with torch.no_grad():
-            for places, own, start in zip(self._places, self._own, self._start, strict=True):
+            for places, own, start in zip(self.places, self._own, self._start, strict=True):
                 _set(places, own)
                 if own.grad_fn is not None:  # an update in place from something that requires grad
                     own.detach_()
@@ -215,7 +219,7 @@ class StepBuffers:
         """For the body, the module's state is that of the step's start; afterwards it is what it was before."""
         left = [compact(own).detach().clone() for own in self._own]
         own = self._own
-        there = [(place, place.now()) for places in self._places for place in places]
+        there = [(place, place.now()) for places in self.places for place in places]
         self.restore()
         try:
             yield
@@ -230,13 +234,13 @@ class StepBuffers:
     def as_now(self) -> Iterator[None]:
         """For the body, a step starts from the module's present state; afterwards it is the step of before that goes
         on."""
-        before = {tuple(places): i for i, places in enumerate(self._places)}
+        before = {tuple(places): i for i, places in enumerate(self.places)}
         sizes, own, start, was_written = self._sizes, self._own, self._start, self.is_written
         self._find()
         try:
             yield
         finally:
-            for i, places in enumerate(self._places):
+            for i, places in enumerate(self.places):
                 k = before.get(tuple(places))
                 if k is not None and sizes[k] == self._sizes[i]:
                     self._own[i], self._start[i] = own[k], start[k]
@@ -252,7 +256,7 @@ class StepBuffers:
         out.zero_()
         values, flags = out.view(2, -1)
         parts = zip(torch.split(values, self._sizes), torch.split(flags, self._sizes), strict=True)
-        for places, own, start, (value, flag) in zip(self._places, self._own, self._start, parts, strict=True):
+        for places, own, start, (value, flag) in zip(self.places, self._own, self._start, parts, strict=True):
             now, before = compact(self._current(places, own)).detach().flatten(), compact(start).flatten()
             if now.is_floating_point():
                 value.copy_(now.double() * share)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from batchopt_workers import faults
 from batchopt_workers.rows import Row
@@ -17,55 +15,60 @@ from batchopt_workers.rows import Row
 LARGE = 2**18
 
 
-class GradientCollector:
-    """Adds the parameters' gradients, times `weight`, to a row; in the row's precision, which is at least single.
+def collect(
+    parameters: Iterable[tuple[int, torch.Tensor]], row: Row, weight: float, used: bytearray, chunk: int
+) -> None:
+    """Add the gradients of these parameters, each with its index, times `weight` to a row, in the row's precision,
+    which is at least single; and take them away. In a backward, or where no graph is made.
 
-    A first gradient overwrites what the row held: cheaper than zeroing the row and accumulating there. Entered, it
-    collects each gradient when the backward has made it, which frees its memory for the next one.
+    A first gradient overwrites what the row held: cheaper than zeroing the row and accumulating there.
     """
-
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], row: Row, weight: float, used: bytearray, chunk: int
-    ) -> None:
-        self._parameters, self._row = parameters, row
-        self._weight, self._used, self._chunk = weight, used, chunk
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        if len(self._row.gradient) < LARGE:
-            return
-        for i, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and not getattr(parameter, "_post_accumulate_grad_hooks", None):  # the user's
-                hook = partial(self._collect, i)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def collect(self) -> None:
-        """Collect what is there."""
-        for i, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self._collect(i, parameter)
-
-    @torch.no_grad()
-    def _collect(self, i: int, parameter: torch.Tensor) -> None:
-        faults.point("worker.collect", self._chunk)
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        view = self._row.views[i]
+    views = row.views
+    for i, parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if faults.hook is not None:
+            faults.point("worker.collect", chunk)
+        parameter.grad = None
+        view = views[i]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if self._used[i]:
-            view.add_(gradient, alpha=self._weight)
-        elif self._weight == 1.0:
+        if used[i]:
+            view.add_(gradient, alpha=weight)
+        elif weight == 1.0:
             view.copy_(gradient)
         elif gradient.dtype == view.dtype:
-            torch.mul(gradient, self._weight, out=view)
+            torch.mul(gradient, weight, out=view)
         else:
-            view.copy_(gradient).mul_(self._weight)
-        self._used[i] = 1
+            view.copy_(gradient).mul_(weight)
+        used[i] = 1
+
+
+def is_large(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether `collecting` pays."""
+    return sum(parameter.numel() for parameter in parameters) >= LARGE
+
+
+@contextmanager
+def collecting(
+    parameters: Sequence[torch.Tensor], row: Row, weight: float, used: bytearray, chunk: int
+) -> Iterator[None]:
+    """In the body, which is a backward, `collect` each gradient when it is made, which frees its memory for the next
+    one."""
+    handles = []
+    try:
+        for i, parameter in enumerate(parameters):
+            if parameter.requires_grad and not getattr(parameter, "_post_accumulate_grad_hooks", None):  # the user's
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda made, i=i: collect(((i, made),), row, weight, used, chunk)
+                    )
+                )
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

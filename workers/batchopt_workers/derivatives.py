@@ -13,7 +13,7 @@ from batchopt_workers.batch import Piece
 from batchopt_workers.collector import grads_kept
 from batchopt_workers.denominators import Denominators
 from batchopt_workers.failures import kinds_of
-from batchopt_workers.layout import Layout
+from batchopt_workers.layout import Layout, reals
 from batchopt_workers.messages import Cut
 from batchopt_workers.structures import map_tensors, tensors_in
 from batchopt_workers.task import Surroundings
@@ -105,7 +105,8 @@ class HessianProducts:
                 for slot, parameter in zip(layout.slots, parameters, strict=True):
                     if parameter.grad is not None:
                         found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                        product[slot.offset : slot.offset + slot.numel].copy_(found.flatten()).mul_(around.weight)
+                        own = product[slot.offset : slot.offset + slot.numel]
+                        own.copy_(reals(found).flatten()).mul_(around.weight)
         return products
 
 

@@ -140,7 +140,7 @@ class Mirror:
             return
         assert self._rows is not None and shared is not None
         for done in evaluator.evaluate(order, self._rows):
-            report = done.report
+            report = done.report()
             for summary in report.summaries:
                 what = report.evaluation, summary.node
                 if self._delivered.get(summary.row) != what:

@@ -15,7 +15,7 @@ from batchopt_workers import faults
 from batchopt_workers.attention import differentiable_twice
 from batchopt_workers.batch import Batch, Piece
 from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.collector import GradientCollector, grads_kept
+from batchopt_workers.collector import collect, collecting, grads_kept, is_large
 from batchopt_workers.forms import Form
 from batchopt_workers.jacobian import Jacobian, PieceResiduals
 from batchopt_workers.layout import Layout
@@ -28,9 +28,12 @@ from batchopt_workers.squares import squares_of
 from batchopt_workers.sums import PartialSum, Sums
 from batchopt_workers.task_runner import ChunkDone, TaskRunner
 from batchopt_workers.tree import most_held
-from batchopt_workers.walk import Walk
+from batchopt_workers.walk import Walk, restoring
 from batchopt_workers.watch import Watch
 from batchopt_workers.worker import Hook, Sample, Worker
+
+# Where the gradients of a piece go: the row, the weight of the piece, which parameters had one, the chunk.
+_Into = tuple[Row, float, bytearray, int]
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,12 @@ class Evaluator:
         self.walk = Walk(worker, program.seed, buffers, watch)
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
-        self._sums: Sums | None = None
+        self._sums = self._cut, Sums(-1, 0)
         # whether the first forward here of a step, with or without hooks, drew random numbers
         self._looked: tuple[int, bool] | None = None
         self._drew = False
         self._parameters = parameters
+        self._collects_early = is_large(parameters)
         self._buffers = buffers
         self._objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
         self._module = program.module
@@ -96,6 +100,12 @@ class Evaluator:
     @batch.setter
     def batch(self, batch: Batch | None) -> None:
         self._loaded = None if batch is None else LoadedBatch(batch, self._cut)
+        for jacobian in self._jacobians.values():
+            jacobian.looked_at.clear()
+
+    def begin_again(self, loaded: LoadedBatch) -> None:
+        """Use this batch, which was used before and has other elements now."""
+        self._loaded, loaded.cut = loaded, self._cut
         for jacobian in self._jacobians.values():
             jacobian.looked_at.clear()
 
@@ -133,24 +143,28 @@ class Evaluator:
             yield from self.tasks.evaluate(order, self)
             return
         assert rows is not None
-        loaded = self.loaded
-        if self._sums is None or self._sums.evaluation != order.evaluation:
-            self._sums = Sums(order.evaluation, loaded.cut.chunks, loaded.cut.top)
-            loaded.collation.settle()
+        loaded, (cut, sums) = self.loaded, self._sums
+        if cut is not loaded.cut:
+            cut, sums = self._sums = loaded.cut, Sums(-1, loaded.cut.chunks)
+        if sums.evaluation != order.evaluation:
+            sums.begin(order.evaluation)
+            if not loaded.is_of_columns:
+                loaded.collation.settle()
         began = time.perf_counter()
         self.walk.watch.begin()
         for chunk in range(order.first, order.last):
-            row = self._sums.free_row()
+            row = sums.free_row()
             results: list[Any] = []
             outputs: list[Any] = []
             losses, used = self._chunk(loaded, order, chunk, rows[row], results, outputs)
             form = self._write(outputs, chunk) if outputs else None
-            faults.point("worker.merge", chunk)
-            self._sums.add(chunk, PartialSum(row, losses, used), rows)
-            self.walk.leave()
-            if chunk + 1 == order.last:
+            if faults.hook is not None:
+                faults.point("worker.merge", chunk)
+            sums.add(chunk, PartialSum(row, losses, used), rows)
+            self.walk.current = range(0)
+            if chunk + 1 == order.last and (self.walk.has_hooks or not loaded.is_of_columns):
                 self.walk.seen(loaded.batch)
-            yield ChunkDone(self._sums.report(chunk + 1, began, self._drew), results, form)
+            yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, self._drew, results, form)
 
     def _write(self, outputs: Sequence[Any], chunk: int) -> Form:
         """Write what the module returned for a chunk, and return its form."""
@@ -161,62 +175,78 @@ class Evaluator:
     def _chunk(
         self, loaded: LoadedBatch, order: Order, chunk: int, row: Row, results: list[Any], outputs: list[Any]
     ) -> tuple[tuple[float, ...], bytes]:
-        names, looks = loaded.batch.numbering.names, self._looked != (order.step, self.hooked)
+        names = loaded.batch.numbering.names
+        looks = order.evaluation >= -1 and self._looked != (order.step, self.hooked)  # not where it was rung for
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
-        with self.walk.restoring(loaded):
+        with restoring(self.walk, loaded):
             for piece in self.walk.pieces(loaded, order.step, chunk):
-                sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[piece.term])
-                weight = piece.weight * self.weights[piece.term]
-                collector = GradientCollector(self._parameters, row, weight, used, chunk)
+                term = piece.term
+                sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, None, None, names[term])
+                weight = piece.weight * self.weights[term]
+                into = row, weight, used, chunk
                 if order.kind is Kind.MULTIPLY:
-                    losses[piece.term] += self._multiply(piece, sample, weight, collector)
+                    loss = self._multiply(piece, sample, into)
                 else:
-                    losses[piece.term] += self._forward_backward(piece, sample, weight, collector, results)
-                    collector.collect()
+                    loss = self._forward_backward(piece, sample, into, results)
+                    torch._C._set_grad_enabled(False)
+                    collect(enumerate(self._parameters), *into)
+                    torch._C._set_grad_enabled(True)
                     if self.outputs is not None:
                         outputs.append(sample.output)
-                if looks and self._objectives[piece.term].compares_pairs:
-                    self._objectives[piece.term].check_pairs(sample.output, sample.targets)
+                if piece.weight != 0.0:
+                    losses[term] += loss * piece.weight
+                if looks and self._objectives[term].compares_pairs:
+                    self._objectives[term].check_pairs(sample.output, sample.targets)
             if looks:
-                self._looked = order.step, self.hooked
-                self._drew = self.walk.has_drawn(order.step)
-            samples = self.walk.current
-            self._buffers.changes(row.changes, len(samples) / loaded.batch.size, chunk == 0)
-        for view, was_used in zip(row.views, used, strict=True):
-            if not was_used:
-                view.zero_()
+                self.look(order.step)
+            if self._buffers.size:
+                self._buffers.changes(row.changes, loaded.chunk(chunk).share, chunk == 0)
+        if 0 in used:
+            for view, was_used in zip(row.views, used, strict=True):
+                if not was_used:
+                    view.zero_()
         return tuple(losses), bytes(used)
 
-    def _forward_backward(
-        self, piece: Piece, sample: Sample, weight: float, collector: GradientCollector, results: list[Any]
-    ) -> float:
+    def look(self, step: int) -> bool:
+        """Find out, once a step, whether the chunk that was evaluated last drew random numbers."""
+        if self._looked != (step, self.hooked):
+            self._looked, self._drew = (step, self.hooked), self.walk.has_drawn(step)
+        return self._drew
+
+    def _forward_backward(self, piece: Piece, sample: Sample, into: _Into, results: list[Any]) -> float:
         for parameter in self._parameters:
             parameter.grad = None
         posthook = self.posthook if self.hooked else None
         loss = self._forward(piece, sample)
-        if weight != 0.0:  # else nothing of it counts, and the mean of nothing is NaN
-            with collector if posthook is None else nullcontext():  # a posthook may look at the gradients
+        if into[1] != 0.0:  # the weight; else nothing of it counts, and the mean of nothing is NaN
+            if posthook is None and self._collects_early:  # a posthook may look at the gradients
+                with collecting(self._parameters, *into):
+                    loss.backward()  # type: ignore[no-untyped-call]
+            else:
                 loss.backward()  # type: ignore[no-untyped-call]
-        sample.loss = loss.item()
+        sample.loss = found = loss.item()
         if posthook is not None:
             results.append(self.walk.hooked(lambda: posthook(self.worker, sample)))
-        return _part_of(sample.loss, piece)
+        return found
 
-    def _multiply(self, piece: Piece, sample: Sample, weight: float, collector: GradientCollector) -> float:
+    def _multiply(self, piece: Piece, sample: Sample, into: _Into) -> float:
         """The gradient's own gradient along `direction`; leaves each `.grad` as it was."""
         with differentiable_twice():
             loss = self._forward(piece, sample)
-        if weight != 0.0:
+        if into[1] != 0.0:
             trained = [(p, v) for p, v in zip(self._parameters, self.direction, strict=True) if p.requires_grad]
             gradients = torch.autograd.grad(loss, [p for p, _ in trained], create_graph=True, allow_unused=True)
             varying = [
                 (g, v) for g, (_, v) in zip(gradients, trained, strict=True) if g is not None and g.requires_grad
             ]
-            with grads_kept(self._parameters), collector:
-                # `autograd.grad` would pass over functions that cannot be differentiated twice; this raises
-                torch.autograd.backward([g for g, _ in varying], [v for _, v in varying])
-                collector.collect()
-        return _part_of(loss.item(), piece)
+            early = collecting(self._parameters, *into) if self._collects_early else nullcontext()
+            with grads_kept(self._parameters):
+                with early:
+                    # `autograd.grad` would pass over functions that cannot be differentiated twice; this raises
+                    torch.autograd.backward([g for g, _ in varying], [v for _, v in varying])
+                with torch.no_grad():
+                    collect(enumerate(self._parameters), *into)
+        return loss.item()
 
     def look_again(self) -> None:
         """The program was changed: what was found out of it may be no more."""
@@ -238,7 +268,7 @@ class Evaluator:
         sample = self._sample(piece, term)
         self._before(sample)
         samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
-        return PieceResiduals(jacobian, sample.inputs, sample.targets, samples, piece.indices)
+        return PieceResiduals(jacobian, sample.inputs, sample.targets, samples, piece.indices, piece.sample_weight)
 
     def _sample(self, piece: Piece, term: int) -> Sample:
         names = [None] * len(self.weights) if self._loaded is None else self._loaded.batch.numbering.names
@@ -272,10 +302,12 @@ class Evaluator:
 
     def _losses(self, loaded: LoadedBatch, order: Order, chunk: int) -> tuple[float, ...]:
         losses, names = [0.0] * len(self.weights), loaded.batch.numbering.names
-        with self.walk.restoring(loaded):
+        with restoring(self.walk, loaded):
             for piece in self.walk.pieces(loaded, order.step, chunk):
                 sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[piece.term])
-                losses[piece.term] += _part_of(self._forward(piece, sample).item(), piece)
+                loss = self._forward(piece, sample).item()
+                if piece.weight != 0.0:
+                    losses[piece.term] += loss * piece.weight
         return tuple(losses)
 
     def _before(self, sample: Sample) -> None:
@@ -285,16 +317,13 @@ class Evaluator:
 
     def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
         """The loss of what the prehook makes of the sample."""
-        self._before(sample)
-        faults.point("worker.forward", self.walk.chunk)
-        with torch.enable_grad():
-            objective = self._objectives[piece.term]
-            keeps = self.outputs is not None
-            sample.output, loss = objective(sample.inputs, sample.targets, piece.attributes, keeps)
-        faults.point("worker.backward", self.walk.chunk)
+        if self.prehook is not None and self.hooked:
+            self._before(sample)
+            torch._C._set_grad_enabled(True)
+        if faults.hook is not None:
+            faults.point("worker.forward", self.walk.chunk)
+        objective, keeps = self._objectives[piece.term], self.outputs is not None
+        sample.output, loss = objective(sample.inputs, sample.targets, piece.attributes, keeps)
+        if faults.hook is not None:
+            faults.point("worker.backward", self.walk.chunk)
         return loss
-
-
-def _part_of(loss: float, piece: Piece) -> float:
-    """The contribution of a piece's loss to its term."""
-    return loss * piece.weight if piece.weight != 0.0 else 0.0

@@ -36,15 +36,21 @@ def name_of(part: torch.nn.Module, module: torch.nn.Module) -> str:
     return found
 
 
-def normalises_by_chunk(part: torch.nn.Module) -> bool:
-    """Whether `part` is a batch normalisation by the statistics of the samples at hand, not by running ones."""
-    is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
-    return is_norm and (part.training or part.running_mean is None)
+def normalises_by_chunk(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The first part that is a batch normalisation by the statistics of the samples at hand, not by running ones."""
+    for part in module.modules():
+        is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+        if is_norm and (part.training or part.running_mean is None):
+            return part
+    return None
 
 
-def counts_frequencies(part: torch.nn.Module) -> bool:
-    """Whether the gradient of `part` depends on how often each of its entries is among the samples at hand."""
-    return isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.scale_grad_by_freq
+def counts_frequencies(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The first part whose gradient depends on how often each of its entries is among the samples at hand."""
+    for part in module.modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.scale_grad_by_freq:
+            return part
+    return None
 
 
 def _digest(value: object) -> str:

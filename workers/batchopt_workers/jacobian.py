@@ -8,40 +8,43 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.func import functional_call, jacrev, vmap
+from torch.func import functional_call, vjp, vmap
 
 from batchopt_workers.apart import Apart, Unmappable, per_sample
 from batchopt_workers.attention import differentiable_twice
 from batchopt_workers.batch import Columns
 from batchopt_workers.interrupts import let_through
-from batchopt_workers.layout import Layout
+from batchopt_workers.layout import Layout, in_form_of, reals
 from batchopt_workers.squares import MeanSquare, checked
 from batchopt_workers.structures import tensors_in
 
 # Rows of a Jacobian that are held at a time: bytes; rows, where each is a backward.
 ROOM = 32 * 2**20
 EACH = 32
-# Samples of the first rows.
-FIRST = 16
+# Residuals of a sample that are differentiated one by one: of more, `vmap` over them takes less time than a loop.
+FEW = 4
 # Residuals and gradients found in two ways are the same to so many digits of their dtype.
 SAME = 0.5
 
 
 class Block(NamedTuple):
-    """The residuals of some samples, shape `(rows,)`, and their Jacobian, shape `(rows, n)`."""
+    """The residuals of so many samples, shape `(rows,)`, and their Jacobian, shape `(rows, n)`."""
 
     residuals: torch.Tensor
     rows: torch.Tensor
+    samples: int = 1
 
 
 class PieceResiduals(NamedTuple):
-    """The residuals of one piece, as functions of X. `key`: of the piece in its batch; None: of no batch that stays."""
+    """The residuals of one piece, as functions of X. `key`: of the piece in its batch; None: of no batch that stays.
+    `sample_weight`: see `Piece`."""
 
     jacobian: Jacobian
     inputs: Any
     targets: Any
     samples: int | None  # None: one, which is not one of several
     key: object = None
+    sample_weight: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
         """Shape `(samples, ...)`, with their graph, which may be differentiated twice."""
@@ -64,13 +67,15 @@ class Jacobian:
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], squares: MeanSquare) -> None:
         self.squares = squares
         self.one_by_one = 0  # rows that took a backward each
-        self.looked_at: set[object] = set()  # the pieces whose samples do not depend on each other
+        # the pieces whose samples do not depend on each other, and how many residuals each of these has
+        self.looked_at: dict[object, int] = {}
         self._module = module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._layout = Layout.of([(str(i), p) for i, p in enumerate(parameters)], parameters[0].dtype)
         places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         self._slots = [self._layout.slots[i] for i in places]
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
+        self._called = _Called(module, squares)
         self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
         self._agreed = False  # whether the first of these did with a plain backward
 
@@ -91,24 +96,27 @@ class Jacobian:
         """Residuals and rows, so many samples at a time that there is room for them. Raises `ValueError` for samples
         that depend on others of the piece, which is looked at once for each `key`."""
         if samples is None or not _sliceable((inputs, targets), samples):
-            yield self._block((inputs, targets), samples)
+            yield self._block((inputs, targets), samples)._replace(samples=samples or 1)
             return
-        whole = Columns((inputs, targets))
-        among_all = None if key in self.looked_at else self.residuals(inputs, targets, samples).detach()
-        start, size = 0, FIRST  # which tells how many residuals a sample has
+        whole, among_all = Columns((inputs, targets)), None
+        if key not in self.looked_at:
+            among_all = self.residuals(inputs, targets, samples).detach().reshape(samples, -1)
+        each = self.looked_at[key] if among_all is None else max(among_all.shape[1], 1)
+        start = 0
         while start < samples:
-            stop = min(start + size, samples)
-            block = self._block(whole.slice(start, stop), stop - start)
+            room = ROOM // (8 * self._layout.size) if self._ways else EACH
+            stop = min(start + max(room // each, 1), samples)
+            block = self._block(whole.data if stop - start == samples else whole.slice(start, stop), stop - start)
             if among_all is not None:
                 expected = among_all[start:stop].reshape(-1)
-                if not _alike(block.residuals, expected, float(expected.abs().max())):
-                    self._refuse_coupled(block, whole, start, stop)
-            yield block
-            each = max(len(block.residuals) // (stop - start), 1)
-            room = ROOM // (8 * self._layout.size) if self._ways else EACH
-            start, size = stop, max(room // each, 1)
+                if not self._ways:  # they were evaluated together
+                    self._refuse_coupled(block, whole, [range(i, i + 1) for i in range(start, stop)])
+                elif not _alike(block.residuals, expected, float(expected.abs().max())):
+                    self._refuse_coupled(block, whole, [range(start, stop)])
+            yield block._replace(samples=stop - start)
+            start = stop
         if key is not None:
-            self.looked_at.add(key)
+            self.looked_at[key] = each
 
     def _block(self, data: tuple[Any, Any], samples: int | None) -> Block:
         inputs, targets = data
@@ -133,19 +141,23 @@ class Jacobian:
             self._ways = ways  # it was these samples, not the way
             raise
 
-    def _refuse_coupled(self, block: Block, data: Columns, start: int, stop: int) -> None:
-        """Raise `ValueError` for residuals of some samples, the block's, that are others among all of them, as far as
-        that is no rounding."""
+    def _refuse_coupled(self, block: Block, data: Columns, parts: Sequence[range]) -> None:
+        """Raise `ValueError` for residuals of some samples, the block's, that are others in `parts` of them than among
+        all, as far as that is no rounding."""
         own = self._copies()
-        inputs, targets = data.slice(start, stop)
-        few = self._plain(own, inputs, targets, stop - start).detach()
-        inputs, targets = data.data
-        among_all = self._plain(own, inputs, targets, len(data)).detach()[start:stop]
+
+        def found(start: int, stop: int) -> torch.Tensor:
+            inputs, targets = data.slice(start, stop)
+            return self._plain(own, inputs, targets, stop - start).detach()
+
+        few = torch.cat([found(part.start, part.stop) for part in parts])
+        among_all = found(0, len(data))[parts[0].start : parts[-1].stop]
         if not bool(few.isfinite().all() & among_all.isfinite().all()):
             return
         try:
             self._same_residuals(Block(few.reshape(-1), block.rows), own, among_all)
         except Unmappable:
+            self._ways, self._agreed = [self._mapped, self._apart], False  # it was these samples, not the ways
             raise ValueError(
                 "the residuals of a sample depend on the other samples of its chunk, or on random numbers: there is no "
                 "Jacobian by rows. Make each row of its own sample alone (normalisation layers in evaluation mode, no "
@@ -159,9 +171,10 @@ class Jacobian:
 
     def _plain(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> torch.Tensor:
         """The residuals at these parameters, with their graph."""
-        called = _Called(self._module, self.squares)
         with torch.enable_grad():
-            found = functional_call(called, {f"module.{name}": p for name, p in trained.items()}, (inputs, targets))
+            found = functional_call(
+                self._called, {f"module.{name}": p for name, p in trained.items()}, (inputs, targets)
+            )
         return checked(found, samples)
 
     def _agree(
@@ -175,7 +188,7 @@ class Jacobian:
         self._same_residuals(block, trained, found)
         weights = torch.linspace(1.0, 2.0, found.numel()).to(found)  # which no minimum makes cancel each other
         gradients = torch.autograd.grad(found, [*trained.values()], weights.view_as(found), allow_unused=True)
-        whole = self._joined([g if g is None else dense(g).reshape(1, -1) for g in gradients], 1)[0]
+        whole = self._joined(gradients, 1)[0]
         if not bool(whole.isfinite().all()):
             return False
         if not _alike(weights @ block.rows, whole, float((weights @ block.rows.abs()).max())):
@@ -185,18 +198,19 @@ class Jacobian:
     def _same_residuals(self, block: Block, trained: Mapping[str, torch.Tensor], found: torch.Tensor) -> None:
         """Raise `Unmappable` unless these are the block's, as far as their own rounding lets one tell: they may be
         small differences of large numbers."""
-        x = self._joined([parameter.detach().reshape(1, -1) for parameter in trained.values()], 1)[0]
+        x = self._joined([parameter.detach() for parameter in trained.values()], 1)[0]
         scale = float(found.detach().abs().max()) + float((block.rows.abs() @ x.abs()).max())
         if not _alike(block.residuals, found.detach().reshape(-1), scale):
             raise Unmappable
 
     def _joined(self, gradients: Sequence[torch.Tensor | None], rows: int) -> torch.Tensor:
-        """One matrix of these, each shape `(rows, its size)`; columns of no gradient are 0."""
-        first = next(iter(self._trained.values()))
-        if len(self._slots) == len(self._layout.slots) and all(g is not None for g in gradients):
-            return torch.cat([g for g in gradients if g is not None], dim=1)
-        whole = torch.zeros(rows, self._layout.size, dtype=first.dtype, device=first.device)
-        for slot, gradient in zip(self._slots, gradients, strict=True):
+        """One matrix of these, each of so many rows; columns of no gradient are 0."""
+        found = [None if g is None else reals(dense(g)).reshape(rows, -1) for g in gradients]
+        if len(self._slots) == len(self._layout.slots) and all(g is not None for g in found):
+            return torch.cat([g for g in found if g is not None], dim=1)
+        device = next(iter(self._trained.values())).device
+        whole = torch.zeros(rows, self._layout.size, dtype=self._layout.dtype, device=device)
+        for slot, gradient in zip(self._slots, found, strict=True):
             if gradient is not None:
                 whole[:, slot.offset : slot.offset + slot.numel] = gradient
         return whole
@@ -204,18 +218,24 @@ class Jacobian:
     def _mapped(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """By `torch.func`, sample by sample."""
         leaves, rebuild = per_sample((inputs, targets), samples)
-        called = _Called(self._module, self.squares)
+        names, tensors = [f"module.{name}" for name in trained], [tensor.detach() for tensor in trained.values()]
 
-        def one(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            found = functional_call(called, dict(parameters), rebuild([row.unsqueeze(0) for row in rows]))
-            flat = checked(found, 1).reshape(-1)
-            return flat, flat
+        def one(*rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            sample = rebuild([row.unsqueeze(0) for row in rows])
 
-        parameters = {f"module.{name}": parameter.detach() for name, parameter in trained.items()}
-        places = (None, *[0] * len(leaves))
-        found, residuals = vmap(jacrev(one, has_aux=True), in_dims=places)(parameters, *leaves)
+            def residuals(*parameters: torch.Tensor) -> torch.Tensor:
+                found = functional_call(self._called, dict(zip(names, parameters, strict=True)), sample)
+                return checked(found, 1).reshape(-1)
+
+            found, backward = vjp(residuals, *tensors)[:2]
+            basis = torch.eye(len(found), dtype=found.dtype, device=found.device)
+            if len(found) > FEW:
+                return found, vmap(backward)(basis)
+            return found, tuple(map(torch.stack, zip(*map(backward, basis), strict=True)))
+
+        residuals, found = vmap(one)(*leaves)
         rows = residuals.numel()
-        return Block(residuals.reshape(-1), self._joined([found[name].reshape(rows, -1) for name in parameters], rows))
+        return Block(residuals.reshape(-1), self._joined(found, rows))
 
     def _apart(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """All samples at once, through a module that has parameters for each of them."""
@@ -229,7 +249,7 @@ class Jacobian:
         columns = []
         for column in residuals.unbind(1):
             found = torch.autograd.grad(column.sum(), [*parameters.values()], retain_graph=True, allow_unused=True)
-            columns.append(self._joined([g if g is None else dense(g).reshape(samples, -1) for g in found], samples))
+            columns.append(self._joined(found, samples))
         rows = columns[0] if len(columns) == 1 else torch.stack(columns, 1).flatten(0, 1)
         return Block(residuals.detach().reshape(-1), rows)
 
@@ -242,7 +262,7 @@ class Jacobian:
             found: Sequence[torch.Tensor | None] = [None] * len(self._trained)
             if residual.requires_grad:
                 found = torch.autograd.grad(residual, [*self._trained.values()], retain_graph=True, allow_unused=True)
-            rows.append(self._joined([g if g is None else dense(g).reshape(1, -1) for g in found], 1))
+            rows.append(self._joined(found, 1))
         whole = torch.cat(rows) if rows else self._joined([None] * len(self._trained), 0)
         return Block(residuals.detach(), whole)
 
@@ -266,7 +286,7 @@ class Jacobian:
             found = torch.autograd.grad(residuals, parameters, weights, retain_graph=keep, allow_unused=True)
             for slot, gradient in zip(self._slots, found, strict=True):
                 if gradient is not None:
-                    product[slot.offset : slot.offset + slot.numel] = dense(gradient).reshape(-1)
+                    product[slot.offset : slot.offset + slot.numel] = reals(dense(gradient)).reshape(-1)
         return product
 
     def _slot(self, vector: torch.Tensor, number: int) -> torch.Tensor:
@@ -288,13 +308,13 @@ class _Called(torch.nn.Module):
 def product_with(
     residuals: torch.Tensor, parameters: Sequence[torch.Tensor], direction: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """J times a vector, whose parts are those of the parameters: see `Jacobian.times`."""
+    """J times a vector, whose parts, each in a row, are those of the parameters: see `Jacobian.times`."""
     if not residuals.requires_grad:
         return torch.zeros_like(residuals)
     weights = torch.linspace(1.0, 2.0, residuals.numel()).to(residuals).view_as(residuals).requires_grad_()
     with torch.enable_grad():
         found = torch.autograd.grad(residuals, [*parameters], weights, create_graph=True, allow_unused=True)
-    pairs = [(dense(g), v.reshape(g.shape)) for g, v in zip(found, direction, strict=True) if g is not None]
+    pairs = [(dense(g), in_form_of(g, v)) for g, v in zip(found, direction, strict=True) if g is not None]
     linear = [(gradient, v) for gradient, v in pairs if gradient.requires_grad]
     product: torch.Tensor | None = None
     if linear:
@@ -310,7 +330,7 @@ def _check_adjoint(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: torch.Tensor, product: torch.Tensor
 ) -> None:
     """Raise `ValueError` unless the gradients times their directions are the weights times the product."""
-    factors = [(g.detach().reshape(-1), v.reshape(-1)) for g, v in pairs]
+    factors = [(reals(g.detach()).reshape(-1), reals(v).reshape(-1)) for g, v in pairs]
     one = sum(float(g.dot(v)) for g, v in factors)
     other = float(weights.reshape(-1).dot(product.reshape(-1)))
     scale = sum(float(g.norm() * v.norm()) for g, v in factors) + float(weights.norm() * product.norm())

@@ -12,33 +12,42 @@ import torch
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements `offset` to `offset + numel` of the vector, in row-major order."""
+    """One parameter's place: elements `offset` to `offset + numel` of the vector, in row-major order; of a complex one
+    real and imaginary parts by turns."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    is_complex: bool = False
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
+        """Number of elements of the vector."""
+        return torch.Size(self.shape).numel() * (2 if self.is_complex else 1)
+
+    def dtype(self, vector: torch.dtype) -> torch.dtype:
+        """The parameter's, in a vector of that dtype."""
+        return vector.to_complex() if self.is_complex else vector
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of every trainable parameter, without gaps, and what they are made of."""
+    """The slots of every trainable parameter, without gaps, and the real dtype of the vector.
+
+    Complex ones come first: then each lies at a multiple of its element's size, wherever the vector begins at one.
+    """
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Layout:
-        """Lay `(name, parameter)` pairs out one after the other."""
+        """Lay `(name, parameter)` pairs out one after the other. `dtype`: of any of them."""
         slots, offset = [], 0
         for name, parameter in parameters:
-            slots.append(Slot(name, tuple(parameter.shape), offset))
-            offset += parameter.numel()
-        return cls(tuple(slots), dtype)
+            slots.append(Slot(name, tuple(parameter.shape), offset, parameter.is_complex()))
+            offset += slots[-1].numel
+        return cls(tuple(slots), dtype.to_real())
 
     @property
     def size(self) -> int:
@@ -51,18 +60,31 @@ class Layout:
         return torch.promote_types(self.dtype, torch.float32)
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `vector` (shape `(size,)`), each in its slot's shape, sharing its memory.
+        """The parts of `vector` (shape `(size,)`), each in its slot's shape and kind, sharing its memory.
 
         In main memory each is a storage of its own: to save, pickle or share one of them takes its bytes, not all.
         """
         if vector.device.type != "cpu":
-            return [vector[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+            parts = [vector[slot.offset : slot.offset + slot.numel] for slot in self.slots]
+            return [part.view(s.dtype(part.dtype)).view(s.shape) for s, part in zip(self.slots, parts, strict=True)]
         memory = vector.detach().view(torch.uint8).numpy()
         return [_view(memory, vector.dtype, slot) for slot in self.slots]
 
 
 def _view(memory: npt.NDArray[np.uint8], dtype: torch.dtype, slot: Slot) -> torch.Tensor:
-    if not slot.numel:
-        return torch.empty(slot.shape, dtype=dtype)
-    offset = slot.offset * dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=slot.numel, offset=offset).view(slot.shape)
+    kind, count = slot.dtype(dtype), torch.Size(slot.shape).numel()
+    if not count:
+        return torch.empty(slot.shape, dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=count, offset=slot.offset * dtype.itemsize).view(slot.shape)
+
+
+def reals(tensor: torch.Tensor) -> torch.Tensor:
+    """The same as real numbers: of a complex one pairs of real and imaginary parts, in one more dimension, the last."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def in_form_of(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Real numbers in a row in the shape and kind of `tensor`: a copy, since not every part of a vector may be viewed
+    as complex numbers, here or in the backward of a `view_as_real`."""
+    own = numbers.clone()
+    return torch.view_as_complex(own.view(*tensor.shape, 2)) if tensor.is_complex() else own.view(tensor.shape)

@@ -11,11 +11,13 @@ import torch
 
 from batchopt_workers.batch import Piece
 from batchopt_workers.jacobian import PieceResiduals
+from batchopt_workers.layout import in_form_of, reals
+from batchopt_workers.squares import of_residuals
 from batchopt_workers.task import Surroundings
 
-# Blocks of columns of a symmetric matrix, of which only those on and above the diagonal are computed: of more, each is
-# too narrow to be fast.
-STRIPES = 8
+# Blocks of columns of a symmetric matrix, of which only those on and above the diagonal are computed: more of them, or
+# narrower ones, are slower.
+STRIPES, NARROWEST = 8, 64
 # The part of a step at which residuals are looked at for their second derivative.
 PROBE = 0.1
 
@@ -25,9 +27,11 @@ def _each(piece: Piece, values: torch.Tensor) -> torch.Tensor:
     return values.detach().reshape(len(piece.indices), -1)
 
 
-def _weight(around: Surroundings, found: PieceResiduals, residuals: int) -> float:
-    """The weight of each square in f."""
-    return found.jacobian.squares.weight(around.weight, residuals)
+def _metric(around: Surroundings, found: PieceResiduals, values: torch.Tensor) -> float | torch.Tensor:
+    """W, in the shape of the residuals or as a number: what stands between Jᵀ and J in the normal equations."""
+    squares, weights = found.jacobian.squares, of_residuals(found.sample_weight, values)
+    scale = squares.weight(around.weight, values.numel(), found.sample_weight)
+    return squares.curvature(values.detach()) * weights * scale
 
 
 class Residuals:
@@ -80,20 +84,19 @@ class TransposedProduct:
 
 @dataclass(frozen=True)
 class GaussNewtonProducts:
-    """JᵀWJ times each of the `directions` (shape `(k, n)`): shape `(k, n)`, float64. W has the weights of the squares
-    in f."""
+    """JᵀWJ times each of the `directions` (shape `(k, n)`): shape `(k, n)`, float64. W: see `NormalSums`."""
 
     directions: torch.Tensor
 
     def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
         found = around.residuals()
         values, products = found.values(), []
-        weight = _weight(around, found, values.numel())
+        metric = _metric(around, found, values)
         for direction in self.directions.to(values.device):
             product = torch.zeros(len(direction), dtype=torch.float64, device=values.device)
-            if weight != 0.0:
+            if around.weight != 0.0:
                 along = found.jacobian.times(values, direction)
-                product = found.jacobian.transposed_times(values, along.mul_(weight), keep=True)
+                product = found.jacobian.transposed_times(values, along.mul_(metric), keep=True)
             products.append(product)
         return torch.stack(products)
 
@@ -111,14 +114,13 @@ class Accelerations:
     def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
         found = around.residuals()
         values = found.values()
-        weight = _weight(around, found, values.numel())
         direction = self.direction.to(values.device)
-        if weight == 0.0:
+        if around.weight == 0.0:
             return torch.zeros(len(direction), dtype=torch.float64, device=values.device)
         along = found.jacobian.times(values, direction)
         with moved(around.parameters, direction * PROBE), torch.no_grad():
             ahead = found.values().detach()
-        second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE * weight)
+        second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE).mul_(_metric(around, found, values))
         return found.jacobian.transposed_times(values, second)
 
 
@@ -129,9 +131,9 @@ def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[
     start = 0
     try:
         for parameter in parameters:
-            moved = change[start : start + parameter.numel()].view_as(parameter)
-            parameter.data = parameter.data + moved
-            start += parameter.numel()
+            stop = start + reals(parameter.data).numel()
+            parameter.data = parameter.data + in_form_of(parameter, change[start:stop])
+            start = stop
         yield
     finally:
         for parameter, data in zip(parameters, before, strict=True):
@@ -140,9 +142,9 @@ def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[
 
 @dataclass(frozen=True)
 class NormalSums:
-    """f, JᵀWr and JᵀWJ of the residuals r, in float64, W having the weights of the squares in f. Of the matrix the
-    stripes of columns that `stripes` says, as `(start, stop)`, from the diagonal on. `each`: rows that took a backward
-    of their own."""
+    """f, half of its gradient and JᵀWJ, in float64. W has the weights of the squares in f; under a robust loss, times
+    its curvature. Of the matrix the stripes of columns that `stripes` says, as `(start, stop)`, from the diagonal on.
+    `each`: rows that took a backward of their own."""
 
     stripes: tuple[tuple[int, int], ...]
     _room: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
@@ -153,21 +155,25 @@ class NormalSums:
         loss = torch.zeros((), dtype=torch.float64)
         vector = torch.zeros(size, dtype=torch.float64)
         matrix = [self._zeroed(start, stop, size) for start, stop in self.stripes]
-        residuals = 0
+        squares, residuals, samples = found.jacobian.squares, 0, 0
         for block in found.blocks() if around.weight != 0.0 else ():
             values, rows = block.residuals.to("cpu", torch.float64), block.rows.to("cpu", torch.float64)
-            residuals += len(values)
-            loss += values.square().sum()
-            vector.addmv_(rows.T, values)
+            weights, own = found.sample_weight, slice(samples, samples + block.samples)
+            each = of_residuals(None if weights is None else weights.reshape(-1)[own], values)
+            residuals, samples = residuals + len(values), own.stop
+            loss += (squares.of(values) * each).sum()
+            vector.addmv_(rows.T, squares.slope(values) * each * values)
+            metric = squares.curvature(values) * each
+            left = rows * metric[:, None] if isinstance(metric, torch.Tensor) else rows
             for (start, stop), stripe in zip(self.stripes, matrix, strict=True):
-                stripe.addmm_(rows[:, start:stop].T, rows[:, start:])
-        weight = _weight(around, found, residuals)
-        each = float(found.jacobian.one_by_one - before)
+                stripe.addmm_(left[:, start:stop].T, rows[:, start:])
+        weight = squares.weight(around.weight, residuals, found.sample_weight)
+        each_took = float(found.jacobian.one_by_one - before)
         return {
             "loss": loss.mul_(weight),
             "vector": vector.mul_(weight),
             "matrix": [stripe.mul_(weight) for stripe in matrix],
-            "each": each,
+            "each": each_took,
         }
 
     def _zeroed(self, start: int, stop: int, size: int) -> torch.Tensor:
@@ -179,5 +185,6 @@ class NormalSums:
 
 def stripes(size: int) -> tuple[tuple[int, int], ...]:
     """The stripes of columns of a matrix of that size."""
-    bounds: Sequence[int] = sorted({round(size * i / STRIPES) for i in range(STRIPES + 1)})
+    count = max(min(STRIPES, size // NARROWEST), 1)
+    bounds: Sequence[int] = sorted({round(size * i / count) for i in range(count + 1)})
     return tuple(pairwise(bounds))

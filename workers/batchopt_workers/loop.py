@@ -24,6 +24,7 @@ import torch
 from batchopt_workers import faults, result_pickler
 from batchopt_workers.failures import describe
 from batchopt_workers.messages import CHUNK, HEAD, ORDERS, Kind, Order
+from batchopt_workers.repeat import Failed
 from batchopt_workers.session import WITH_DESCRIPTOR, Session
 from batchopt_workers.versions import versions
 from batchopt_workers.warned import tell_parent
@@ -49,6 +50,7 @@ class _Mailbox:
 
     def __init__(self, connection: Connection, wake: Callable[[], None]) -> None:
         self.quiet = False
+        self._bell = -1
         self.wake = wake
         self._connection = connection
         self._kept: deque[bytes] = deque()
@@ -57,15 +59,30 @@ class _Mailbox:
         self._room = select.poll()
         self._room.register(connection.fileno(), select.POLLOUT)
 
-    def take(self, awake: float) -> bytes:
-        """The next message; stays awake for so many seconds. Raises `EOFError` or `OSError` once the parent has hung
-        up."""
+        self._any = select.poll()  # a message, or the bell
+        self._any.register(connection.fileno(), select.POLLIN)
+
+    def listen(self, bell: int) -> None:
+        """Let this bell ring, too, from now on."""
+        if bell != self._bell:
+            if self._bell >= 0:
+                self._any.unregister(self._bell)
+            self._any.register(bell, select.POLLIN)
+            self._bell = bell
+
+    def take(self, awake: float) -> bytes | None:
+        """The next message, or None if there is none and the bell has rung; stays awake for so many seconds. Raises
+        `EOFError` or `OSError` once the parent has hung up."""
         if self._kept:
             return self._kept.popleft()
         if awake:
             until = time.perf_counter() + awake
-            while not self._poll.poll(0) and time.perf_counter() < until:
+            while not self._any.poll(0) and time.perf_counter() < until:
                 os.sched_yield()
+        self._any.poll()
+        if self._bell >= 0 and not self._poll.poll(0):  # what was said before it rang comes first
+            os.eventfd_read(self._bell)
+            return None
         return self._connection.recv_bytes()
 
     def limit(self, number: int, last: int) -> int:
@@ -109,6 +126,11 @@ def serve(connection: Connection, session: Session) -> None:
         try:
             message = mailbox.take(awake)
             awake = 0.0
+            if message is None:
+                assert session.repeat is not None
+                session.repeat.evaluate(session)
+                awake = session.awake if session.seconds < _SHORT else 0.0
+                continue
             number, kind = HEAD.unpack_from(message)
             if kind == Kind.LIMIT:  # of an order that is over
                 continue
@@ -119,7 +141,13 @@ def serve(connection: Connection, session: Session) -> None:
                     seconds = _evaluate(mailbox, session, number, order)
                     awake = session.awake if seconds < _SHORT else 0.0
                 else:
+                    if session.repeat is not None:
+                        session.repeat.forget()
                     mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
+                    if session.repeat is not None:
+                        mailbox.listen(session.repeat.bell)
+            except Failed as failed:
+                mailbox.send(number, Kind.FAILED, describe(failed.error, failed.samples).encode())
             except BaseException as error:  # of the pipe too: then this message does not get out either
                 samples = session.current if kind in ORDERS else range(0)
                 mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
@@ -143,19 +171,21 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
 def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
     """Returns the seconds that it took."""
     faults.point("worker.order", order.first)
-    last, report = order.last, None
-    for report, results, form in session.evaluate(order):
-        chunk = report.next - 1
-        if results:
-            mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(results), chunk)
-        if form is not None:
-            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + result_pickler.dumps(form), chunk)
+    last, report, repeat = order.last, None, session.repeat
+    for done in (repeat.answer(order, session) if repeat is not None else ()) or session.evaluate(order):
+        report, chunk = done.report(), done.next - 1
+        if done.results:
+            mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results), chunk)
+        if done.form is not None:
+            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + result_pickler.dumps(done.form), chunk)
         if report.next < last:
             mailbox.send(number, Kind.REPORT, report.encode(), chunk)
             last = mailbox.limit(number, last)
         if report.next >= last:
             break
     assert report is not None
+    if repeat is not None:
+        repeat.ordered(report, order.step)
     mailbox.send(number, Kind.DONE, report.encode(), report.next - 1)
     return report.seconds
 

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from batchopt_workers.tree import Node
@@ -146,13 +147,11 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0. Partials are
-    merged by workers up to level `top` of the tree of chunks, if that is given."""
+    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0."""
 
     bounds: Sequence[int]
-    top: int | None = None
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Number of chunks."""
         return len(self.bounds) - 1

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.squares import MeanSquare
 from batchopt_workers.structures import map_tensors
+from batchopt_workers.weighting import SAMPLE_WEIGHT, weighted
 
 # Losses that compare each element of the output with one of the targets, and broadcast.
 _OF_PAIRS = {
@@ -49,23 +51,48 @@ class Objective:
         """The module's output (None where only `loss_fn` sees it) and the loss, a scalar that depends on parameters.
 
         `attributes`: what the criterion has for these samples in place of its own: its rows of a weight of each sample,
-        another reduction. `keeps`: whether the output is kept, a copy then, which the criterion does not write.
+        another reduction; and the weights of the samples themselves. `keeps`: whether the output is kept, a copy then,
+        which the criterion does not write.
 
         Raises `TypeError` or `ValueError`, with what to do, for anything else.
         """
         arguments = (inputs,) if targets is None else (inputs, targets)
         output = None
-        if self.loss_fn is not None:
+        sample_weight = attributes.get(SAMPLE_WEIGHT)
+        if isinstance(self.loss_fn, MeanSquare):
+            source, loss = "residual", self.loss_fn(self.module, inputs, targets, sample_weight)
+        elif self.loss_fn is not None:
             source, loss = "loss_fn", self.loss_fn(self.module, inputs, targets)
         elif self.criterion is not None:
             found = self.module(inputs)
             output = map_tensors(torch.clone, found) if keeps else found
-            with _having(self.criterion, attributes):
-                source, loss = "criterion", self.criterion(found, *arguments[1:])
+            source = "criterion"
+            if not attributes:
+                loss = self.criterion(found, *arguments[1:])
+            elif sample_weight is None:
+                with _having(self.criterion, attributes):
+                    loss = self.criterion(found, *arguments[1:])
+            else:
+                loss = self._weighted(found, arguments[1:], attributes, sample_weight)
         else:
             source, loss = "module", self.module(*arguments)
-        _check(source, loss)
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad and not loss.is_complex()):
+            raise _refusal(source, loss)
         return output, loss
+
+    def _weighted(
+        self, output: Any, targets: tuple[Any, ...], attributes: Mapping[str, Any], sample_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of samples with weights, of one of torch's criteria."""
+        given = {"reduction": getattr(self.criterion, "reduction", "mean"), **attributes}
+        reduction = given["reduction"]
+        del given[SAMPLE_WEIGHT]
+        if sample_weight.dim():
+            given["reduction"] = "none"
+        with _having(self.criterion, given):
+            assert self.criterion is not None
+            elements = self.criterion(output, *targets)
+        return weighted(elements, sample_weight, reduction)
 
     @property
     def compares_pairs(self) -> bool:
@@ -101,15 +128,16 @@ def _having(criterion: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
             setattr(criterion, name, value)
 
 
-def _check(source: str, loss: Any) -> None:
+def _refusal(source: str, loss: Any) -> TypeError | ValueError:
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"`{source}` must return a scalar tensor; got {type(loss).__name__}")
+        return TypeError(f"`{source}` must return a scalar tensor; got {type(loss).__name__}")
     if loss.numel() != 1:
-        raise ValueError(
+        return ValueError(
             f"`{source}` must return a scalar; got shape {tuple(loss.shape)}: use reduction='mean' or 'sum'"
         )
-    if not loss.requires_grad:
-        raise ValueError(
-            f"the loss of `{source}` does not depend on any trainable parameter (it has no grad_fn): "
-            "look for .detach(), .item(), torch.no_grad() or frozen parameters on its way"
-        )
+    if loss.is_complex():
+        return TypeError(f"`{source}` must return a real number; got {loss.dtype}: return .real or .abs() of it")
+    return ValueError(
+        f"the loss of `{source}` does not depend on any trainable parameter (it has no grad_fn): "
+        "look for .detach(), .item(), torch.no_grad() or frozen parameters on its way"
+    )

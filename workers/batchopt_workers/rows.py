@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,8 +10,7 @@ from batchopt_workers.layout import Layout
 from batchopt_workers.memory import SharedBlock, aligned
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One partial sum: `gradient` (shape `(layout.size,)`), its `views` in each parameter's shape, and
     `changes`, float64, of the buffers that evaluation may change."""
 
@@ -20,15 +19,15 @@ class Row:
     changes: torch.Tensor
 
 
-class Rows:
+class Rows(list[Row]):
     """`count` rows over a block of shared memory, or over memory of this process where there is no block. Each has
     `changes` numbers for the changes of buffers."""
 
     def __init__(
         self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
     ) -> None:
+        super().__init__()
         self._layout, self.changes, self._device = layout, changes, device
-        self._rows: list[Row] = []
         self.grow(count, block)
 
     def grow(self, count: int, block: SharedBlock | None) -> None:
@@ -44,17 +43,11 @@ class Rows:
                 gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)
                 deltas = block.tensor(torch.float64, (changes,), i * stride + split)
             rows.append(Row(gradient, layout.views(gradient), deltas))
-        self._rows.extend(rows)
+        self.extend(rows)
 
     def cut(self, count: int) -> None:
         """Keep the first `count` rows."""
-        del self._rows[count:]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._rows[index]
+        del self[count:]
 
 
 def _row_bytes(layout: Layout, changes: int) -> tuple[int, int]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from multiprocessing import spawn
 from typing import Any
 
 import torch
 
 from batchopt_workers.batch import Batch
+from batchopt_workers.board import Board
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.device import HOST, Mirror, pin
 from batchopt_workers.evaluate import Evaluator, Program
 from batchopt_workers.layout import Layout
+from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.memory import SharedBlock
 from batchopt_workers.messages import Cut, Order
 from batchopt_workers.module_hooks import set_module_hooks
 from batchopt_workers.output import FileOutput
 from batchopt_workers.packing import Placement, assemble, unpack, views
+from batchopt_workers.repeat import Repeater
 from batchopt_workers.rows import Rows
 from batchopt_workers.shared_totals import SharedTotals
 from batchopt_workers.task import PrivateTotals, Task
@@ -36,6 +40,11 @@ ASIDE = "aside "
 TASK, ASIDE_BATCH = ASIDE + "task", ASIDE + "batch"
 
 
+def batch_name(number: int) -> str:
+    """The name by which workers know the memory of a batch."""
+    return f"batch {number}"
+
+
 class Session:
     """What a worker process holds. The methods are what the parent's `CALL`s name; `use_parameters` and `install` come
     before those below them."""
@@ -44,6 +53,8 @@ class Session:
         self.worker = Worker(rank, world_size, HOST)
         self._mirror: Mirror | None = None  # where this worker computes on another device
         self.awake = 0.0
+        self.seconds = 0.0  # that the last evaluation took
+        self.repeat: Repeater | None = None
         self._waking = -1  # what wakes the parent up
         self._blocks: dict[str, SharedBlock] = {}
         self._private: dict[str, SharedBlock] = {}
@@ -55,6 +66,7 @@ class Session:
         self._rows: Rows | None = None
         self._evaluator: Evaluator | None = None
         self._totals: SharedTotals | None = None
+        self._loaded: dict[str, LoadedBatch] = {}  # batches by the names of their memory
         self._aside: Batch | None = None  # of a task
 
     @property
@@ -82,9 +94,11 @@ class Session:
         private.release()
         self.attach(name, fd)
         self._private[name] = private
+        self._loaded.pop(name, None)
 
     def detach(self, name: str) -> None:
         """Forget the memory of that name."""
+        self._loaded.pop(name, None)
         self._blocks.pop(name, None)
         self._private.pop(name, None)
 
@@ -96,6 +110,16 @@ class Session:
         """Let the parent see what was said."""
         with suppress(BlockingIOError):  # then it will wake up anyway
             os.write(self._waking, b"\1")
+
+    def repeat_for(self, slot: int, workers: int, fd: int) -> None:
+        """Repeat evaluations when `fd` rings, as block "board" says, where this worker has the page `slot` of so
+        many."""
+        before, self.repeat = self.repeat, Repeater(Board(self._blocks["board"], workers), slot, fd)
+        if before is not None:
+            os.close(before.bell)
+
+    def finished(self) -> None:
+        """Nothing: it is answered once what came before is done."""
 
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any], recursion: int) -> None:
         """Be the process that the parent would have started: its environment, path, arguments, working directory, and
@@ -152,6 +176,7 @@ class Session:
                 "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
                 "which they are sent"
             )
+        self._loaded.clear()
         self._private["program"].discard()
         tensors = views(placements, self._private["program"])
         shared = views(placements, self._blocks["program"])
@@ -190,6 +215,14 @@ class Session:
                 del blocks[known]
         self._private[name].discard()  # what the user's code wrote there was of the batch before
         self.evaluator.batch = unpack(data, placements, self._private[name])
+        self._loaded[name] = self.evaluator.loaded
+        self.restart_step()
+
+    def begin_again(self, batch: int) -> None:
+        """Begin a step on a batch that was loaded before, and has other elements now."""
+        name = batch_name(batch)
+        self._private[name].discard()
+        self.evaluator.begin_again(self._loaded[name])
         self.restart_step()
 
     def restart_step(self) -> None:
@@ -300,18 +333,29 @@ class Session:
         self.worker.world_size = size
         torch.set_num_threads(threads[self.worker.rank])
 
+    def look(self, step: int) -> bool:
+        """Whether the chunk that was evaluated last drew random numbers."""
+        return self.evaluator.look(step)
+
     def evaluate(self, order: Order) -> Iterator[ChunkDone]:
         """Evaluate the chunks of `order`."""
-        with nullcontext() if self._torch is None else self._torch.contexts():
-            try:
-                if self._mirror is not None:
-                    yield from self._mirror.evaluate(self.evaluator, order, self._rows)
-                else:
-                    yield from self.evaluator.evaluate(order, self._rows)
-            except Exception:  # what it wrote before
-                for block in self._private.values():
-                    block.discard()
-                raise
+        began = time.perf_counter()
+        try:
+            if self._torch is not None and self._torch.has_contexts:
+                with self._torch.contexts():
+                    yield from self._evaluate(order)
+            else:
+                yield from self._evaluate(order)
+            self.seconds = time.perf_counter() - began
+        except Exception:  # what it wrote before
+            for block in self._private.values():
+                block.discard()
+            raise
+
+    def _evaluate(self, order: Order) -> Iterator[ChunkDone]:
+        if self._mirror is not None:
+            return self._mirror.evaluate(self.evaluator, order, self._rows)
+        return self.evaluator.evaluate(order, self._rows)
 
 
 def _hooks(module: torch.nn.Module) -> int:
@@ -332,4 +376,5 @@ WITH_DESCRIPTOR = (
     Session.write_outputs_to,
     Session.sum_in,
     Session.wake_through,
+    Session.repeat_for,
 )

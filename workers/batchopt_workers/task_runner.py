@@ -22,16 +22,32 @@ from batchopt_workers.rows import Rows
 from batchopt_workers.sums import PartialSum, Sums
 from batchopt_workers.task import Modes, ParameterWatch, PrivateTotals, Surroundings, Task, Totals
 from batchopt_workers.tree import most_held
-from batchopt_workers.walk import Walk
+from batchopt_workers.walk import Walk, restoring
 
 
 class ChunkDone(NamedTuple):
-    """A chunk of an order is done: what the worker now has of the evaluation, what the posthook returned, and the form
-    of what a task yields."""
+    """The chunks of an order before `next` are done, which began at `began`, and took so long: what the posthook
+    returned for the last one, and the form of what a task yields."""
 
-    report: Report
+    sums: Sums
+    next: int
+    began: float
+    seconds: float  # since then
+    drew: bool = False
     results: Sequence[Any] = ()
     form: Form | None = None
+
+    def report(self) -> Report:
+        """What the worker has of the evaluation, until the next chunk is begun."""
+        return self.sums.report(self.next, self.began, self.seconds, self.drew)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether a hook returned anything."""
+        for result in self.results:
+            if result is not None:
+                return True
+        return False
 
 
 class F(Protocol):
@@ -97,7 +113,7 @@ class TaskRunner:
         self._walk.watch.begin(compares=task.is_users or not modes.plain)
         for chunk in range(order.first, order.last):
             row = sums.free_row()
-            with self._walk.restoring(loaded), grads_kept(self._parameters):
+            with restoring(self._walk, loaded), grads_kept(self._parameters):
                 results = []
                 try:
                     for number, piece in enumerate(self._walk.pieces(loaded, order.step, chunk)):
@@ -116,8 +132,8 @@ class TaskRunner:
                     form = write_results(self.output, results, loaded.batch.parts[0], self._walk.current)
             faults.point("worker.merge", chunk)
             sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
-            self._walk.leave()
-            yield ChunkDone(sums.report(chunk + 1, began, False), (), form)
+            self._walk.current = range(0)
+            yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, form=form)
 
     def _around(self, piece: Piece, step: int, f: F) -> Surroundings:
         assert self._task is not None

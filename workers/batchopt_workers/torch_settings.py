@@ -68,6 +68,11 @@ class TorchSettings(NamedTuple):
         if now.flush_denormal != self.flush_denormal:
             torch.set_flush_denormal(self.flush_denormal)
 
+    @property
+    def has_contexts(self) -> bool:
+        """Whether the caller is in any context."""
+        return bool(self.device is not None or self.autocast or self.anomaly[0])
+
     def contexts(self) -> AbstractContextManager[Any]:
         """The contexts that the caller is in, to be entered."""
         stack = ExitStack()

@@ -22,11 +22,6 @@ class Node(NamedTuple):
     position: int
 
     @property
-    def sibling(self) -> Node:
-        """The node that shares this one's parent."""
-        return Node(self.level, self.position ^ 1)
-
-    @property
     def parent(self) -> Node:
         """The node one level up."""
         return Node(self.level + 1, self.position >> 1)
@@ -42,54 +37,57 @@ class Node(NamedTuple):
 
 
 class Fold(Generic[T]):
-    """Partials of some of `count` chunks, merged as far as the tree allows, but no higher than level `top`, if that is
-    given.
+    """Partials of some of `count` chunks, merged as far as the tree allows.
 
     `merge(left, right)` returns the merged partial; it may reuse the memory of either (a worker that adds chunks in
     order reuses that of `right`, which nobody was told of). Chunks that come in order leave at most about `2 *
     log2(count)` partials unmerged.
     """
 
-    def __init__(self, count: int, merge: Callable[[T, T], T], top: int | None = None) -> None:
+    def __init__(self, count: int, merge: Callable[[T, T], T]) -> None:
         self._count = count
         self._merge = merge
         self._root = Node(max(count - 1, 0).bit_length(), 0)
-        self._top = self._root.level if top is None else min(top, self._root.level)
-        self._held: dict[Node, T] = {}
+        self._top = self._root.level
+        self.held: dict[Node, T] = {}
 
-    def add(self, node: Node, partial: T) -> None:
+    def add(self, node: tuple[int, int], partial: T) -> None:
         """Take in the partial of `node`, and merge upwards while its sibling is here."""
-        while node.level < self._top:
-            if node.sibling.first_chunk < self._count:
-                if node.sibling not in self._held:
+        level, position = node
+        while level < self._top:
+            sibling = position ^ 1
+            if sibling << level < self._count:
+                key = level, sibling
+                if key not in self.held:
                     break
-                other = self._held.pop(node.sibling)
-                left, right = (other, partial) if node.position & 1 else (partial, other)
-                partial = self._merge(left, right)
-            node = node.parent
-        self._held[node] = partial
+                other = self.held.pop(key)
+                partial = self._merge(other, partial) if position & 1 else self._merge(partial, other)
+            level, position = level + 1, position >> 1
+        self.held[Node(level, position)] = partial
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     @property
     def partials(self) -> list[tuple[Node, T]]:
         """The partials held now, in chunk order: the root alone once every chunk was added."""
-        return sorted(self._held.items(), key=lambda item: item[0].first_chunk)
+        if len(self.held) == 1:
+            return [*self.held.items()]
+        return sorted(self.held.items(), key=lambda item: item[0].first_chunk)
 
     @property
     def root(self) -> T:
         """The whole sum; raises `LookupError` while chunks are missing."""
-        if self._root not in self._held:
+        if self._root not in self.held:
             raise LookupError("the partials of some chunks are missing")
-        return self._held[self._root]
+        return self.held[self._root]
 
 
 @lru_cache(maxsize=1024)
-def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = (), top: int | None = None) -> int:
+def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = ()) -> int:
     """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order by a worker
-    that holds `held`, the one being evaluated included: the rows that it needs. They are merged up to level `top`."""
-    fold: Fold[None] = Fold(count, lambda left, right: None, top)
+    that holds `held`, the one being evaluated included: the rows that it needs."""
+    fold: Fold[None] = Fold(count, lambda left, right: None)
     for node in held:
         fold.add(node, None)
     most = 0

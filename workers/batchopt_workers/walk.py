@@ -14,7 +14,7 @@ from batchopt_workers.contents import Contents, Undo
 from batchopt_workers.items import Unreadable
 from batchopt_workers.loaded import LoadedBatch
 from batchopt_workers.seeding import has_drawn, seed_draws
-from batchopt_workers.watch import Watch
+from batchopt_workers.watch import Watch, version
 from batchopt_workers.worker import Worker
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Walk:
 
     def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
         self.watch = watch
-        self.place: Callable[[Piece], Piece] = lambda piece: piece  # brings it to where the module is
+        self.place: Callable[[Piece], Piece] | None = None  # brings it to where the module is
         self.current = range(0)
         self.chunk = -1
         self.has_hooks = False
@@ -39,56 +39,68 @@ class Walk:
         self._contents: Contents | None = None
         self._undo: list[Undo] = []  # when the piece is done
         self.worker, self._seed, self._buffers = worker, seed, buffers
+        self._device = worker.device if worker.device.type == "cuda" else None
 
-    def pieces(self, loaded: LoadedBatch, step: int, chunk: int) -> Iterator[Piece]:
-        """The pieces of a chunk; once all of them were evaluated, this checks what they have written.
+    def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
+        """The pieces of chunk `number`; once all of them were evaluated, this checks what they have written.
 
         Raises what `Watch.check` and `BatchWatch.check` raise.
         """
-        batch, numbering = loaded.batch, loaded.batch.numbering
-        start, stop = loaded.cut.bounds[chunk], loaded.cut.bounds[chunk + 1]
-        self.chunk = chunk
-        seed_draws(self._seed, step, chunk)
-        self.current = range(start, stop)  # while samples are cut out and collated
-        batch_watch = loaded.watch(start, stop)
-        batch_watch.begin((self.hooks_unseen and self.has_hooks) or (self.collate_unseen and batch.collates))
-        collation = loaded.collation
-        collation.begin()
+        chunk = loaded.chunk(number)
+        watch, self.chunk = chunk.watch, number
+        seed_draws(self._seed, step, number)
+        self.current = chunk.samples  # while samples are cut out and collated
+        looks = (self.hooks_unseen and self.has_hooks) or (self.collate_unseen and loaded.batch.collates)
+        watch.versions, watch.contents = [*map(version, watch.counted)], []
+        if looks:
+            watch.look()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
+        if chunk.recipes is None or self.place is not None:
+            yield from self._cut_out(loaded, chunk.samples)
+        else:
+            for recipe in chunk.recipes:
+                self.current = recipe.position
+                yield recipe.piece(loaded.batch)
+                if self._undo:
+                    self._put_back()
+        self.current = chunk.samples
+        if looks or [*map(version, watch.counted)] != watch.versions:
+            watch.check()
+        self.watch.check()
+
+    def _cut_out(self, loaded: LoadedBatch, samples: range) -> Iterator[Piece]:
+        """The pieces of these samples, cut out and collated anew, or as they are kept."""
+        numbering, collation = loaded.batch.numbering, loaded.collation
         try:
-            for piece in map(self.place, batch.pieces(start, stop, collation)):
+            pieces = loaded.batch.pieces(samples.start, samples.stop, collation)
+            for piece in pieces if self.place is None else map(self.place, pieces):
                 self.current = numbering.position(piece.term, piece.indices)
                 yield piece
-                self._put_back()
-                self.current = range(self.current.stop, stop)
+                if self._undo:
+                    self._put_back()
+                self.current = range(self.current.stop, samples.stop)
         except Unreadable as error:  # an item of the term that comes next
             term, _ = next(numbering.split(self.current))
             self.current = numbering.position(term, range(error.index, error.index + 1))
             raise error.error from None
-        self.current = range(start, stop)
-        batch_watch.check()
         collation.check()
-        self.watch.check()
 
     def has_drawn(self, step: int) -> bool:
         """Whether the chunk that was gone through drew random numbers; for before the next one."""
         return has_drawn(self._seed, step, self.chunk)
 
-    @contextmanager
-    def restoring(self, loaded: LoadedBatch) -> Iterator[None]:
-        """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
+    def restore(self, loaded: LoadedBatch, failed: bool) -> None:
+        """See `restoring`; `failed`: whether the body raised."""
         try:
-            with torch.enable_grad():  # as in a process of its own
-                yield
-            if self.worker.device.type == "cuda":  # what was asked for is done before one says so
-                torch.cuda.synchronize(self.worker.device)
-        except BaseException:
-            loaded.collation.forget()
-            self.watch.put_back()
-            raise
+            if failed:
+                loaded.collation.forget()
+                self.watch.put_back()
+            elif self._device is not None:  # what was asked for is done before one says so
+                torch.cuda.synchronize(self._device)
         finally:
-            self._put_back()
+            if self._undo:
+                self._put_back()
             self._buffers.restore()
 
     def seen(self, batch: Batch) -> None:
@@ -129,6 +141,19 @@ class Walk:
             self._undo += changes
             self._hooks_write = self._hooks_write or bool(changes)
 
-    def leave(self) -> None:
-        """No sample is in a forward any more."""
-        self.current = range(0)
+
+class restoring:
+    """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
+
+    def __init__(self, walk: Walk, loaded: LoadedBatch) -> None:
+        self._walk, self._loaded = walk, loaded
+        self._graph = torch.is_grad_enabled()
+
+    def __enter__(self) -> None:
+        torch._C._set_grad_enabled(True)  # as in a process of its own
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        torch._C._set_grad_enabled(self._graph)
+        walk = self._walk
+        if kind is not None or walk._undo or walk._buffers.places or walk._device is not None:
+            walk.restore(self._loaded, kind is not None)

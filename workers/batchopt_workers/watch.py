@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,8 @@ from batchopt_workers.buffers import Place, tensors_of, version_of
 from batchopt_workers.contents import Contents
 from batchopt_workers.packing import copy_into
 from batchopt_workers.structures import tensors_in
+
+version = attrgetter("_version")  # of a tensor that counts
 
 
 class StateWritten(Exception):
@@ -70,6 +73,12 @@ class Watch:
             for name, buffer in owner._buffers.items()
             if buffer is None
         ]
+        self._counted = [constant.tensor for constant in self._constants if not constant.tensor.is_inference()]
+        placed = [c for c in self._constants if c.registered]
+        holders = [(c.place.holder(), c.place.name, c.tensor) for c in placed if c.place is not None]
+        # where a part was made by torch.jit, no dict has them
+        self._held = holders if all(type(holder) is dict for holder, _, _ in holders) else None
+        self._holds_nothing = self._held == [] and not self._none
         self._module, self._parameters = module, {name for name, _ in module.named_parameters()}
         self._examines = False
         self._goes_on = False  # to compare, after one chunk
@@ -91,15 +100,21 @@ class Watch:
         self._goes_on = compares
         if compares:
             self.compare()
-        self._versions = [version_of(constant.tensor) for constant in self._constants]
+        self._versions = [*map(version, self._counted)]
 
     def check(self) -> None:
         """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put
         back is as it was at `begin`."""
+        same = not self._examines and [*map(version, self._counted)] == self._versions
+        if same and (self._holds_nothing or self._are_in_place):
+            return
+        before = dict(zip(map(id, self._counted), self._versions, strict=True))
         written = [
             constant
-            for constant, version in zip(self._constants, self._versions, strict=True)
-            if version_of(constant.tensor) != version or self._is_replaced(constant) or self._differs(constant)
+            for constant in self._constants
+            if version_of(constant.tensor) != before.get(id(constant.tensor), 0)
+            or self._is_replaced(constant)
+            or self._differs(constant)
         ]
         made = [name for name, buffers, name_there in self._none if buffers[name_there] is not None]
         if written or made:
@@ -129,6 +144,16 @@ class Watch:
             )
         if written:
             raise StateWritten([constant.name for constant in written])
+
+    @property
+    def _are_in_place(self) -> bool:
+        """Whether the module has the tensors that it had, and no more."""
+        if self._held is None:
+            return False
+        for holder, name, tensor in self._held:
+            if holder.get(name) is not tensor:
+                return False
+        return not self._none or all(buffers[name] is None for _, buffers, name in self._none)
 
     def put_back(self) -> None:
         """Put back constants that were replaced, and those that `compare` has originals of."""
@@ -171,42 +196,55 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
 class BatchWatch:
     """The samples of a chunk."""
 
-    def __init__(self, batch: Batch, start: int, stop: int) -> None:
-        self.stop = stop
-        self._forms = [
+    def __init__(self, batch: Batch, samples: range) -> None:
+        self._samples = samples
+        self.versions: list[int] = []  # of what is `counted`, when the chunk began
+        self.contents: list[tuple[str, Contents, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self.follow(batch)
+
+    def follow(self, batch: Batch) -> None:
+        """Watch the same samples of another batch."""
+        self._batch = batch
+        if batch.plain is not None:
+            self.counted = batch.plain.tensors
+        else:
+            self.counted = [tensor for _, tensor in self._tensors() if not tensor.is_inference()]
+
+    def _forms(self) -> list[tuple[str, Any, range]]:
+        parts = self._batch.parts
+        return [
             (name, form, samples)
-            for term, samples in batch.numbering.split(range(start, stop))
-            for name, form in (("inputs", batch.parts[term].inputs), ("targets", batch.parts[term].targets))
+            for term, samples in self._batch.numbering.split(self._samples)
+            for name, form in (("inputs", parts[term].inputs), ("targets", parts[term].targets))
             if form is not None
         ]
-        self._tensors = [
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [
             (name, tensor)
-            for name, form, samples in self._forms
+            for name, form, samples in self._forms()
             for tensor in tensors_in(form.held(samples.start, samples.stop))
         ]
-        self._versions: list[int] = []
-        self._contents: list[tuple[str, Contents, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def begin(self, looks: bool) -> None:
-        """The chunk is evaluated from here on; `looks`: all that the samples hold is compared, by `check`, with what it
-        is now."""
-        self._versions = [version_of(tensor) for _, tensor in self._tensors]
-        self._contents = []
-        for name, form, samples in self._forms if looks else ():
+    def look(self) -> None:
+        """The chunk is evaluated from here on, and all that the samples hold is compared, by `check`, with what it is
+        now."""
+        for name, form, samples in self._forms():
             whole = form.slice if isinstance(form, Columns) else form.held
             contents = Contents((whole(samples.start, samples.stop),))
             copies = [(tensor, tensor.detach().clone()) for tensor in contents.tensors if _is_plain(tensor)]
-            self._contents.append((name, contents, copies))
+            self.contents.append((name, contents, copies))
 
     def check(self) -> None:
-        """Raise `ValueError` if the chunk wrote its own samples: the next evaluation would see other ones. What was
-        compared is put back."""
+        """Raise `ValueError` if the chunk, which ended, wrote its own samples: the next evaluation would see other
+        ones. What was compared is put back."""
+        before = dict(zip(map(id, self.counted), self.versions, strict=True))
         written = [
             (name, f"a tensor of shape {tuple(tensor.shape)}")
-            for (name, tensor), version in zip(self._tensors, self._versions, strict=True)
-            if version_of(tensor) != version
+            for name, tensor in self._tensors()
+            if version_of(tensor) != before.get(id(tensor), 0)
         ]
-        for name, contents, copies in self._contents:
+        for name, contents, copies in self.contents:
             if contents.changes():
                 contents.put_back()
                 written.append((name, "an object in there"))
@@ -214,7 +252,7 @@ class BatchWatch:
                 if not _same(tensor, copy):
                     copy_into(tensor, copy)
                     written.append((name, f"a tensor of shape {tuple(tensor.shape)}"))
-        self._contents = []
+        self.contents = []
         for name, what in written[:1]:
             raise ValueError(
                 f"forward, a hook or `collate_fn` writes its `{name}` in place ({what}): the next evaluation of the "

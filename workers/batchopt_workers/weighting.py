@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+# The name of the weights of samples, among what a part has a row of for each sample.
+SAMPLE_WEIGHT = "sample_weight"
+
 
 @dataclass(frozen=True)
 class Weighting:
@@ -40,3 +43,23 @@ class Weighting:
             return (stop - start) / self.size
         total = self.running[-1].item()
         return (self.running[stop].item() - self.running[start].item()) / total if total else float("nan")
+
+
+def weighted(elements: torch.Tensor, sample_weight: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The loss of samples that count as much as `sample_weight` says: shape `(samples,)`, with a row of elements each;
+    or no dimension, of one sample's elements.
+
+    With the reduction `"sum"` the sum of the weighted sums of the rows; `"mean"`, the mean of the rows' means, and
+    `"batchmean"`, of their sums. NaN where all weights are 0.
+    """
+    weights = sample_weight.double().reshape(-1)
+    if sample_weight.dim() and elements.shape[:1] != sample_weight.shape:
+        raise ValueError(
+            f"samples have weights, and the loss of {len(sample_weight)} samples has shape {tuple(elements.shape)} "
+            "before it is reduced: its first dimension has to be the samples"
+        )
+    rows = elements.reshape(len(weights), -1)
+    each = rows.mean(1) if reduction == "mean" else rows.sum(1)
+    shares = weights if reduction == "sum" else weights / weights.sum()
+    shares = shares.to(elements.device, torch.promote_types(elements.dtype, torch.float32))
+    return (each * shares).sum()

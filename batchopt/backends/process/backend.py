@@ -22,29 +22,25 @@ are kept alive by `pool`, as `roster` decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from batchopt._data.arguments import read_parallelize
-from batchopt._mapreduce.answers import Answer
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.base import Backend, Prepared, Setup
 from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.surroundings import check_workers
 from batchopt.backends.process.worker import Activity, SessionCall, call
 from batchopt.backends.sendable import check_module, sending
 from batchopt_workers.batch import Batch
-from batchopt_workers.forms import Column
 from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import TASKS, Cut, Order
 from batchopt_workers.packing import pack
-from batchopt_workers.session import ASIDE_BATCH, Session
+from batchopt_workers.session import ASIDE_BATCH, Session, batch_name
 from batchopt_workers.task import Task
 from batchopt_workers.task_runner import of_term
-from batchopt_workers.worker import Hook
 
 # Bytes up to which memory for the batches of tasks is kept for the next one.
 KEPT = 2**28
@@ -57,10 +53,12 @@ class PlacedBatch(Prepared):
     slot: int
     memory: SharedBlock
     load: SessionCall
+    form: object = None  # batches of one form differ in the elements of their tensors alone; None: of no such form
+    views: Sequence[torch.Tensor] = ()  # of the tensors
 
 
-class ProcessBackend(Backend):
-    """A group of worker processes, and memory for the batches that they read."""
+class ProcessBackend(WorkerGroup, Backend):
+    """A group of worker processes with memory for the batches that they read."""
 
     local = True
 
@@ -88,59 +86,42 @@ class ProcessBackend(Backend):
     def __init__(self, setup: Setup) -> None:
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.
         self._slots: list[SharedBlock | None] = [None, None]
+        self._placed: list[PlacedBatch | None] = [None, None]
         self._slot = 0
         self._aside: SharedBlock | None = None  # for the batch of a task
         self._loaded = Batch(())
-        self._of_task = self._loaded.numbering
         self._parameters = setup.parameters
-        self._group = WorkerGroup(setup)
-
-    @property
-    def workers(self) -> list[WorkerInfo]:
-        return self._group.infos
-
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        self._group.set_hooks(prehook, posthook)
-
-    def use_hooks(self, hooked: bool) -> None:
-        self._group.use_hooks(hooked)
-
-    def include_state(self, names: Collection[str]) -> None:
-        self._group.include_state(names)
+        super().__init__(setup)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        with sending("the batch", batch):
-            packed = pack(batch)
         # A worker reads the present batch only while it evaluates.
-        is_read = ahead or not self._group.is_free
+        is_read = ahead or not self.is_free
         slot = 1 - self._slot if is_read else self._slot
         memory = self._slots[slot]
-        late = slot != self._slot and self._group.may_read_earlier_batch()
+        late = slot != self._slot and self.may_read_earlier_batch()
+        before, plain = self._placed[slot], batch.plain
+        if before is not None and plain is not None and plain.form == before.form and not late:
+            for view, tensor in zip(before.views, plain.tensors, strict=True):
+                view.copy_(tensor)
+            return PlacedBatch(batch, slot, before.memory, before.load, before.form, before.views)
+        with sending("the batch", batch):
+            packed = pack(batch)
         if memory is None or packed.nbytes > memory.nbytes or late:
             memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
-        packed.place(memory)
-        load = call(Activity.BATCH, Session.load, _name(slot), packed.data, packed.placements)
-        return PlacedBatch(batch, slot, memory, load)
+        views = packed.place(memory)
+        load = call(Activity.BATCH, Session.load, batch_name(slot), packed.data, packed.placements)
+        placed = PlacedBatch(batch, slot, memory, load, plain and plain.form, views if plain is not None else ())
+        self._placed[slot] = replace(placed, batch=Batch(()))  # the user's tensors are not kept
+        return placed
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, PlacedBatch)
-        self._group.begin_step(prepared.batch, weights)
+        self.begin_step(prepared.batch, weights)
         self._slot, self._loaded = prepared.slot, prepared.batch
-        self._group.load(_name(prepared.slot), prepared.memory, prepared.load)
+        self.take_batch(batch_name(prepared.slot), prepared.memory, prepared.load, prepared.slot)
 
     def restart_step(self) -> None:
-        self._group.tell("state", call(Activity.BATCH, Session.restart_step))
-
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        numbering = self._of_task if any(order and order.kind in TASKS for order in orders) else None
-        return self._group.evaluate(cut, orders, meanwhile, numbering)
-
-    @property
-    def late(self) -> Mapping[int, tuple[int, float]]:
-        return self._group.late
-
-    def set_direction(self, direction: torch.Tensor) -> None:
-        self._group.set_direction(direction)
+        self.tell("state", call(Activity.BATCH, Session.restart_step))
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
@@ -150,10 +131,9 @@ class ProcessBackend(Backend):
             memory = SharedBlock.create(packed.nbytes)
             packed.place(memory)
         calls = [] if batch is None else self._place_aside(batch)
-        changed = follow and self._group.follow()
+        changed = follow and self.follow()
         subject = batch or of_term(self._loaded, task.term)
-        self._group.begin_task(packed.data, packed.placements, memory, calls, subject.is_read, task.writes)
-        self._of_task = subject.numbering
+        self.send_task(packed.data, packed.placements, memory, calls, subject.numbering, subject.is_read, task.writes)
         return changed
 
     def _place_aside(self, batch: Batch) -> list[SessionCall]:
@@ -161,41 +141,22 @@ class ProcessBackend(Backend):
         with sending("the batch", batch):
             packed = pack(batch)
         memory = self._aside
-        if memory is None or packed.nbytes > memory.nbytes or not self._group.is_free:
+        if memory is None or packed.nbytes > memory.nbytes or not self.is_free:
             memory = SharedBlock.create(packed.nbytes)
         self._aside = memory if memory.nbytes <= KEPT else None
         packed.place(memory)
-        self._group.attach(ASIDE_BATCH, memory)
+        self.attach(ASIDE_BATCH, memory)
         return [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements)]
 
     def keep_outputs(self, keep: bool) -> None:
-        self._group.results.keep_outputs(keep)
-
-    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        return self._group.collected(columns, samples)
+        self.results.keep_outputs(keep)
 
     def end_task(self) -> None:
         if self._aside is None:
-            self._group.detach(ASIDE_BATCH)
-        self._group.end_task()
-
-    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        return self._group.probe(cut, order)
-
-    def resize(self, workers: int) -> None:
-        self._group.resize(workers)
-
-    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        return self._group.run(function, arguments)
-
-    def stop(self) -> None:
-        self._group.stop()
+            self.detach(ASIDE_BATCH)
+        super().end_task()
 
     def close(self) -> None:
-        self._group.close()
+        super().close()
         self._slots, self._aside, self._loaded = [None, None], None, Batch(())
-
-
-def _name(slot: int) -> str:
-    """The name by which workers know the memory of a batch."""
-    return f"batch {slot}"
+        self._placed = [None, None]

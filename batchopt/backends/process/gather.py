@@ -1,4 +1,4 @@
-"""Collects the worker processes' replies to an evaluation, a speed probe, or a call of a function."""
+"""Collects the worker processes' replies to an evaluation, or a call of a function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
-from batchopt.backends.gather import Failures, FunctionResults, SpeedProbe, unpickled
-from batchopt.backends.ledger import ChunkRun
+from batchopt.backends.gather import Failures, FunctionResults, unpickled
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
+from batchopt.backends.process.ledger import ChunkRun
 from batchopt.backends.process.overdue import Overdue, Pace
 from batchopt.backends.process.scheduler import Assign, WorkerScheduler
 from batchopt.backends.process.worker import Activity, PendingMessage, WorkerProcess, error_of
@@ -144,6 +144,12 @@ class ProcessGather:
             terms, deaths = self._numbering.within(samples), self.scheduler.ledger.losses[chunk]
             self.poison = PoisonChunkError(chunk, samples, ending, terms, deaths)
 
+    def went_as(self, orders: Sequence[Order | None]) -> bool:
+        """Whether each worker was given these orders, no more and no less, and has done all of its own."""
+        spans = {worker.rank: (span.first, span.last) for (worker, _), span in self._spans.items()}
+        given = {rank: (order.first, order.last) for rank, order in enumerate(orders) if order is not None}
+        return len(self._spans) == len(given) and spans == given
+
     @property
     def has_reports(self) -> bool:
         """Whether anybody has evaluated a chunk."""
@@ -190,24 +196,6 @@ class ProcessGather:
             return None
         count = max((summary.row for summary in report.summaries), default=0) + 1
         return worker.totals.rows(sums_layout(form.columns), count)
-
-
-class ProcessProbe(SpeedProbe[WorkerProcess]):
-    """Collects how long each worker process needs for the same order."""
-
-    def __init__(self, evaluation: int, numbering: Numbering) -> None:
-        super().__init__(evaluation)
-        self._numbering = numbering
-
-    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Take in a measurement or a failure."""
-        if asked.order is None or not self.is_awaited(worker, asked.order.evaluation):
-            return
-        if reply.kind is Kind.FAILED:
-            self.failed(worker)
-            self.failures.add(error_of(worker.rank, Failure.decode(reply.body), None, self._numbering), worker.rank)
-        elif reply.kind is Kind.DONE:
-            self.measured(worker, {worker.rank: Report.decode(reply.body).seconds})
 
 
 class ProcessCalls(FunctionResults[WorkerProcess]):

@@ -1,12 +1,13 @@
 """A group of worker processes that evaluate chunks of one program.
 
-The process backend holds one, and so does each node of a cluster, which is given its batch in parts. What the group
+The process backend is one, and each node of a cluster, which is given its batch in parts, holds one. What the group
 needs from whoever holds it is in `Holder`.
 """
 
 from __future__ import annotations
 
 import math
+import select
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,15 +21,17 @@ import torch
 from batchopt._machine.cores import share_cores, usable_cores
 from batchopt._machine.openmp import end_spinning
 from batchopt._mapreduce.answers import Answer
-from batchopt.backends.base import Meanwhile, Setup, WorkerInfo
+from batchopt.backends.base import Meanwhile, Repeated, Setup, WorkerInfo
+from batchopt.backends.gather import Ignore
 from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.crashes import explain
 from batchopt.backends.process.deadlines import Deadlines
-from batchopt.backends.process.gather import ProcessCalls, ProcessGather, ProcessProbe
-from batchopt.backends.process.overdue import Overdue, Pace
+from batchopt.backends.process.gather import ProcessCalls, ProcessGather
+from batchopt.backends.process.overdue import Overdue
 from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.repeat import Repeat
 from batchopt.backends.process.results import Results
-from batchopt.backends.process.scheduler import Assign, Limit
+from batchopt.backends.process.scheduler import Assign
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt.backends.process.startup import startup_calls
 from batchopt.backends.process.waking import WakingPipe
@@ -44,6 +47,7 @@ from batchopt.backends.process.worker import (
 from batchopt.backends.sendable import sending
 from batchopt_workers import faults
 from batchopt_workers.batch import Batch
+from batchopt_workers.board import Board
 from batchopt_workers.buffers import StepBuffers
 from batchopt_workers.evaluate import Program
 from batchopt_workers.forms import Column
@@ -64,18 +68,13 @@ AWAKE = 5e-4
 T = TypeVar("T")
 
 
-def _nothing(gather: ProcessGather | None) -> None:
-    """Nothing."""
-
-
 @dataclass(frozen=True)
 class Holder:
     """Whoever holds a group: the settings in force where it asks for an evaluation, which on a node is the parent's
-    process; and what it wants to do at each turn of an evaluation (None: of anything else, or once that is over)."""
+    process."""
 
     torch_settings: Callable[[], TorchSettings] = TorchSettings.current
     module_hooks: Callable[[], Mapping[str, Any]] = module_hooks
-    at_turn: Callable[[ProcessGather | None], None] = _nothing
 
 
 class WorkerGroup:
@@ -89,8 +88,17 @@ class WorkerGroup:
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
         self._deadlines = Deadlines(setup.timeout, self._paces)
         self._overdue = Overdue(self._paces)
-        self.late: Mapping[int, Pace] = {}  # what the last evaluation has shown of workers that were late
-        self._numbering = Numbering((), ())
+        self._board: Board | None = None
+        self._loads: SessionCall | None = None  # the call by which workers take the loaded batch
+        self._batch = 0  # its number
+        self._known: dict[int, SessionCall] = {}  # batches that all workers have taken, by number; of those that there
+        self._known_to = 0  # were when the pool had changed so often
+        self._is_behind = False  # whether workers that were not rung for may still have the batch before
+        self.repeatable: Repeat | None = None  # the last evaluation, if it can be made again by ringing
+        self._ringing: tuple[Repeat, int] | None = None  # what workers were rung for
+        self._poll: tuple[int, select.epoll] | None = None  # of the workers that there were then
+        self.late: Mapping[int, tuple[int, float]] = {}  # what the last evaluation has shown of workers that were late
+        self._numbering = self._of_task = Numbering((), ())  # of the batches of steps, and of the task
         # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run;
         # None or absent while they are told, since an interrupt in between may come before or after that
         self._weights: tuple[float, ...] | None = (1.0,) * len(setup.program.loss_fns)
@@ -125,6 +133,7 @@ class WorkerGroup:
     def _send_program(self) -> None:
         """Give the workers the program, and what they forget when they are given one."""
         self._sent = None
+        self._known.clear()
         source, block = self._shared.source, self._shared.block
         packed = source.packed
         examined = block, self._program.prehook, self._program.posthook
@@ -169,14 +178,15 @@ class WorkerGroup:
         self._pool.set_state(name, *calls)
 
     @property
-    def infos(self) -> list[WorkerInfo]:
+    def workers(self) -> list[WorkerInfo]:
         """What the user may know of each worker, in rank order."""
         return self._pool.roster.infos
 
     @property
     def is_free(self) -> bool:
         """Whether no worker evaluates anything or runs a function."""
-        return all(worker.free for worker in self._pool.workers.values())
+        calm = self.repeatable is not None and self.repeatable.stamp == self._pool.stamp
+        return calm or all(worker.free for worker in self._pool.workers.values())
 
     def may_read_earlier_batch(self) -> bool:
         """Whether a worker is late, and may still read the batch before the present one."""
@@ -251,7 +261,8 @@ class WorkerGroup:
     def begin_step(self, batch: Batch, weights: tuple[float, ...]) -> None:
         """Begin a step on `batch` with the program as it is now. Raises `TypeError` for a program that cannot be sent
         any more."""
-        self._enter()
+        if self.repeatable is None or self.repeatable.stamp != self._pool.stamp:
+            self._enter()
         self._follow()
         if weights != self._weights:
             self._weights = None
@@ -260,10 +271,24 @@ class WorkerGroup:
         self._numbering = batch.numbering
         self._deadlines.reading = batch.is_read
 
-    def load(self, name: str, memory: SharedBlock, load: SessionCall) -> None:
-        """Let workers take the batch of the step from shared memory, which they know by that name."""
+    def take_batch(self, name: str, memory: SharedBlock, load: SessionCall, number: int = 0) -> None:
+        """Let workers take the batch of the step from shared memory, which they know by that name: at once, or, where
+        they have taken one of its form from there before, when they are rung for, or else ordered."""
         self.attach(name, memory)
-        self._pool.set_state("batch", load)
+        if self._known_to != self._pool.changes:
+            self._known.clear()
+        self._known_to = self._pool.changes
+        repeat, self._loads, self._batch = self.repeatable, load, number
+        if repeat is not None and repeat.stamp == self._pool.stamp and self._known.get(number) is load:
+            self._is_behind = True
+        else:
+            self._send_batch()
+
+    def _send_batch(self) -> None:
+        assert self._loads is not None
+        self._known.pop(self._batch, None)
+        self._pool.set_state("batch", self._loads)
+        self._known[self._batch], self._is_behind = self._loads, False
 
     def attach(self, name: str, memory: SharedBlock) -> None:
         """Let workers know this memory by that name."""
@@ -284,18 +309,20 @@ class WorkerGroup:
         self._enter()
         return self._follow()
 
-    def begin_task(
+    def send_task(
         self,
         data: bytes,
         placements: Sequence[Placement],
         memory: SharedBlock | None,
         batch: Sequence[SessionCall],
+        numbering: Numbering,
         reading: bool,
         writing: bool = False,
     ) -> None:
-        """As `Results.begin_task`. `reading`: whether workers read samples for it; `writing`: whether they write
-        parameters: then `evaluate` ends when nobody does any more."""
+        """As `Results.begin_task`; `numbering` is that of the task's batch. `reading`: whether workers read samples for
+        it; `writing`: whether they write parameters: then `evaluate` ends when nobody does any more."""
         self._enter()
+        self._of_task = numbering
         self._deadlines.reading_for_task, self._writing = reading, writing
         self.results.begin_task(data, placements, memory, batch)
         for worker in self._pool.workers.values():
@@ -321,15 +348,16 @@ class WorkerGroup:
         cut: Cut,
         orders: Sequence[Order | None],
         meanwhile: Meanwhile | None = None,
-        numbering: Numbering | None = None,
     ) -> list[Answer]:
-        """See `Backend.evaluate`; `numbering` is that of a task's batch."""
+        """See `Backend.evaluate`."""
+        is_task = any(order is not None and order.kind in TASKS for order in orders)
         self._enter()
         self._follow_torch()
-        if numbering is None:
+        if not is_task:
             self.results.begin_evaluation()
         copies = not self._writing  # a step that two workers make is two steps
-        gather = ProcessGather(cut, numbering or self._numbering, orders, self._paces, self._overdue, copies)
+        numbering = self._of_task if is_task else self._numbering
+        gather = ProcessGather(cut, numbering, orders, self._paces, self._overdue, copies)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
             directed, late = -1, math.inf
@@ -343,7 +371,6 @@ class WorkerGroup:
                 if late == math.inf and len(scheduler.workers) < len(self._pool.workers):
                     late = scheduler.next_late(gather.estimate)
                 self._pool.pump(gather, late)
-                self._holder.at_turn(gather)
                 self._proven = self._proven or gather.has_reports
                 if not self._proven:
                     explain(gather.gone)
@@ -353,7 +380,6 @@ class WorkerGroup:
             if self._writing:
                 self._pool.finish(gather)
             self._pool.call_off()
-            self._holder.at_turn(None)
         if gather.failures:
             self._hear_others(gather)
             raise gather.failures.first()
@@ -362,11 +388,74 @@ class WorkerGroup:
         self.late = gather.leave(self._pool.workers.values())
         for worker in self._pool.workers.values():
             worker.stderr.pass_on()
-        return gather.answers()
+        answers = gather.answers()
+        if not is_task and self._can_be_repeated(orders, gather) and all(answer.is_silent for answer in answers):
+            self.repeatable = self._repeat_of(orders, answers)
+        return answers
+
+    # ---- repeating
+
+    def _can_be_repeated(self, orders: Sequence[Order | None], gather: ProcessGather) -> bool:
+        """Whether the evaluation went by the book, and so would another one: no outputs, nobody
+        late, and each worker did what it was to do."""
+        return (
+            not self.results.keeps_outputs
+            and not self._overdue.workers
+            and self._pool.is_calm
+            and gather.went_as(orders)
+        )
+
+    def _repeat_of(self, orders: Sequence[Order | None], answers: Sequence[Answer]) -> Repeat | None:
+        given = [(self._pool.workers[rank], order) for rank, order in enumerate(orders) if order is not None]
+        terms, partials = len(self._numbering.names), [len(answer.partials) for answer in answers]
+        board, kinds = self._board, {order.kind for _, order in given}
+        if board is None or kinds != {Kind.EVALUATE} or max(partials) * terms > board.losses.shape[1]:
+            return None
+        if any(worker.bell is None for worker, _ in given):
+            return None
+        return Repeat(board, given, partials, terms, self._pool.stamp)
+
+    def repeat(
+        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
+    ) -> Repeated | None:
+        """See `Backend.repeat`."""
+        repeat = self.repeatable
+        if repeat is None or repeat is not which or repeat.stamp != self._pool.stamp:
+            return None
+        if self._holder.torch_settings() != self._torch:
+            return None
+        end_spinning()
+        changes = self._pool.changes
+        if self._poll is None or self._poll[0] != changes:
+            self._poll = changes, self._pool.watched(self._waking.reader)
+        try:
+            self._ringing = repeat, number
+            repeat.ring(number, step, self._batch, seconds)
+            if meanwhile is not None:
+                meanwhile()
+            if repeat.wait(number, self._poll[1], self._waking.reader):
+                self._ringing = None
+                return repeat.found()
+        finally:
+            self._give_up_ringing()
+        return None
+
+    def _give_up_ringing(self) -> None:
+        """Let nobody be waited for that was rung for."""
+        if self._ringing is not None:
+            repeat, number = self._ringing
+            self.repeatable = None
+            there = set(self._pool.workers.values())
+            repeat.give_up(number, there)
+            self._ringing = None
 
     def _enter(self) -> None:
         """Begin a call: leave the cores to the workers, and take in what was said since the last one."""
         end_spinning()
+        self._give_up_ringing()
+        self.repeatable = None
+        if self._is_behind:
+            self._send_batch()
         for worker in self._overdue.workers:  # the pool would take no notice of what these say
             if self._pool.workers.get(worker.rank) is worker:
                 worker.channel.drain()
@@ -406,10 +495,11 @@ class WorkerGroup:
         if gather.is_task:
             self._equip_for_task(worker, gather.cut)
         else:
+            self._hang_bell(worker)
             self._equip(
                 worker,
                 gather.cut,
-                most_held(run.first, run.last, gather.cut.chunks, gather.held(worker), gather.cut.top),
+                most_held(run.first, run.last, gather.cut.chunks, gather.held(worker)),
             )
         worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
 
@@ -418,6 +508,16 @@ class WorkerGroup:
         if worker.cut is not cut:
             worker.set_cut(cut)
         worker.make_room(rows, self._setup.flat.layout, self._setup.buffers.size, self._device)
+
+    def _hang_bell(self, worker: WorkerProcess) -> None:
+        """Let the worker be one that can be rung for; on another device each order says more than a number."""
+        if self._device.type != "cpu" or self._setup.devices is not None:
+            return
+        if self._board is None or self._board.workers < self._size:
+            self._board = Board.create(self._size)
+            for one in self._pool.workers.values():
+                one.bell = None
+        worker.hang_bell(self._board.block, self._board.workers)
 
     def _equip_for_task(self, worker: WorkerProcess, cut: Cut) -> None:
         """Let the worker have this cut of the task's batch, and a file to sum in."""
@@ -442,50 +542,12 @@ class WorkerGroup:
         while time.monotonic() < deadline and gather.scheduler.workers:
             self._pool.pump(gather, deadline)
 
-    def limit(self, limits: Sequence[Limit]) -> None:
-        """Tell workers where to stop."""
-        for limit in limits:
-            with suppress(OSError):  # gone; the pool will find out
-                self._pool.workers[limit.worker].limit(limit.last)
-
-    def wake_up_for(self, fd: int) -> None:
-        """Take a turn of an evaluation when there is something to read from `fd`, a pipe; it is read there."""
-        self._pool.wake_up_for(fd)
-
-    def probe(self, cut: Cut, order: Order) -> dict[int, float]:
-        """See `Backend.probe`."""
-        self._enter()
-        self._follow_torch()
-        self.results.begin_evaluation()
-        probe = ProcessProbe(order.evaluation, self._numbering)
-        try:
-            for worker in self._pool.available:
-                self._equip(worker, cut, most_held(order.first, order.last, cut.chunks, top=cut.top))
-                worker.order(order)
-                try:
-                    worker.flush()
-                except OSError:
-                    continue
-                probe.asked(worker)
-            probe.collect(lambda until: self._pump_probe(probe, until))
-        finally:
-            self._pool.call_off()
-        if probe.failures:
-            raise probe.failures.first()
-        return probe.seconds
-
-    def _pump_probe(self, probe: ProcessProbe, until: float) -> None:
-        self._pool.pump(probe, until)
-        self._holder.at_turn(None)
-        self._proven = self._proven or bool(probe.seconds)
-        if not self._proven:
-            explain(probe.gone)
-
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         """See `Backend.run`."""
         with sending("the function or an argument", function, *arguments):
             message = call(Activity.FUNCTION, Session.run, function, *arguments)
         self._enter()
+        self._pool.pump(Ignore(), 0.0)  # whoever has ended since it was heard last will not begin it
         self._pool.wait()
         calls = ProcessCalls()
         for _, worker in sorted(self._pool.workers.items()):
@@ -504,6 +566,6 @@ class WorkerGroup:
         self._pool.close()
         self._shared.close()
         # This object and its pool refer to each other: memory is given back now, not when Python's collector comes.
-        self._direction = self._sent = None
+        self._direction = self._sent = self._board = self.repeatable = self._ringing = self._poll = None
         self._attached.clear()
         self._overdue = Overdue(self._paces)

@@ -14,6 +14,7 @@ chunks to others. The next turn starts another one, as long as the roster allows
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import time
 from collections.abc import Callable, Iterable
@@ -58,6 +59,8 @@ class Pool:
         self._ends = selectors.DefaultSelector()  # the same without the workers' pipes
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost: whoever gives out orders looks again
+        # How often something was sent, or has changed: what was seen to be calm is then looked at again.
+        self.stamp = 0
         self._stopped = False
         self._presence = Presence()
         self._amiss = True  # whether something may not be as it should be
@@ -72,6 +75,8 @@ class Pool:
         """
         new, ending = self.roster.resize(infos)
         self._amiss = True
+        self.changes += 1
+        self.stamp += 1
         for rank in ending:
             if rank in self.workers:
                 worker = self.workers.pop(rank)
@@ -105,6 +110,7 @@ class Pool:
         """Let every worker have been sent `calls`, in place of what was sent by this name before: those that are there
         now, and those that come later."""
         self._amiss = True
+        self.stamp += 1
         others = {key: sent for key, sent in self._state.items() if key != name}
         self._state = {**others, name: calls}  # new workers are sent it in the order in which the others were
         self._sync()
@@ -119,13 +125,27 @@ class Pool:
         """The workers that evaluate nothing now, and can."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.joined and worker.free]
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether all is as it should be, and nobody has anything to do."""
+        return not self._amiss and all(worker.calm for worker in self.workers.values())
+
+    def watched(self, waking: int) -> select.epoll:
+        """What tells of each worker's pipe and end, and of `waking`."""
+        found = select.epoll()
+        found.register(waking, select.EPOLLIN)
+        for worker in self.workers.values():
+            found.register(worker.channel.fileno(), select.EPOLLIN)
+            found.register(worker.process.sentinel, select.EPOLLIN)
+        return found
+
     def enter(self) -> None:
         """Begin a call: make up for what is not as it should be, and call off evaluations that nobody waits for any
         more.
 
         Raises `AllWorkersLostError` if there is no worker and will be none.
         """
-        if not self._amiss and all(worker.calm for worker in self.workers.values()):
+        if self.is_calm:
             return
         for worker in list(self.workers.values()):
             self._watch(worker)
@@ -247,6 +267,7 @@ class Pool:
         if not worker.joined and worker.sent.keys() >= self._state.keys() and worker.idle:
             worker.joined = True
             self.changes += 1
+            self.stamp += 1
             self.roster.joined(worker.rank)
 
     def _shook_hands(self, worker: WorkerProcess, reply: WorkerReply) -> None:
@@ -294,6 +315,7 @@ class Pool:
         """Bring a worker that is dead, or as good as, to its end, and tell `listener`."""
         self._amiss = True
         self.changes += 1
+        self.stamp += 1
         asked = worker.asked
         worker.reap()
         self._unwatch(worker)

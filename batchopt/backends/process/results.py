@@ -22,7 +22,7 @@ class Results:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._file: GrowingFile | None = None
-        self._keeps_outputs = False
+        self.keeps_outputs = False
 
     def begin_task(
         self, data: bytes, placements: Sequence[Placement], memory: SharedBlock | None, batch: Sequence[SessionCall]
@@ -41,13 +41,13 @@ class Results:
 
     def keep_outputs(self, keep: bool) -> None:
         """Let evaluations write what the module returns, or not."""
-        self._keeps_outputs = keep
+        self.keeps_outputs = keep
         if not keep:
             self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
 
     def begin_evaluation(self) -> None:
         """Let the outputs of an evaluation go to another file than those of the one before."""
-        if self._keeps_outputs:
+        if self.keeps_outputs:
             self._file = GrowingFile()
             write = call_with_file(Activity.MEMORY, Session.write_outputs_to, self._file)
             self._pool.set_state("outputs", write)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from batchopt.backends.ledger import POISONOUS, ChunkRun, Ledger, due
+from batchopt.backends.process.ledger import POISONOUS, ChunkRun, Ledger, due
 
 # A chunk is late after so many seconds at the earliest.
 PATIENCE = 0.05
@@ -161,27 +161,6 @@ class WorkerScheduler:
         trimmed = self.ledger.trimmed(run)
         if trimmed is not None:
             self._pending.insert(0 if first else len(self._pending), (None, trimmed))
-
-    def release(self) -> tuple[list[ChunkRun], list[Limit]]:
-        """Give up half of what no worker has begun: returns the runs, which another node evaluates, and what to tell
-        workers."""
-        kept: list[tuple[int | None, ChunkRun]] = []
-        given, limits = [], []
-        for planned_for, run in self._pending:
-            middle = run.first + (run.last - run.first) // 2
-            given.append(ChunkRun(middle, run.last))
-            if middle > run.first:
-                kept.append((planned_for, ChunkRun(run.first, middle)))
-        self._pending = kept
-        for worker, task in self._tasks.items():
-            behind = self._behind(worker)
-            if behind is not None:
-                task.last = behind.first + (behind.last - behind.first) // 2
-                given.append(ChunkRun(task.last, behind.last))
-                limits.append(Limit(worker, task.last))
-        for run in given:
-            self.ledger.settle(*run)
-        return given, limits
 
     def decide(self, idle: Sequence[int], estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
         """The commands for workers that are `idle`, and for those that these take work from; to be carried out in this

@@ -12,7 +12,7 @@ from batchopt.errors import BatchoptError
 # What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
 # what it had; and open files of this process, for its pipes and its gradients.
 WORKER_MEMORY = 220_000_000
-WORKER_DESCRIPTORS = 6
+WORKER_DESCRIPTORS = 7
 
 
 def check_workers(workers: int) -> None:

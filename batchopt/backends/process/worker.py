@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -88,6 +90,17 @@ def call_with_file(
     return SessionCall(activity, dumps((method.__name__, arguments)), file)
 
 
+_FINISHED = call(Activity.EVALUATING, Session.finished)
+
+
+class Bell:
+    """What a worker is rung for with: a descriptor of events."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.fd)
+
+
 class PendingMessage(NamedTuple):
     """A message that was not answered yet.
 
@@ -117,6 +130,8 @@ class WorkerProcess:
         self.channel = Channel(ours)
         self.stderr = Stderr(warned)
         self.rows: Rows | None = None
+        self.bell: Bell | None = None
+        self.given_up = 0  # the evaluation that it was rung for, and that it may still be at
         self.totals: TotalsFile | None = None
         self.cut: Cut | None = None
         self.task_cut: Cut | None = None
@@ -237,6 +252,28 @@ class WorkerProcess:
             self.rows = Rows(layout, changes, more, block, device)
         else:
             self.rows.grow(more, block)
+
+    def hang_bell(self, board: SharedBlock, workers: int) -> None:
+        """Let it repeat evaluations when it is rung for, as its page of the board says; where there is no descriptor to
+        be had, it is always ordered."""
+        if self.bell is not None:
+            return
+        try:
+            bell = Bell()
+        except OSError:
+            return
+        self.ask(call_with_block(Activity.MEMORY, Session.attach, "board", board))
+        self.ask(call_with_file(Activity.MEMORY, Session.repeat_for, bell, self.rank, workers))
+        self.bell = bell
+
+    def may_be_at(self, order: Order) -> None:
+        """It was rung for this, and nobody waits for it: until it answers it counts as being at it."""
+        if self.given_up != order.evaluation:
+            asked = PendingMessage(self.channel.number(), Activity.EVALUATING, order=order)
+            self._note(asked)
+            self._quiet = -1  # its answer wakes nobody up
+            self.channel.queue(asked.number, Kind.CALL, _FINISHED.body)
+            self.given_up = order.evaluation
 
     def _note(self, asked: PendingMessage) -> None:
         if self.idle:

@@ -7,14 +7,14 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from batchopt._mapreduce.split import split_batch
+from batchopt.backends.nodes.placing import Room
 from batchopt_workers.interrupts import let_through
 
 # Seconds that a cluster may take to answer.
@@ -76,27 +76,6 @@ class Needs:
         if self.memory:
             found["memory"] = self.memory * workers
         return found
-
-
-class Room(NamedTuple):
-    """A machine of the cluster, and how many more workers fit there."""
-
-    node: str
-    workers: int
-
-
-def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
-    """How many of `workers` go to each machine, in proportion to their room; machines that get none are left out.
-
-    Raises `ValueError` if they do not fit.
-    """
-    room = sum(r.workers for r in rooms)
-    if workers > room:
-        raise ValueError(f"{workers} workers do not fit where there is room for {room}")
-    if not workers:
-        return []
-    assignments = split_batch(workers, [float(r.workers) for r in rooms])
-    return [Room(r.node, assignment) for r, assignment in zip(rooms, assignments, strict=True) if assignment]
 
 
 def fitting(available: Mapping[str, float], each: Mapping[str, float]) -> int:
@@ -201,8 +180,3 @@ def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
         found = {node: free[node] for node in found if node in free}
     fit = [Room(node, fitting(resources, needs.each or {"CPU": CORES})) for node, resources in sorted(found.items())]
     return [room for room in fit if room.workers > 0]
-
-
-def capacity(ray: ModuleType, needs: Needs) -> int:
-    """How many workers the cluster has room for now."""
-    return sum(room.workers for room in rooms(ray, needs))

@@ -1,0 +1,375 @@
+"""The backend of nodes that this process places: it decides, and they do what it says.
+
+    parent (this file)                      ║ network     a node (node.Node)
+                                            ║
+    NodeCommand: updates, orders          ──╫──►  its share, by worker processes of that machine
+    X                                     ──╫──►  once a node, along a tree
+    losses, times, partials   ◄─────────────╫───  a sum in the order of the tree of chunks (team.Team)
+
+A node gets the samples of its share, once. Where one is lost, those that are left make another group, and the
+evaluation is made again: with the same bits, and counted once. What has to be sent to whom is decided here; who
+belongs to the group in `members`.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.split import runs, split_batch
+from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
+from batchopt.backends.nodes.members import Member, Members
+from batchopt.backends.nodes.node import NodeCommand, NodeSession, NodeSetup, Update
+from batchopt.backends.nodes.placing import Placer
+from batchopt.backends.nodes.program_versions import ProgramVersions, update_for
+from batchopt.backends.nodes.residuals import GradientResiduals, Round
+from batchopt.backends.nodes.shares import aligned
+from batchopt.backends.nodes.team import Team
+from batchopt.backends.nodes.transfer import PackedBytes, SendableBatch, copied
+from batchopt.backends.sendable import check_module, sending
+from batchopt.errors import NodeLostError
+from batchopt_workers.batch import Batch
+from batchopt_workers.evaluate import Program
+from batchopt_workers.forms import Column
+from batchopt_workers.memory import octets
+from batchopt_workers.messages import TASKS, Cut, Order
+from batchopt_workers.module_hooks import module_hooks
+from batchopt_workers.packing import dumps, pack
+from batchopt_workers.task import Task
+from batchopt_workers.task_runner import of_term
+from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.worker import Hook
+
+
+@dataclass(frozen=True)
+class SlicedBatch(Prepared):
+    """A batch of which each node is sent what it needs."""
+
+    sendable: SendableBatch
+
+
+class NodesBackend(CompressingBackend):
+    """`setup.workers` workers on nodes. They end with this object, with this process, or at `close`."""
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        check_module(setup.program.module)
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._program, self._desired = setup.program, DesiredState()
+        self._rows: list[torch.Tensor] = []
+        self._direction: torch.Tensor | None = None
+        self._x: torch.Tensor | None = None  # as nodes have it
+        self._attempts = 0  # at evaluations
+        self._rounds = 0  # evaluations that have left something of compressed gradients
+        with sending("`precode`", setup.precode):
+            self._precode = dumps(setup.precode)
+        self._versions = ProgramVersions(setup.program, setup.parameters)
+        placer = self.placer(setup)
+        workers = setup.workers or max(sum(room.workers for room in placer.rooms()), 1)
+        self._restarts = setup.restarts_of(workers)
+        self._members = Members(placer, setup.timeout, self._restarts, 0, setup.fixed_bits)
+        self._members.lost = self._lost
+        if setup.compression is not None:
+            layout = setup.flat.layout
+            self._members.residuals = GradientResiduals(setup.compression, layout.size, layout.sum_dtype)
+        try:
+            self.resize(workers)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def placer(self, setup: Setup) -> Placer:
+        """Whoever starts nodes."""
+
+    def threads(self) -> int:
+        """Of each worker."""
+        return self._setup.threads or 1
+
+    def devices(self, workers: int) -> tuple[torch.device, ...] | None:
+        """Of so many workers of a node; None where all compute on its processor."""
+        return None
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return list(self._members.infos)
+
+    def resize(self, workers: int) -> None:
+        members = self._members
+        if workers < members.world:
+            members.shrink(workers)
+        elif workers > members.world:
+            before = members.world
+            members.grow(workers)
+            try:
+                members.gather(self._start, insists=True)
+            except BaseException:
+                members.shrink(before)
+                raise
+        self._meet("meet")
+
+    def room(self) -> int:
+        return self._members.room()
+
+    def _lost(self, member: Member) -> None:
+        if self._rounds and self._setup.compression is not None and self._setup.compression.keeps_residual:
+            _warn_of_residual(member.name)
+
+    # ---- what nodes must have
+
+    def _start(self, team: Team) -> None:
+        """Have nodes that are new start their workers, all at once."""
+        setup = self._setup
+        for member in self._members.present:
+            if "started" in member.has:
+                continue
+            workers = len(member.ranks)
+            node_setup = NodeSetup(
+                setup.flat.layout,
+                self._precode,
+                setup.fixed_bits,
+                setup.timeout,
+                math.ceil(self._restarts * workers / self._members.world),
+                self.threads(),
+                self.devices(workers),
+                TorchSettings.current(),
+                setup.compression,
+            )
+            version = self._versions.latest if self._desired.step is None else self._desired.step.version
+            arguments = (node_setup, update_for(version, None), member.ranks, self._members.world)
+            member.has |= {"starting": Update(NodeSession.start.__name__, arguments), "program": version}
+            member.has |= {"world": (workers, self._members.world), "torch": node_setup.torch}
+            member.has |= {"hooks": True, "outputs": False}
+        self._send(team, "meet", self._starting)
+        team.exchange({})
+        for member in self._members.present:
+            member.has["started"] = member.has.pop("starting", None) or True
+
+    def _starting(self, member: Member) -> list[Update]:
+        update = member.has.get("starting")
+        return [] if update is None else [update]
+
+    def _send(self, team: Team, what: str, updates: Callable[[Member], list[Update]], *arguments: Any) -> None:
+        """Send all nodes a command."""
+        present, vectors = self._members.present, {}
+        if what == "evaluate":
+            if self._x is None or not torch.equal(octets(self._x), octets(self._setup.flat.vector)):  # -0 is not 0
+                self._x = self._setup.flat.vector.clone()
+            vectors = {"X": self._x, "direction": self._direction}
+            vectors = {name: v for name, v in vectors.items() if any(m.has.get(name) is not v for m in present)}
+        commands = {}
+        for place, member in enumerate(present, 1):
+            commands[place] = NodeCommand(what, updates(member), arguments, tuple(vectors))
+            member.sent += 1
+        team.group.give(commands)
+        for name, vector in vectors.items():
+            assert vector is not None
+            team.group.broadcast(vector)
+            for member in present:
+                member.has[name] = vector
+
+    def _lacking(self, member: Member) -> list[Update]:
+        return self._desired.updates(member, self._members.world)
+
+    def _meet(self, what: str, *arguments: Any) -> list[Any]:
+        """What each node answers to a command, of those that live."""
+        while True:
+            team = self._members.gather(self._start)
+            try:
+                self._send(team, what, self._lacking, *arguments)
+                with self._understood(team):
+                    return team.exchange({})[1:]
+            except NodeLostError:
+                self._members.forgo()
+
+    @contextmanager
+    def _understood(self, team: Team) -> Iterator[None]:
+        """In the body nodes say how it went; one that could not take in its updates is sent everything again."""
+        try:
+            yield
+        finally:
+            for place, member in enumerate(self._members.present, 1):
+                if place in team.behind:
+                    member.forget()
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._use(replace(self._program, prehook=prehook, posthook=posthook))
+
+    def use_hooks(self, hooked: bool) -> None:
+        self._desired.hooked = hooked
+
+    def include_state(self, names: Collection[str]) -> None:
+        self._use(replace(self._program, state=self._program.state | set(names)))
+
+    def _use(self, program: Program) -> None:
+        """Evaluate this program from now on. Raises `TypeError` if it cannot be sent."""
+        before, self._program = self._program, program
+        try:
+            self._follow()
+        except BaseException:
+            self._program = before
+            raise
+        self._desired.use(self._versions.latest)
+
+    def _follow(self) -> None:
+        if self._program.module_hooks != module_hooks():
+            self._program = replace(self._program, module_hooks=module_hooks())
+        self._versions.follow(self._program)
+
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        before = None if self._desired.step is None else self._desired.step.batch
+        with sending("the batch", batch):
+            # The user may write over what was read ahead while the batch before it is still being sent: so it is
+            # copied.
+            return SlicedBatch(batch, SendableBatch.of(copied(batch)) if ahead else SendableBatch.after(before, batch))
+
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        assert isinstance(prepared, SlicedBatch)
+        self._members.gather(self._start)
+        self._follow()
+        self._desired.step = StepStart(prepared.sendable, self._versions.latest, weights)
+
+    def restart_step(self) -> None:
+        self._follow()
+        self._desired.use(self._versions.latest)
+
+    def set_direction(self, direction: torch.Tensor) -> None:
+        self._direction = direction.clone()
+
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        with sending("the function", task.function):
+            packed = PackedBytes.of(pack(task, self._setup.parameters))
+        sendable, before = None, self._versions.latest.data
+        if batch is not None:
+            with sending("the batch", batch):
+                sendable = SendableBatch.of(batch)
+        if follow:
+            self._follow()
+            self._desired.use(self._versions.latest)
+        offset = 0
+        if batch is None:
+            assert self._desired.step is not None
+            loaded = self._desired.step.batch.batch
+            offset = loaded.numbering.position(task.term or 0, range(1)).start
+            batch = of_term(loaded, task.term)
+        version = self._versions.latest
+        self._desired.task = TaskStart(packed, sendable, version, batch.numbering, batch.is_read, offset, task.whole)
+        return self._versions.latest.data is not before
+
+    def keep_outputs(self, keep: bool) -> None:
+        self._desired.keeps_outputs = keep
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        found, self._rows = self._rows, []
+        return found
+
+    def end_task(self) -> None:
+        self._desired.task, self._rows = None, []
+
+    # ---- evaluating
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+        return self._together(cut, orders, meanwhile, None)
+
+    def evaluate_compressed(
+        self, cut: Cut, orders: Sequence[Order | None], taken: int, kept: int, meanwhile: Meanwhile | None = None
+    ) -> list[Answer]:
+        order = next(order for order in orders if order is not None)
+        self._rounds += 1
+        return self._together(cut, orders, meanwhile, Round(order.evaluation, taken, kept))
+
+    def _together(
+        self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None, compressed: Round | None
+    ) -> list[Answer]:
+        self._desired.cut_so(cut, any(order is not None and order.kind in TASKS for order in orders))
+        while True:
+            team = self._members.gather(self._start)
+            try:
+                return self._attempt(
+                    team, cut, self._shared(orders, cut, team, compressed is None), meanwhile, compressed
+                )
+            except NodeLostError:
+                self._members.forgo()
+                meanwhile = None
+
+    def _attempt(
+        self,
+        team: Team,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        meanwhile: Meanwhile | None,
+        compressed: Round | None,
+    ) -> list[Answer]:
+        self._send(
+            team,
+            "evaluate",
+            lambda member: self._lacking(member) + self._desired.fill(member, orders),
+            orders,
+            compressed,
+        )
+        with self._understood(team):
+            answers = team.evaluate(cut, orders, {}, meanwhile, compressed)
+        self._rows = team.rows
+        return answers
+
+    def _shared(self, orders: Sequence[Order | None], cut: Cut, team: Team, is_exact: bool) -> Sequence[Order | None]:
+        """The orders, of workers that there are: those of the others have none, and what these were to do is shared
+        out. Where chunks are fixed, shares have few whole subtrees."""
+        shares = [0 if order is None else order.last - order.first for order in orders]
+        total, before = sum(shares), list(shares)
+        here = {rank for ranks in team.ranks for rank in ranks}
+        if any(share and rank not in here for rank, share in enumerate(shares)):
+            weights = [float(share) if rank in here else 0.0 for rank, share in enumerate(shares)]
+            weights = weights if any(weights) else [float(rank in here) for rank in range(len(shares))]
+            shares = split_batch(total, weights)
+        if self._setup.fixed_bits and is_exact and total == cut.chunks:
+            shares = aligned(shares, [ranks for ranks in team.ranks if ranks])
+        self._attempts += 1  # what workers have of an attempt that failed is none of the next one's
+        if shares == before:
+            return [None if order is None else order._replace(evaluation=self._attempts) for order in orders]
+        order = next(order for order in orders if order is not None)
+        return [
+            Order(self._attempts, order.step, order.first + first, order.first + last, order.kind)
+            if last > first
+            else None
+            for first, last in runs(shares)
+        ]
+
+    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
+        found = self._meet("tell_residuals", evaluation)
+        return {i: residual for i, residual in enumerate(found) if residual is not None}
+
+    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        self._meet("take_residuals", evaluation, dict(residuals))
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        with sending("the function or an argument", function, *arguments):
+            message = dumps((function, arguments))
+        return [pickle.loads(value) for of_node in self._meet("run", message) for value in of_node]
+
+    def stop(self) -> None:
+        self._members.stop()
+
+    def close(self) -> None:
+        self._members.close()
+
+
+def _warn_of_residual(name: str) -> None:
+    warnings.warn(
+        f"{name} was lost with what compression had left of its gradients: that part of earlier gradients is not added "
+        "to later ones any more; go on from a checkpoint to have it",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,130 @@
+"""The records that members exchange in an evaluation, and what follows from them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt._mapreduce.answers import Span
+from batchopt.backends.base import WorkerInfo
+from batchopt.backends.nodes.failure import NodeFailure
+from batchopt.backends.nodes.fixed_order import WHOLE
+from batchopt_workers.tree import Node
+
+# The state of a worker, beside the number of its restarts.
+STATUS = ("pid", "host", "device", "alive", "lost")
+# What was called, by which members see whether they do the same.
+Call = Mapping[str, Any]
+
+
+class Work(NamedTuple):
+    """What one worker did: as in `Answer`, but spans count from when the member began, and results are pickled."""
+
+    rank: int
+    samples: int
+    seconds: float
+    spans: list[Span]
+    results: bytes
+    drew: bool
+
+
+class Summed(NamedTuple):
+    """A partial but for its vector: its place in the tree, and what `Partial` has."""
+
+    node: Node
+    losses: tuple[float, ...]
+    used: bytes
+    changes: bytes
+
+
+class Contribution(NamedTuple):
+    """What a member has done of an evaluation. `partials` have vectors of `size` elements, `is_coded` if they are
+    compressed; `vectors` has the elements of short ones. `forms` of results are pickled, by chunk; `infos` of its
+    workers come when they are others than before."""
+
+    call: Call
+    failure: NodeFailure | None = None
+    work: Sequence[Work] = ()
+    partials: Sequence[Summed] = ()
+    size: int = 0
+    dtype: torch.dtype = torch.float64
+    forms: bytes = b""
+    infos: Sequence[WorkerInfo] | None = None
+    is_coded: bool = False
+    vectors: bytes = b""
+    value: Any = None  # of something else than an evaluation
+    is_behind: bool = False  # it could not take in what it was sent before
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the vectors are in it."""
+        return self.size * self.dtype.itemsize <= WHOLE
+
+    def read(self) -> list[torch.Tensor]:
+        """The short vectors."""
+        whole = torch.frombuffer(bytearray(self.vectors), dtype=self.dtype)
+        return [*whole.view(len(self.partials), self.size)] if self.partials else []
+
+
+class Infos:
+    """The records of all workers, by rank."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, WorkerInfo] = {}
+        self._restarts: dict[int, int] = {}  # of each worker, as its node counts them
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter([self._all[rank] for rank in sorted(self._all)])
+
+    def of(self, ranks: range) -> list[WorkerInfo]:
+        """Those of these ranks."""
+        return [self._all[rank] for rank in ranks if rank in self._all]
+
+    def expect(self, ranks: range) -> None:
+        """Have records of these workers too, of which nothing is known yet."""
+        for rank in ranks:
+            self._all.setdefault(rank, WorkerInfo(rank, 0, "", torch.device("cpu"), alive=False))
+
+    def cut(self, workers: int) -> None:
+        """Keep the records of the first `workers`."""
+        self._all = {rank: info for rank, info in self._all.items() if rank < workers}
+        self._restarts = {rank: number for rank, number in self._restarts.items() if rank < workers}
+
+    def moved(self, ranks: range) -> None:
+        """Other nodes have these workers, and count their restarts from 0 on."""
+        self._restarts |= dict.fromkeys(ranks, 0)
+
+    def learn(self, infos: Sequence[WorkerInfo]) -> None:
+        """Take over what a member says of its workers; what was counted of them here stays."""
+        for info in infos:
+            known = self._all.get(info.rank)
+            if known is None:  # it is about to end
+                continue
+            known.restarts += info.restarts - self._restarts.get(info.rank, 0)
+            self._restarts[info.rank] = info.restarts
+            for name in STATUS:
+                setattr(known, name, getattr(info, name))
+
+
+def status(info: WorkerInfo) -> Any:
+    """The state of a worker, to be compared with another one."""
+    return info.restarts, *(getattr(info, name) for name in STATUS)
+
+
+def differences(calls: Sequence[Call], names: Sequence[str]) -> str:
+    """In what the calls differ, and whose; empty if they do not."""
+    if all(call == calls[0] for call in calls):
+        return ""
+    texts = []
+    for key in dict.fromkeys(key for call in calls for key in call):
+        values = [call.get(key) for call in calls]
+        if any(value != values[0] for value in values):
+            by_value: dict[str, list[str]] = {}
+            for name, value in zip(names, values, strict=True):
+                by_value.setdefault(str(value), []).append(name)
+            texts.append(f"{key} " + ", ".join(f"{value} on {' and '.join(of)}" for value, of in by_value.items()))
+            if key == "call":
+                break  # what follows differs for that reason
+    return "; ".join(texts)

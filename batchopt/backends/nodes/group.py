@@ -1,0 +1,297 @@
+"""A group of processes that exchange objects and vectors, by sends and receives of torch.distributed's gloo.
+
+Each member has a `place`. Both ends of a vector know its length: gloo ends a process that is sent more than it expects.
+An object goes to the inbox that its receiver has open for each other member, from the end of one exchange to the next:
+so it is sent at once, and nobody has to wake up for a handshake, which takes longer than the message. What does not fit
+follows. A member that ends, closes its group or is silent for `timeout` seconds is an error at all that wait for it;
+they close theirs, so that everybody hears of it, and may make another group over the same store, by another name.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as _dist
+
+from batchopt.errors import BatchoptError, NodeLostError
+
+dist: Any = _dist  # of which torch exports a part alone
+
+# Bytes of an inbox.
+BLOCK = 2**19
+# Seconds that a wait lasts from which on the next one can be interrupted, which takes another thread, and longer.
+LONG = 0.02
+# Seconds, of whoever waits without end.
+FOREVER = 1e6
+# Seconds from one look at whether something is wrong to the next.
+LOOKING = 1.0
+_LENGTH = struct.Struct("<q")
+_OBJECT, _REST, _VECTOR = 1, 2, 16  # tags; vectors have one for each number of bytes
+
+# What is waited for, with the place of the member at the other end; an answer is what went wrong, and with whom.
+Posted = tuple[int, Any]
+Wrong = tuple[int, str]
+# What is waited for, and for how long.
+Asked = tuple[Sequence[Posted], timedelta]
+
+
+def _wait(asked: SimpleQueue[Asked | None], answers: SimpleQueue[Wrong | None]) -> None:
+    """The life of the thread that waits where it takes long: the one that asks can be interrupted meanwhile, as it
+    cannot within gloo."""
+    while (posted := asked.get()) is not None:
+        answers.put(_waited(*posted))
+        del posted
+
+
+def _waited(posted: Sequence[Posted], patience: timedelta) -> Wrong | None:
+    for place, work in posted:
+        try:
+            work.wait(patience)
+        except RuntimeError as error:  # as text, since its traceback would keep the group alive
+            return place, str(error)
+    return None
+
+
+class _Data(NamedTuple):
+    """A pickled object: its length and as much of it as fits in an inbox, and the rest."""
+
+    head: torch.Tensor
+    rest: torch.Tensor | None
+
+    @classmethod
+    def of(cls, value: Any) -> _Data:
+        """Pickle it."""
+        data = bytearray(_LENGTH.size)
+        data += pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        _LENGTH.pack_into(data, 0, len(data) - _LENGTH.size)
+        whole = torch.frombuffer(data, dtype=torch.uint8)
+        return cls(whole[:BLOCK], whole[BLOCK:] if len(whole) > BLOCK else None)
+
+    @staticmethod
+    def head_of(box: torch.Tensor) -> tuple[int, bytes]:
+        """The length of the object in an inbox, and as much of it as is there."""
+        content = box.numpy()
+        (length,) = _LENGTH.unpack_from(content.data)
+        return length, content[_LENGTH.size : _LENGTH.size + length].tobytes()
+
+
+class _Making:
+    """The group as something to wait for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments, self.made = arguments, None
+
+    def wait(self, patience: timedelta) -> None:
+        """Wait until all others are there."""
+        self.made = _gloo(*self._arguments)
+
+
+class Group:
+    """This process, at `place` of `size`, and the others, which make theirs over the same store by the same name."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        place: int,
+        size: int,
+        timeout: float,
+        host: str,
+        watch: Callable[[], None] | None = None,
+        is_patient: bool = False,
+    ) -> None:
+        """`host`: the address by which others reach this process. `watch`, which raises if something is wrong, is
+        called now and then while this waits; one that `is_patient` waits as long as the others live. Raises
+        `NodeLostError` if they do not come."""
+        self.place, self.size, self._timeout, self._watch = place, size, timeout, watch
+        self._patience = timedelta(seconds=FOREVER if is_patient else timeout)
+        self.names: Sequence[str] = [f"node {i}" for i in range(size)]  # for messages
+        self._memory: dict[int, torch.Tensor] = {}  # the inbox for each other member
+        self._boxes: dict[int, Any] = {}  # those that are open
+        self._lasts = LONG  # seconds, of the last wait
+        asked: SimpleQueue[Asked | None] = SimpleQueue()
+        self._asked, self._answers = asked, SimpleQueue[Wrong | None]()
+        threading.Thread(target=_wait, args=(asked, self._answers), daemon=True).start()
+        self._end = weakref.finalize(self, asked.put, None)
+        making = _Making(dist.PrefixStore(name, store), place, size, timeout, host)
+        self._group: Any = None
+        self._posted: list[Posted] = [(place, making)]
+        self.wait()
+        self._group = making.made
+
+    @property
+    def others(self) -> list[int]:
+        """The places of all others, each member beginning with the one behind it."""
+        return [(self.place + i) % self.size for i in range(1, self.size)]
+
+    # ---- vectors
+
+    def send(self, vector: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Begin to send a contiguous tensor, which must not change before `wait` returns."""
+        self._check_open()
+        self._posted.append((to, self._group.send([vector], to, tag or _VECTOR + vector.nbytes % 2**30)))
+
+    def receive(self, vector: torch.Tensor, origin: int, tag: int = 0) -> Posted:
+        """Begin to receive into a contiguous tensor, which has its elements when `wait` returns."""
+        self._check_open()
+        posted = origin, self._group.recv([vector], origin, tag or _VECTOR + vector.nbytes % 2**30)
+        self._posted.append(posted)
+        return posted
+
+    def broadcast(self, vector: torch.Tensor) -> None:
+        """Have at everybody what the member at place 0 has in this contiguous tensor: it is passed on along a tree."""
+        last = 1 << max(self.size - 1, 0).bit_length()
+        for step in (last >> i for i in range(1, last.bit_length())):
+            if self.place % (2 * step) == step:
+                self.receive(vector, self.place - step)
+                self.wait()
+            elif self.place % (2 * step) == 0 and self.place + step < self.size:
+                self.send(vector, self.place + step)
+        self.wait()
+
+    def wait(self, some: Sequence[Posted] | None = None) -> None:
+        """Wait for all that was begun, or for `some`. Raises `NodeLostError`, and `BatchoptError` if this was
+        stopped."""
+        posted = self._posted if some is None else some
+        self._posted = [] if some is None else [one for one in self._posted if not any(one is other for other in some)]
+        if not posted:
+            return
+        began = time.perf_counter()
+        try:
+            if self._lasts < LONG:
+                wrong = _waited(posted, self._patience)
+            else:
+                self._asked.put((posted, self._patience if self._watch is None else timedelta(seconds=FOREVER)))
+                wrong = self._answer()
+        except BaseException:  # of a signal handler: nobody knows what has come
+            self.close()
+            raise
+        self._lasts = time.perf_counter() - began
+        posted = []  # which an exception would keep, too
+        if wrong is None:
+            return
+        self.close()
+        place, text = wrong
+        if place < 0:
+            raise BatchoptError(text)
+        raise NodeLostError(self._described(place, text), place)
+
+    def _answer(self) -> Wrong | None:
+        while True:
+            try:
+                return self._answers.get(timeout=None if self._watch is None else LOOKING)
+            except Empty:
+                assert self._watch is not None
+                self._watch()
+
+    def _check_open(self) -> None:
+        if self._group is None:
+            raise BatchoptError("the nodes do not work together any more: build a new BatchOptimizer on each of them")
+
+    def _described(self, place: int, text: str) -> str:
+        if place == self.place:
+            return f"not all of {self.size} came within {self._timeout:.4g} s (`timeout`): {text[:300]}"
+        is_silent = "timed out" in text.lower()
+        why = (
+            f"gave no sign for {self._timeout:.4g} s (`timeout`)" if is_silent else "has ended, or closed its optimizer"
+        )
+        return f"{self.names[place]} {why}"
+
+    # ---- objects
+
+    def exchange(self, value: Any, brief: Any = None, takers: Sequence[int] | None = None) -> list[Any]:
+        """What each member gives, by its place; to members that are no `takers`, if these are given, `brief`."""
+        self.open()
+        datas = [_Data.of(value), None if takers is None else _Data.of(brief)]
+        for other in self.others:
+            self._send_object(datas[takers is not None and other not in takers], other)
+        found = self._received(self.others)
+        return [value if i == self.place else found[i] for i in range(self.size)]
+
+    def open(self) -> None:
+        """Open the inboxes: best some time before something is sent to them."""
+        self._check_open()
+        for other in self.others:
+            if other not in self._boxes:
+                box = self._memory.setdefault(other, torch.empty(BLOCK, dtype=torch.uint8))
+                self._boxes[other] = self._group.recv([box], other, _OBJECT)
+
+    def give(self, values: Mapping[int, Any]) -> None:
+        """Send objects to members that `take` them."""
+        kept = [(to, _Data.of(value)) for to, value in values.items()]
+        for to, data in kept:
+            self._send_object(data, to)
+        self.wait()
+
+    def take(self, origin: int) -> Any:
+        """An object that a member gives."""
+        return self._received([origin])[origin]
+
+    def _send_object(self, data: _Data | None, to: int) -> None:
+        assert data is not None
+        self.send(data.head, to, _OBJECT)
+        if data.rest is not None:
+            self.send(data.rest, to, _REST)
+
+    def _received(self, origins: Sequence[int]) -> dict[int, Any]:
+        """The objects that these members send."""
+        self.open()
+        self._posted += [(origin, self._boxes.pop(origin)) for origin in origins]
+        self.wait()
+        heads = {origin: _Data.head_of(self._memory[origin]) for origin in origins}
+        rests = {}
+        for origin, (length, head) in heads.items():
+            if length > len(head):
+                rests[origin] = torch.empty(length - len(head), dtype=torch.uint8)
+                self.receive(rests[origin], origin, _REST)
+        self.wait()
+        return {
+            origin: pickle.loads(head + rests[origin].numpy().tobytes() if origin in rests else head)
+            for origin, (_, head) in heads.items()
+        }
+
+    # ---- the end
+
+    def stop(self) -> None:
+        """Have `wait` raise `BatchoptError`, if it waits."""
+        self._answers.put((-1, "this BatchOptimizer was closed while it waited for other nodes"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this member is still in it."""
+        return self._group is not None
+
+    def close(self) -> None:
+        """Leave the group: others that wait for this member hear of it."""
+        self._group, self._posted, self._boxes = None, [], {}
+        self._end()
+
+
+def _gloo(store: Any, place: int, size: int, timeout: float, host: str) -> Any:
+    """A gloo group over this store, which belongs to nobody else and is known to torch.distributed by no name."""
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    device = kind.create_device(interface=interface) if interface else kind.create_device(hostname=host)
+    options._timeout, options._devices, options._threads = timedelta(seconds=timeout), [device], 1
+    return kind(store, place, size, options)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to another one, by which that one reaches it."""
+    kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as way:
+        way.connect(address)  # which sends nothing
+        found: str = way.getsockname()[0]
+        return found

@@ -1,0 +1,342 @@
+"""A node's process: its workers, and the loop that does what the parent says.
+
+    parent                                  ║ network     this process
+    NodeCommand, X                        ──╫──►  takes in the updates, then
+                                            ║     Team ── NodeWorkers ── worker processes
+    Contribution, partials    ◄─────────────╫───  X, batch and partials in shared memory
+
+Where a member of the group is lost, all that are left wait for the next generation of it, which the parent calls.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt._mapreduce.compression import Compression
+from batchopt._program.flatten import Flat
+from batchopt.backends.base import Setup
+from batchopt.backends.nodes.group import Group, address_towards, dist
+from batchopt.backends.nodes.node_workers import NodeWorkers
+from batchopt.backends.nodes.program_versions import ProgramUpdate, made, write
+from batchopt.backends.nodes.residuals import GradientResiduals, Round
+from batchopt.backends.nodes.team import Team
+from batchopt.backends.nodes.transfer import BatchBuffer, BatchManifest, BatchSlice, PackedBytes
+from batchopt.errors import NodeLostError
+from batchopt_workers.buffers import StepBuffers
+from batchopt_workers.evaluate import Program
+from batchopt_workers.layout import Layout
+from batchopt_workers.memory import SharedBlock
+from batchopt_workers.messages import TASKS, Cut, Order
+from batchopt_workers.numbering import Numbering
+from batchopt_workers.packing import assemble, dumps
+from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.versions import versions
+
+# Seconds from one sign of life to the next.
+BEAT = 1.0
+# Seconds to wait for the parent's next word before it is looked at whether the parent is there.
+LISTENING = 600.0
+
+
+class Membership(NamedTuple):
+    """Who belongs to a generation: the node at each place but the parent's, its workers' ranks, and how many workers
+    all have."""
+
+    numbers: tuple[int, ...]
+    ranks: tuple[range, ...]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class NodeSetup:
+    """The settings of a node's workers for as long as they live; `precode` is pickled."""
+
+    layout: Layout
+    precode: bytes
+    fixed_bits: bool
+    timeout: float | None
+    restarts: int
+    threads: int
+    devices: tuple[torch.device, ...] | None
+    torch: TorchSettings
+    compression: Compression | None
+
+
+class Update(NamedTuple):
+    """A call of a method of `NodeSession`, by its name."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class NodeCommand(NamedTuple):
+    """What a node is to do, once it has taken in the updates. `vectors`: those that the parent sends after it, X or the
+    direction."""
+
+    what: str
+    updates: Sequence[Update] = ()
+    arguments: tuple[Any, ...] = ()
+    vectors: tuple[str, ...] = ()
+
+
+class NodeSession:
+    """What there is of the parent's program on this machine."""
+
+    def __init__(self) -> None:
+        self.workers: NodeWorkers | None = None
+        self.taken = 0  # commands whose updates were taken in
+        self._team: Team | None = None
+        self._residuals: GradientResiduals | None = None
+        self._cut = self._task_cut = Cut((0,))
+        self._buffer: BatchBuffer | None = None
+        self._task_buffer: BatchBuffer | None = None
+
+    # ---- the group
+
+    def follow(self, group: Group, membership: Membership) -> None:
+        """Do what the parent says until it says no more. Raises `NodeLostError`, and `EOFError` at the end."""
+        ranks = [range(0), *membership.ranks]
+        fixed_bits = self._setup.fixed_bits if self.workers is not None else False
+        self._team = Team(group, None, ranks, [0], fixed_bits, self._residuals)
+        self._use()
+        while True:
+            command: NodeCommand = group.take(0)
+            if command.what == "end":
+                raise EOFError
+            if command.what == "regroup":
+                return
+            failure = self._take_in(command)
+            for name in command.vectors:
+                self._receive(group, name)
+            try:
+                getattr(self, f"_{command.what}")(failure, *command.arguments)
+            except NodeLostError:
+                raise
+            except Exception:  # everybody has it: the parent raises it
+                continue
+
+    def _use(self) -> None:
+        if self._team is not None and self.workers is not None:
+            self._team.local = self.workers.group
+
+    def _take_in(self, command: NodeCommand) -> BaseException | None:
+        """The updates; what one of them raises."""
+        self.taken += 1
+        try:
+            for method, arguments in command.updates:
+                getattr(self, method)(*arguments)
+        except Exception as error:
+            return error
+        return None
+
+    def _receive(self, group: Group, name: str) -> None:
+        vector = self._vector if name == "X" else torch.empty_like(self._vector)
+        group.broadcast(vector)
+        if name == "direction":
+            self._workers.group.set_direction(vector)
+
+    # ---- what the parent asks for, of all nodes at once
+
+    def _evaluate(self, failure: BaseException | None, orders: Sequence[Order | None], of: Round | None) -> None:
+        team = self._joined
+        order = next(order for order in orders if order is not None)
+        cut = self._task_cut if order.kind in TASKS else self._cut
+        team.evaluate(cut, orders, {}, None, of, failure)
+
+    def _run(self, failure: BaseException | None, function: bytes) -> None:
+        found: list[bytes] = []
+        is_behind = failure is not None
+        if failure is None:
+            try:
+                called, arguments = pickle.loads(function)
+                found = [dumps(value) for value in self._workers.group.run(called, arguments)]
+            except Exception as error:
+                failure = error
+        self._joined.exchange({}, found, failure, is_behind)
+
+    def _meet(self, failure: BaseException | None) -> None:
+        """Say that the updates were taken in."""
+        self._joined.exchange({}, None, failure, failure is not None)
+
+    def _tell_residuals(self, failure: BaseException | None, evaluation: int) -> None:
+        left = None if self._residuals is None else self._residuals.after(evaluation)
+        self._joined.exchange({}, left, failure, failure is not None)
+
+    def _take_residuals(self, failure: BaseException | None, evaluation: int, of_all: dict[int, torch.Tensor]) -> None:
+        self._joined.restore_residuals(evaluation, of_all)
+        self._joined.exchange({}, None, failure, failure is not None)
+
+    @property
+    def _joined(self) -> Team:
+        assert self._team is not None
+        return self._team
+
+    @property
+    def _workers(self) -> NodeWorkers:
+        if self.workers is None:
+            raise RuntimeError("the workers of this node were not started")
+        return self.workers
+
+    # ---- updates
+
+    def start(self, setup: NodeSetup, program: ProgramUpdate, ranks: range, world: int) -> None:
+        """Start the workers of a program."""
+        if self.workers is not None:  # of a start that was not heard of, since another node was lost meanwhile
+            self.workers.close()
+        setup.torch.apply()
+        layout = setup.layout
+        block = SharedBlock.create(layout.size * layout.dtype.itemsize)
+        self._setup, self._vector = setup, block.tensor(layout.dtype, (layout.size,))
+        self._parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        self._tensors = made(program)
+        assert program.data is not None
+        loaded: Program = assemble(program.data, self._tensors, self._parameters)
+        found = Setup(
+            workers=len(ranks),
+            fixed_bits=setup.fixed_bits,
+            timeout=setup.timeout,
+            restarts=setup.restarts,
+            threads=setup.threads,
+            devices=setup.devices,
+            precode=pickle.loads(setup.precode),
+            program=loaded,
+            flat=Flat(layout, self._vector, block),
+            parameters=self._parameters,
+            buffers=StepBuffers(loaded.module, state=loaded.state),
+            ranks=tuple(ranks),
+            world=world,
+        )
+        if setup.compression is not None:
+            self._residuals = GradientResiduals(setup.compression, layout.size, layout.sum_dtype)
+        self.workers = NodeWorkers(found, setup.torch)
+        self._joined.fixed_bits, self._joined.residuals = setup.fixed_bits, self._residuals
+        self._use()
+
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether hooks run from now on."""
+        self._workers.group.use_hooks(hooked)
+
+    def set_torch(self, settings: TorchSettings) -> None:
+        """Compute with these settings of torch."""
+        settings.apply()
+        self._workers.torch = settings
+
+    def change(self, found: ProgramUpdate) -> None:
+        """Take another version of the program, for the step that begins next or goes on."""
+        if found.data is None:
+            write(found, self._tensors)
+            return
+        self._tensors = made(found)
+        loaded: Program = assemble(found.data, self._tensors, self._parameters)
+        self._workers.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
+
+    def load(self, manifest: BatchManifest | None, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch whose samples come with `fill`; None: on the batch of the step before, with its
+        samples."""
+        if manifest is None:
+            self._workers.reopen(weights)
+        else:
+            self._buffer = BatchBuffer(manifest, self._buffer if self._workers.group.is_free else None)
+            self._workers.open(self._buffer, weights)
+
+    def fill(self, slices: Sequence[BatchSlice]) -> None:
+        """Add samples to the batch."""
+        assert self._buffer is not None
+        for part in slices:
+            self._buffer.fill(part)
+            self._workers.fill(part)
+
+    def keep_outputs(self, keep: bool) -> None:
+        """Whether evaluations return what the module does."""
+        self._workers.group.results.keep_outputs(keep)
+
+    def begin_task(self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering, reads: bool) -> None:
+        """Let orders of tasks be about this one: on the loaded batch, or on one whose samples come with
+        `fill_task`."""
+        self._task_buffer = None if manifest is None else BatchBuffer(manifest)
+        self._workers.begin_task(task, self._task_buffer, numbering, reads)
+
+    def fill_task(self, slices: Sequence[BatchSlice]) -> None:
+        """Add samples to the task's batch."""
+        assert self._task_buffer is not None
+        for part in slices:
+            self._task_buffer.fill(part)
+            self._workers.fill_task(part)
+
+    def end_task(self) -> None:
+        """Hold nothing of the task any more."""
+        self._task_buffer = None
+        self._workers.end_task()
+
+    def set_cut(self, cut: Cut) -> None:
+        """Cut the batch so."""
+        self._cut = cut
+
+    def set_task_cut(self, cut: Cut) -> None:
+        """Cut the task's batch so."""
+        self._task_cut = cut
+
+    def resize(self, workers: int, world: int) -> None:
+        """Keep so many workers, of `world` on all nodes."""
+        self._workers.keep(workers, world)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.workers is not None:
+            self.workers.close()
+
+
+def serve(address: str, port: int, number: int) -> None:
+    """The life of node `number`: it says that it is there, and joins each generation of the group that it is to belong
+    to, until there is none or the parent is gone."""
+
+    def reach() -> Any:
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LISTENING))
+
+    store, node, over = reach(), NodeSession(), threading.Event()
+    threading.Thread(target=_beat, args=(reach, number, over), daemon=True).start()
+    try:
+        store.set(f"new/{number}", pickle.dumps((versions(), socket.gethostname())))
+        generation = int(_word(store, f"join/{number}"))
+        while True:
+            membership: Membership = pickle.loads(_word(store, f"members/{generation}"))
+            if number not in membership.numbers:
+                return
+            place, size = membership.numbers.index(number) + 1, len(membership.numbers) + 1
+            try:
+                name, host = f"group/{generation}", address_towards(address)
+                node.follow(Group(store, name, place, size, membership.timeout, host, is_patient=True), membership)
+            except NodeLostError:
+                pass
+            generation += 1
+            store.set(f"here/{generation}/{number}", str(node.taken))
+    except (EOFError, RuntimeError):  # told to end, or the parent is gone
+        return
+    finally:
+        over.set()
+        node.close()
+
+
+def _word(store: Any, key: str) -> bytes:
+    found: bytes = store.get(key)
+    return found
+
+
+def _beat(reach: Callable[[], Any], number: int, over: threading.Event) -> None:
+    """Give signs of life."""
+    beats = 0
+    try:
+        store = reach()
+        while not over.wait(BEAT):
+            beats += 1
+            store.set(f"alive/{number}", str(beats))
+    except RuntimeError:  # the parent is gone
+        return

@@ -1,0 +1,79 @@
+"""Where nodes run, for the parent: whoever can start a process on a machine, and tell whether it is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from batchopt._mapreduce.split import split_batch
+
+
+class Room(NamedTuple):
+    """A machine, and how many more workers fit there."""
+
+    machine: str
+    workers: int
+
+
+class Placed(Protocol):
+    """A node's process."""
+
+    def gone(self) -> str | None:
+        """Why it is not there any more; None while it is."""
+
+    def kill(self) -> None:
+        """End it, and the workers that it has started; does nothing the second time."""
+
+
+class Placer(Protocol):
+    """Starts nodes on machines."""
+
+    address: str  # of this machine, for them
+
+    def rooms(self, whole: bool = False) -> list[Room]:
+        """Where more workers fit; on the `whole` machine, whoever else uses it, if that is asked."""
+
+    def place(self, machine: str, workers: int, address: str, port: int, number: int) -> Placed:
+        """Start `serve(address, port, number)` on that machine, with cores for so many workers."""
+
+    def refusal(self, workers: int, free: int, whole: int) -> str:
+        """Why there is no room for so many workers, and what can be done."""
+
+
+def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
+    """How many of `workers` go to each machine, in proportion to their room; machines that get none are left out.
+
+    Raises `ValueError` if they do not fit.
+    """
+    room = sum(r.workers for r in rooms)
+    if workers > room:
+        raise ValueError(f"{workers} workers do not fit where there is room for {room}")
+    if not workers:
+        return []
+    shares = split_batch(workers, [float(r.workers) for r in rooms])
+    return [Room(r.machine, share) for r, share in zip(rooms, shares, strict=True) if share]
+
+
+def free_ranks(taken: Sequence[range], workers: int) -> list[range]:
+    """The runs of ranks below `workers` that are in none of the ranges."""
+    found, at = [], 0
+    for ranks in sorted(taken, key=lambda ranks: ranks.start):
+        if ranks.start > at:
+            found.append(range(at, ranks.start))
+        at = max(at, ranks.stop)
+    return [*found, range(at, workers)] if at < workers else found
+
+
+def placements(homeless: Sequence[range], rooms: Sequence[Room], most: int) -> list[tuple[str, range]]:
+    """Where to start the workers of these ranks, `most` of them at most, as far as there is room: each node gets some
+    that follow each other."""
+    free, found = {room.machine: room.workers for room in rooms}, []
+    for ranks in homeless:
+        at, stop = ranks.start, min(ranks.stop, ranks.start + most)
+        for machine in sorted(free, key=lambda machine: -free[machine]):
+            count = min(free[machine], stop - at)
+            if count > 0:
+                found.append((machine, range(at, at + count)))
+                free[machine] -= count
+                at, most = at + count, most - count
+    return found

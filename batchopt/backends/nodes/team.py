@@ -1,0 +1,381 @@
+"""The members of a group with the workers of each: they evaluate together.
+
+    member i                                ║ network     every other member
+                                            ║
+    its share, by its local backend         ║             theirs
+    what was called, losses, times ◄────────╫───────────► the same of theirs: one block each
+    its partials                  ◄─────────╫───────────► a sum in the order of the tree (fixed_order.py)
+
+An evaluation has one exchange of small objects, in which everybody hears what everybody was asked to do and whether it
+went well, and then the sum. Shares are fixed for an evaluation: within a member its backend moves chunks from worker to
+worker, and mends what dies there. What a member raises, all raise.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count, groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt._mapreduce.answers import Answer, Partial, Span
+from batchopt._mapreduce.compression import DoesNotFit
+from batchopt._mapreduce.reduce import merge_answers
+from batchopt._mapreduce.results import forms_of
+from batchopt.backends.base import LONGEST, Meanwhile, Repeated, WorkerInfo
+from batchopt.backends.nodes.contribution import Call, Contribution, Infos, Summed, Work, differences, status
+from batchopt.backends.nodes.failure import NodeFailure
+from batchopt.backends.nodes.fixed_order import FixedOrderSum, Held, Vectors, gathered, whole_of
+from batchopt.backends.nodes.group import Group
+from batchopt.backends.nodes.residuals import GradientResiduals, Round
+from batchopt.backends.process.group import WorkerGroup
+from batchopt.backends.serial import SerialBackend
+from batchopt.errors import NodesDifferError
+from batchopt_workers.forms import Column
+from batchopt_workers.memory import octets
+from batchopt_workers.messages import Cut, Kind, Order
+from batchopt_workers.packing import dumps
+from batchopt_workers.tree import Node
+
+# What evaluates for a member.
+Local = SerialBackend | WorkerGroup
+
+
+class _Before(NamedTuple):
+    """The last evaluation of this member, as its backend knows it: the shares of its workers, and their answers."""
+
+    which: object
+    cut: Cut
+    shares: list[Any]
+    answers: list[Answer]
+
+
+class Team:
+    """The members of `group`, of which each has the workers of some `ranks` of all, behind its `local` backend; None
+    where this one has none. Sums are for `takers`. With `fixed_bits` they do not depend on who has which ranks, unless
+    gradients are compressed, which leaves `residuals` at each member."""
+
+    def __init__(
+        self,
+        group: Group,
+        local: Local | None,
+        ranks: Sequence[range],
+        takers: Sequence[int],
+        fixed_bits: bool,
+        residuals: GradientResiduals | None = None,
+    ) -> None:
+        self.group, self.ranks, self.residuals = group, ranks, residuals
+        self.local, self._takers, self.fixed_bits = local, takers, fixed_bits
+        self._sum = FixedOrderSum(group, takers)
+        self.rows: list[torch.Tensor] = []  # of the last evaluation that collected any
+        self.infos = Infos()
+        self.behind: set[int] = set()  # members that could not take in what they were sent, as of the last exchange
+        self._before: _Before | None = None
+        self._reported: list[Any] = []  # the state of this member's workers, as others know it
+
+    # ---- evaluating
+
+    def evaluate(
+        self,
+        cut: Cut,
+        orders: Sequence[Order | None],
+        call: Call,
+        meanwhile: Meanwhile | None = None,
+        compressed: Round | None = None,
+        failed: BaseException | None = None,
+    ) -> list[Answer]:
+        """Evaluate the chunks of all orders, each by the worker of that rank or one beside it; the answers of all
+        workers, at those who take them; but nothing here, if that has `failed` already. Raises what any member raises,
+        `NodesDifferError` and `NodeLostError`."""
+        began, mine = time.perf_counter(), self.ranks[self.group.place]
+        self.group.open()
+        answers: list[Answer] = []
+        failure = failed
+        if failed is None:
+            answers, failure = self._map(cut, orders[mine.start : mine.stop], meanwhile)
+        is_whole = sum(order.last - order.first for order in orders if order is not None) == cut.chunks
+        is_tree = self.fixed_bits and compressed is None and is_whole
+        partials = self._merged(answers, cut, is_tree)
+        vectors = [partial.gradient.cpu() for _, partial in partials]
+        coded: list[torch.Tensor] = []
+        if compressed is not None and failure is None:
+            coded, failure = self._coded(vectors, cut, orders, compressed)
+            vectors = coded or vectors
+        contribution = Contribution(call, infos=self._news(), is_behind=failed is not None, is_coded=bool(coded))
+        if failure is not None:
+            contribution = contribution._replace(failure=NodeFailure.of(failure))
+        else:
+            contribution = self._contribution(contribution, answers, partials, vectors, began)
+        brief = contribution._replace(vectors=b"", work=())
+        found: list[Contribution] = self.group.exchange(contribution, brief, self._takers)
+        self._check(found, failure)
+        held = _held(found, cut.chunks if is_tree else None)
+        whole = self._total(found, held, vectors, compressed is not None)
+        forms = [pickle.loads(each.forms) if each.forms else {} for each in found]
+        kind = next(order.kind for order in orders if order is not None)
+        self.rows = self._collected(forms, cut) if kind is not Kind.TOTAL else []
+        return [] if whole is None else self._answers(found, cut, whole, forms, began)
+
+    def _map(
+        self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None
+    ) -> tuple[list[Answer], BaseException | None]:
+        """The answers of this member's workers, or what they raise."""
+        order = next((order for order in orders if order is not None), None)
+        if order is None or self.local is None:
+            if meanwhile is not None:
+                meanwhile()
+            return [], None
+        before, self._before = self._before, None
+        shares = [None if each is None else each[2:] for each in orders]
+        try:
+            answers = None
+            if before is not None and before.which is self.local.repeatable and before[1:3] == (cut, shares):
+                self._before = before
+                found = self.local.repeat(
+                    before.which, order.evaluation, order.step, _longest(before.answers), meanwhile
+                )
+                answers = found and _answers_again(before.answers, found)
+            if answers is None:
+                answers = self.local.evaluate(cut, orders, meanwhile)
+                which = self.local.repeatable
+                self._before = (
+                    _Before(which, cut, shares, answers) if which is not None and _longest(answers) < LONGEST else None
+                )
+            return answers, None
+        except KeyboardInterrupt:
+            self.group.close()
+            raise
+        except BaseException as error:
+            return [], error
+
+    def _merged(self, answers: Sequence[Answer], cut: Cut, is_tree: bool) -> list[tuple[Node, Partial]]:
+        """This member's partials: merged as far as the tree of chunks goes, or to a single one."""
+        partials = merge_answers(answers, cut.chunks) if answers else []
+        if is_tree or len(partials) < 2:
+            return partials
+        leaves = [(Node(0, i), partial) for i, (_, partial) in enumerate(partials)]
+        return merge_answers([Answer(0, 0, 0.0, leaves)], len(leaves))
+
+    def _coded(
+        self, vectors: Sequence[torch.Tensor], cut: Cut, orders: Sequence[Order | None], compressed: Round
+    ) -> tuple[list[torch.Tensor], DoesNotFit | None]:
+        """The code of this member's gradient, if that is finite; or why there is none."""
+        assert self.residuals is not None
+        if not vectors:
+            self.residuals.pass_by(compressed)
+            return [], None
+        members = sum(any(orders[ranks.start : ranks.stop]) for ranks in self.ranks)
+        try:
+            code = self.residuals.encode(vectors[0], members, compressed)
+        except DoesNotFit as error:
+            mine = [order for order in orders[self._first : self.ranks[self.group.place].stop] if order is not None]
+            error.samples = range(cut.bounds[mine[0].first], cut.bounds[mine[-1].last])
+            return [], error
+        return ([] if code is None else [code]), None
+
+    def _total(
+        self, found: Sequence[Contribution], held: Held, vectors: Sequence[torch.Tensor], are_coded: bool
+    ) -> Partial | None:
+        """The sum of everything, at those who take it."""
+        takes = self.group.place in self._takers
+        if not are_coded and not all(each.is_short for each in found):
+            vector = self._sum(held, vectors)
+            return None if vector is None else _sum_of(found, held, None)._replace(gradient=vector)
+        forms = [Vectors(0 if each.is_short else len(each.partials), each.size, each.dtype) for each in found]
+        long = [] if found[self.group.place].is_short else vectors
+        values = gathered(self.group, forms, long, self._takers)
+        if not takes:
+            return None
+        values = [each.read() if each.is_short and each.size else of for each, of in zip(found, values, strict=True)]
+        if self.residuals is not None and are_coded:
+            decode, members = self.residuals.decode, held.chunks
+            pairs = zip(found, values, strict=True)
+            values = [[decode(code, members) for code in of] if each.is_coded else of for each, of in pairs]
+        return _sum_of(found, held, values if held.size else None)
+
+    def _contribution(
+        self,
+        contribution: Contribution,
+        answers: Sequence[Answer],
+        partials: Sequence[tuple[Node, Partial]],
+        vectors: Sequence[torch.Tensor],
+        began: float,
+    ) -> Contribution:
+        """The same with all that was found."""
+        vector, forms = vectors[0] if vectors else _NOTHING, forms_of(answers)
+        found = contribution._replace(
+            work=[self._work(answer, began) for answer in answers],
+            partials=[Summed(node, p.losses, p.used, p.changes.numpy().tobytes()) for node, p in partials],
+            size=len(vector),
+            dtype=vector.dtype,
+            forms=dumps(forms) if forms else b"",
+        )
+        if found.is_short:
+            return found._replace(vectors=b"".join(octets(vector).numpy().tobytes() for vector in vectors))
+        return found
+
+    @property
+    def _first(self) -> int:
+        return self.ranks[self.group.place].start
+
+    def _work(self, answer: Answer, began: float) -> Work:
+        spans = [span._replace(began=span.began - began) for span in answer.spans]
+        results = dumps(answer.results) if answer.results else b""
+        return Work(self._first + answer.rank, answer.samples, answer.seconds, spans, results, answer.drew)
+
+    def _news(self) -> list[WorkerInfo] | None:
+        """The records of this member's workers, if they are others than the last time."""
+        infos = [] if self.local is None else self.local.workers
+        now = [status(info) for info in infos]
+        if now == self._reported:
+            return None
+        self._reported = now
+        return [replace(info, rank=self._first + info.rank) for info in infos]
+
+    # ---- what others say
+
+    def exchange(
+        self, call: Call, value: Any = None, failure: BaseException | None = None, is_behind: bool = False
+    ) -> list[Any]:
+        """What each member gives, all of which were called alike. Raises as `evaluate`."""
+        failed = None if failure is None else NodeFailure.of(failure)
+        mine = Contribution(call, failed, infos=self._news(), value=value, is_behind=is_behind)
+        found: list[Contribution] = self.group.exchange(mine)
+        self._check(found, failure)
+        return [each.value for each in found]
+
+    def residuals_after(self, call: Call, evaluation: int) -> dict[int, torch.Tensor]:
+        """What compression has left in the evaluation of that number, of each member that has workers."""
+        mine = None if self.residuals is None else self.residuals.after(evaluation)
+        found = [value for ranks, value in zip(self.ranks, self.exchange(call, mine), strict=True) if ranks]
+        return {i: value for i, value in enumerate(found) if value is not None}
+
+    def restore_residuals(self, evaluation: int, of_all: Mapping[int, torch.Tensor]) -> None:
+        """Go on from what compression had left in that evaluation of another run, or an earlier state of this one."""
+        members = [place for place, ranks in enumerate(self.ranks) if ranks]
+        if self.residuals is not None and self.group.place in members:
+            self.residuals.restore(evaluation, of_all, members.index(self.group.place), len(members))
+
+    def _check(self, found: Sequence[Contribution], failure: BaseException | None) -> None:
+        """Raise what any of them says is wrong, everywhere the same."""
+        self.behind = {place for place, each in enumerate(found) if each.is_behind}
+        differing = differences([each.call for each in found], self.group.names)
+        if differing:
+            self.group.close()
+            raise NodesDifferError(
+                f"these do not do the same, which they have to: {differing}. Seed them alike (torch.manual_seed), and "
+                "give all of them the same batches and calls"
+            )
+        for each in found:
+            if each.infos is not None:
+                self.infos.learn(each.infos)
+        for place, each in enumerate(found):
+            if each.failure is not None:
+                if each.failure.error is None and place == self.group.place and failure is not None:
+                    raise failure
+                raise each.failure.error_of(self.group.names[place], self.ranks[place].start)
+
+    # ---- the sum
+
+    def _answers(
+        self,
+        found: Sequence[Contribution],
+        cut: Cut,
+        whole: Partial,
+        forms: Sequence[dict[int, Any]],
+        began: float,
+    ) -> list[Answer]:
+        """The answers of all workers; the first one has the sum of everything."""
+        answers = []
+        for each, of_chunks in zip(found, forms, strict=True):
+            for rank, samples, seconds, spans, results, drew in each.work:
+                here = [Span(began + span[0], *span[1:]) for span in spans]
+                values = pickle.loads(results) if results else {}
+                answers.append(Answer(rank, samples, seconds, [], values, here, drew))
+            if of_chunks:
+                answers[-1] = replace(answers[-1], forms=of_chunks)
+        root = Node(max(cut.chunks - 1, 0).bit_length(), 0)
+        answers[0] = replace(answers[0], partials=[(root, whole)])
+        return answers
+
+    # ---- rows
+
+    def _collected(self, forms: Sequence[dict[int, Any]], cut: Cut) -> list[torch.Tensor]:
+        """The rows that all members' workers have written, at those who take them; none if there are none, or of more
+        than one form."""
+        kinds = {form.columns for of_chunks in forms for form in of_chunks.values()}
+        if len(kinds) != 1 or not (columns := next(iter(kinds))):
+            return []
+        group, samples = self.group, cut.bounds[-1]
+        takes, mine = group.place in self._takers, forms[group.place]
+        local = self.local.collected(columns, samples) if mine and self.local is not None else []
+        whole = local if local and takes else _rows(columns, samples) if takes else []
+        for other in group.others:
+            if takes:
+                for rows in _rows_of(whole, forms[other], cut):
+                    group.receive(rows, other)
+            if other in self._takers:
+                for rows in _rows_of(local, mine, cut):
+                    group.send(rows, other)
+        group.wait()
+        return whole
+
+
+_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
+
+
+def _rows(columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+    return [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
+
+
+def _held(found: Sequence[Contribution], chunks: int | None) -> Held:
+    """What the members hold: places in the tree of so many chunks or, if it is None, in one of the members."""
+    size, dtype = next(((each.size, each.dtype) for each in found if each.partials), (0, torch.float64))
+    if chunks is not None:
+        return Held([[summed.node for summed in each.partials] for each in found], chunks, size, dtype)
+    numbers = count()
+    places = [[Node(0, next(numbers))] if each.partials else [] for each in found]
+    return Held(places, next(numbers), size, dtype)
+
+
+def _longest(answers: Sequence[Answer]) -> float:
+    return max(answer.seconds for answer in answers)
+
+
+def _answers_again(answers: Sequence[Answer], found: Repeated) -> list[Answer]:
+    """The answers of an evaluation that was made again, in the same memory."""
+    losses = iter(found.losses)
+    return [
+        replace(
+            answer,
+            seconds=seconds,
+            spans=[Span(began, seconds, answer.spans[0].first, answer.spans[-1].last)],
+            partials=[(node, partial._replace(losses=tuple(next(losses)))) for node, partial in answer.partials],
+        )
+        for answer, (began, seconds) in zip(answers, found.times, strict=True)
+    ]
+
+
+def _sum_of(found: Sequence[Contribution], held: Held, values: Sequence[Sequence[torch.Tensor]] | None) -> Partial:
+    """The sum of all partials: with these vectors, by member, or without any."""
+    partials = []
+    for i, (nodes, each) in enumerate(zip(held.places, found, strict=True)):
+        for k, (node, (_, losses, used, changes)) in enumerate(zip(nodes, each.partials, strict=True)):
+            taken = torch.frombuffer(bytearray(changes), dtype=torch.float64) if changes else _NOTHING.clone()
+            partials.append((node, Partial(losses, _NOTHING if values is None else values[i][k], taken, used)))
+    out = _NOTHING if values is None else torch.empty_like(partials[0][1].gradient)
+    whole = whole_of(partials, held.chunks, out)
+    return Partial(whole.losses, out, whole.changes, whole.used)
+
+
+def _rows_of(tensors: Sequence[torch.Tensor], forms: Mapping[int, Any], cut: Cut) -> list[torch.Tensor]:
+    """The rows of the samples of these chunks, in runs."""
+    found = []
+    for _, run in groupby(enumerate(sorted(forms)), key=lambda item: item[1] - item[0]):
+        chunks = [chunk for _, chunk in run]
+        found += [tensor[cut.bounds[chunks[0]] : cut.bounds[chunks[-1] + 1]] for tensor in tensors]
+    return [rows for rows in found if rows.numel()]

@@ -1,0 +1,274 @@
+"""The ranks backend: every rank runs the script, with the same batches and optimizers, and has workers of its own.
+
+X is never sent: all ranks make the same steps on the same bits. With each evaluation goes a digest of X, the batch and
+what was asked for, so that ranks which have come apart all raise one error that says in what.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, count
+from typing import Any, TypeVar
+
+import torch
+
+from batchopt._data.arguments import read_parallelize
+from batchopt._machine.cores import usable_cores
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.split import runs
+from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.nodes.contribution import Call
+from batchopt.backends.nodes.group import Group, address_towards
+from batchopt.backends.nodes.residuals import GradientResiduals, Round
+from batchopt.backends.nodes.shares import aligned
+from batchopt.backends.nodes.team import Team
+from batchopt.backends.process.backend import ProcessBackend
+from batchopt.backends.ranks.checksum import checksum, of_batch
+from batchopt.backends.ranks.launch import meet, ranks_here
+from batchopt.backends.serial import SerialBackend
+from batchopt_workers.batch import Batch
+from batchopt_workers.forms import Column
+from batchopt_workers.messages import Cut, Order
+from batchopt_workers.packing import dumps
+from batchopt_workers.task import Task
+from batchopt_workers.versions import versions
+from batchopt_workers.worker import Hook
+
+# Seconds for which another rank may give no sign, where the user sets no `timeout`.
+PATIENCE = 1800.0
+
+T = TypeVar("T")
+_numbers = count()  # of the backends of this process, which all ranks make in the same order
+
+
+class RanksBackend(CompressingBackend):
+    """`setup.workers` workers of this rank, and those of the others. They end with this object, with this process, or
+    at `close`."""
+
+    @classmethod
+    def read_workers(cls, parallelize: Any) -> int | None:
+        if parallelize == "auto":
+            return max(1, usable_cores() // ranks_here())
+        return read_parallelize(parallelize)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        if setup.workers != 1:
+            ProcessBackend.check(setup)
+
+    def __init__(self, setup: Setup) -> None:
+        assert setup.workers is not None
+        self._setup, self._calls = setup, count(1)
+        self._local: SerialBackend | ProcessBackend | None = None
+        self._first = -1  # the rank of its first worker
+        self._residuals: GradientResiduals | None
+        self._loaded: tuple[Batch, tuple[float, ...]] | None = None
+        self._digests: dict[str, Any] = {}
+        self._state: tuple[Any, str] | None = None
+        launch, store = meet(setup.timeout or PATIENCE)
+        self._launch, self.is_main = launch, launch.rank == 0
+        host = address_towards(launch.address or socket.gethostname())
+        name = f"batchopt/{launch.attempt}/{next(_numbers)}"
+        self._group = Group(store, name, launch.rank, launch.size, setup.timeout or PATIENCE, host)
+        self._group.names = [f"rank {rank}" for rank in range(launch.size)]
+        layout, self._residuals = setup.flat.layout, None
+        if setup.compression is not None:
+            self._residuals = GradientResiduals(setup.compression, layout.size, layout.sum_dtype)
+        self._team = self._gather(setup.workers)
+        try:
+            self._begin(setup.workers)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- workers
+
+    def _gather(self, workers: int) -> Team:
+        """A team in which this rank has so many workers, and the others as many as they say."""
+        size = self._group.size
+        team = Team(self._group, None, [range(0)] * size, range(size), self._setup.fixed_bits, self._residuals)
+        layout = self._setup.flat.layout
+        same: dict[str, Any] = {"versions": versions(), "parameters": (layout.size, str(layout.dtype))}
+        same |= {"seed": self._setup.program.seed, "fixed chunks": self._setup.fixed_bits}
+        numbers = team.exchange(self._call("BatchOptimizer(...) or resize()") | same, workers)
+        ends = list(accumulate(numbers))
+        team.ranks = [range(end - number, end) for end, number in zip(ends, numbers, strict=True)]
+        team.infos.expect(range(ends[-1]))
+        return team
+
+    def _begin(self, workers: int) -> None:
+        """Start this rank's workers; raises on all ranks what starting them raises on any."""
+        team, failure = self._team, None
+        try:
+            self._start(workers)
+            team.local = self._local
+        except Exception as error:
+            failure = error
+        team.exchange(self._call("starting"), failure=failure)
+
+    def _start(self, workers: int) -> None:
+        ranks, world = self._team.ranks[self._group.place], self._team.ranks[-1].stop
+        threads = self._setup.threads
+        if threads is None and self._launch.local > 1:
+            threads = max(1, usable_cores() // (self._launch.local * workers))
+        setup = replace(self._setup, workers=workers, ranks=tuple(ranks), world=world, threads=threads)
+        before, self._first = self._first, ranks.start
+        if isinstance(self._local, ProcessBackend) and ranks.start == before:
+            self._local.resize(workers, tuple(ranks), world)
+            return
+        if self._local is not None:
+            self._local.close()
+        self._local = (SerialBackend if workers == 1 else ProcessBackend)(setup)
+        if self._loaded is not None:
+            self._local.load(self._local.prepare(self._loaded[0]), self._loaded[1])
+
+    @property
+    def _mine(self) -> Backend:
+        assert self._local is not None
+        return self._local
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return list(self._team.infos)
+
+    def resize(self, workers: int) -> None:
+        self._team = self._gather(workers)
+        self._begin(workers)
+
+    # ---- what all ranks do alike
+
+    def _call(self, name: str, **others: Any) -> dict[str, Any]:
+        """What this rank was called for, for the others to compare."""
+        return {"call": name, "which is its number": next(self._calls), **others}
+
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        self._mine.set_hooks(prehook, posthook)
+        program = replace(self._setup.program, prehook=prehook, posthook=posthook)
+        self._setup = replace(self._setup, program=program)
+
+    def use_hooks(self, hooked: bool) -> None:
+        self._mine.use_hooks(hooked)
+
+    def include_state(self, names: Collection[str]) -> None:
+        self._mine.include_state(names)
+        program = self._setup.program
+        self._setup = replace(self._setup, program=replace(program, state=program.state | set(names)))
+
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        return self._mine.prepare(batch, ahead)
+
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        self._mine.load(prepared, weights)
+        self._loaded = prepared.batch, weights
+        self._digests = {"batch": of_batch(prepared.batch), "frozen parameters and buffers": self._state_digest()}
+        self._digests |= {"weights of terms": weights}
+
+    def _state_digest(self) -> str:
+        """Of all tensors of the module but those in X; computed again when they were written."""
+        module, trained = self._setup.program.module, {id(p) for p in self._setup.parameters}
+        tensors = [p for p in module.parameters() if id(p) not in trained] + list(module.buffers())
+        marks = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        if self._state is None or self._state[0] != marks:
+            self._state = marks, checksum(tensors)
+        return self._state[1]
+
+    def restart_step(self) -> None:
+        self._mine.restart_step()
+
+    def set_direction(self, direction: torch.Tensor) -> None:
+        self._mine.set_direction(direction)
+        self._digests["direction"] = checksum([direction])
+
+    def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
+        self._digests["batch of the task"] = None if batch is None else of_batch(batch)
+        return self._mine.begin_task(task, batch, follow)
+
+    def keep_outputs(self, keep: bool) -> None:
+        self._mine.keep_outputs(keep)
+
+    def end_task(self) -> None:
+        self._mine.end_task()
+
+    # ---- evaluating
+
+    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+        return self._team.evaluate(cut, self._aligned(cut, orders), self._evaluation(cut, orders), meanwhile)
+
+    def evaluate_compressed(
+        self, cut: Cut, orders: Sequence[Order | None], taken: int, kept: int, meanwhile: Meanwhile | None = None
+    ) -> list[Answer]:
+        order = next(order for order in orders if order is not None)
+        of = Round(order.evaluation, taken, kept)
+        return self._team.evaluate(cut, orders, self._evaluation(cut, orders), meanwhile, of)
+
+    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
+        return self._team.residuals_after(self._call("state_dict"), evaluation)
+
+    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        self._team.restore_residuals(evaluation, residuals)
+
+    def _aligned(self, cut: Cut, orders: Sequence[Order | None]) -> Sequence[Order | None]:
+        """The orders for shares of few subtrees, where chunks are fixed and all of them are evaluated."""
+        shares = _shares(orders)
+        if not self._setup.fixed_bits or sum(shares) != cut.chunks:
+            return orders
+        order = next(order for order in orders if order is not None)
+        runs_ = runs(aligned(shares, self._team.ranks))
+        return [order._replace(first=first, last=last) if last > first else None for first, last in runs_]
+
+    def _evaluation(self, cut: Cut, orders: Sequence[Order | None]) -> Call:
+        order = next(order for order in orders if order is not None)
+        return self._call(
+            order.kind.name.lower(),
+            evaluation=order.evaluation,
+            step=order.step,
+            X=checksum([self._setup.flat.vector]),
+            chunks=tuple(cut.bounds) if cut.chunks < 8 else f"{cut.chunks} ({hash(tuple(cut.bounds)) % 2**32:08x})",
+            shares=_shares(orders),
+            **self._digests,
+        )
+
+    def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
+        found, self._team.rows = self._team.rows, []
+        return found
+
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        found: list[bytes] = []
+        failure: BaseException | None = None
+        try:
+            found = [dumps(value) for value in self._mine.run(function, arguments)]
+        except KeyboardInterrupt:
+            self._group.close()
+            raise
+        except BaseException as error:
+            failure = error
+        of_all = self._team.exchange(self._call("run_on_workers"), found, failure)
+        return [pickle.loads(value) for of_rank in of_all for value in of_rank]
+
+    def once(self, function: Callable[[], T]) -> T:
+        value, failure = None, None
+        if self.is_main:
+            try:
+                value = function()
+            except Exception as error:
+                failure = error
+        found: T = self._team.exchange(self._call("what rank 0 does for all"), value, failure)[0]
+        return found
+
+    def stop(self) -> None:
+        self._mine.stop()
+        self._group.stop()
+
+    def close(self) -> None:
+        if self._local is not None:
+            self._local.close()
+        for info in self._team.infos:
+            info.alive = False
+        self._group.close()
+
+
+def _shares(orders: Sequence[Order | None]) -> list[int]:
+    return [0 if order is None else order.last - order.first for order in orders]

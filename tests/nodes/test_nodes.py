@@ -1,0 +1,368 @@
+"""What nodes have beside the contract: bits, what is sent to whom, nodes that are lost and replaced."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt.backends.nodes.group import Group
+from batchopt.backends.nodes.members import Members
+from tests.nodes import local
+from tests.nodes.disturbance import Disturbance, steps
+from tests.workloads import Mlp, cnn, mlp
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Traffic:
+    """Bytes that this process sends to nodes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sent = 0
+        send = Group.send
+
+        def counting(group: Group, vector: torch.Tensor, to: int, tag: int = 0) -> None:
+            self.sent += vector.nbytes
+            send(group, vector, to, tag)
+
+        patch.setattr(Group, "send", counting)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The fingerprint of one process."""
+    return steps("serial", 1)
+
+
+@pytest.fixture
+def losses() -> Iterator[None]:
+    """Nodes are lost in the test: those that came instead end with it."""
+    local.end()
+    yield
+    local.end()
+
+
+def node_of(pid: int) -> psutil.Process:
+    """The node that a worker process belongs to."""
+    for parent in psutil.Process(pid).parents():
+        if "nodes.node import serve" in " ".join(parent.cmdline()):
+            return parent
+    raise LookupError
+
+
+def test_lists_of_samples_terms_and_products_of_the_hessian() -> None:
+    def run(backend: str, parallelize: int) -> list[Any]:
+        torch.manual_seed(0)
+        net = Mlp(2, 8, 1).double()
+        points = [torch.rand(2).double() for _ in range(24)]
+        values = torch.rand(10, 2).double(), torch.rand(10, 1).double()
+        terms = {
+            "inside": batchopt.Term(lambda m, x, _: m(x).square().sum()),
+            "edge": batchopt.Term(lambda m, x, y: nn.functional.mse_loss(m(x), y), weight=10.0),
+        }
+        found: list[Any] = []
+
+        def note(worker: Worker, sample: Sample) -> Any:
+            return sample.options
+
+        with BatchOptimizer(
+            net, terms=terms, optimizer=None, backend=backend, parallelize=parallelize, chunk_size=3, posthook=note
+        ) as opt:
+            opt.load({"inside": (points, None, list(range(24))), "edge": values})
+            found += [opt.evaluate().item(), opt.losses, opt.grad_parameters.clone(), opt.hook_results]
+            found.append(opt.hvp(torch.ones_like(opt.parameters)))
+            opt.weights = {"inside": 2.0, "edge": 0.5}
+            options = list(range(24))
+            for _ in range(4):  # from the third time on samples are not sent again
+                opt.load({"inside": (points, None, options), "edge": values})
+                found += [opt.evaluate().item(), opt.hook_results]
+        return found
+
+    for mine, theirs in zip(run("local nodes", 4), run("serial", 1), strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_batch_that_comes_again_is_not_sent_again(monkeypatch: pytest.MonkeyPatch, lists: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 100), torch.randn(200, 1)
+    batch = (list(x), list(y)) if lists else (x, y)
+    net = nn.Linear(100, 1)
+    with (
+        BatchOptimizer(net, nn.MSELoss(), optimizer=None, backend="local nodes", parallelize=4, chunk_size=8) as opt,
+        BatchOptimizer(copy.deepcopy(net), nn.MSELoss(), optimizer=None, chunk_size=8) as alone,
+    ):
+        opt.load(*batch)  # and measure
+        traffic = Traffic(monkeypatch)
+        sent = []
+        for again in range(5):
+            if again == 3:
+                x.numpy()[150] = 7.0  # which no version counter tells
+            before = traffic.sent
+            for each in (opt, alone):
+                each.load(*batch)
+                each.evaluate()
+            sent.append(traffic.sent - before > x.nbytes / 2)
+            assert opt.evaluate().item() == alone.evaluate().item()
+            assert torch.equal(opt.grad_parameters, alone.grad_parameters)
+        assert sent == [True, False, False, True, False]
+
+
+def test_a_node_is_sent_its_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(1000, 100), torch.randn(1000, 1)
+    traffic = Traffic(monkeypatch)
+    with BatchOptimizer(
+        nn.Linear(100, 1),
+        nn.MSELoss(),
+        optimizer=None,
+        backend="local nodes",
+        parallelize=4,
+        speeds=[1.0, 1.0, 3.0, 3.0],
+    ) as opt:
+        opt.load(x, y)
+        before = traffic.sent
+        opt.evaluate()
+        assert x.nbytes + y.nbytes < traffic.sent - before < 1.1 * (x.nbytes + y.nbytes)
+        before = traffic.sent
+        opt.evaluate()
+        assert traffic.sent - before < 10_000
+
+
+def test_more_and_fewer_workers() -> None:
+    case = cnn()
+
+    def mark(worker: Worker) -> None:
+        worker.state["old"] = True
+
+    with BatchOptimizer(
+        case.module, case.criterion, backend="local nodes", parallelize=2, chunk_size=8, optimizer="sgd"
+    ) as opt:
+        opt.run_on_workers(mark)
+        opt.step(case.inputs, case.targets)
+        opt.resize(4)
+        assert opt.run_on_workers(lambda w: (w.rank, "old" in w.state)) == [
+            (0, True),
+            (1, True),
+            (2, False),
+            (3, False),
+        ]
+        opt.step(case.inputs, case.targets)
+        opt.resize(3)
+        assert opt.run_on_workers(lambda w: w.rank) == [0, 1, 2]
+        opt.step(case.inputs, case.targets)
+        opt.resize(1)
+        opt.step(case.inputs, case.targets)
+        assert len({node_of(worker.pid).pid for worker in opt.workers}) == 1  # a worker there, not this process
+        mine = opt.fingerprint()
+    twin = cnn()
+    with BatchOptimizer(twin.module, twin.criterion, chunk_size=8, optimizer="sgd") as alone:
+        for _ in range(4):
+            alone.step(twin.inputs, twin.targets)
+        assert alone.fingerprint() == mine
+
+
+def test_a_node_that_becomes_slow_gets_less_the_next_time() -> None:
+    case = mlp(samples=64)
+
+    def slow(worker: Worker, sample: Sample) -> None:
+        time.sleep(0.01 * len(sample.indices) * (4 if worker.rank == 1 and worker.state.get("slow") else 1))
+
+    with BatchOptimizer(
+        case.module, case.criterion, backend="local nodes", parallelize=2, prehook=slow, optimizer=None
+    ) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        opt.run_on_workers(lambda worker: worker.state.update(slow=True))
+        for _ in range(6):
+            opt.evaluate()
+        before = opt.workers[1].samples
+        opt.evaluate()
+        assert opt.workers[1].samples - before <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("losses")
+def test_samples_that_are_sent_again_are_those_that_were_read(tmp_path: Path) -> None:
+    """The next batch is read into the same memory, while a machine is lost with its part of this one."""
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        case, buffer = mlp(samples=96), torch.empty_like(mlp(samples=96).inputs)
+        for i in range(3):
+            yield buffer.copy_(case.inputs * (i + 1)), case.targets
+
+    def run(**options: Any) -> str:
+        case = mlp(samples=96)
+        with BatchOptimizer(case.module, case.criterion, chunk_size=4, **options) as opt:
+            assert len(list(opt.steps(batches()))) == 3
+            return opt.fingerprint()
+
+    with Disturbance(tmp_path, 20, lambda pid: node_of(pid).kill()) as disturbance:
+        assert run(backend="local nodes", parallelize=4, prehook=disturbance.hook) == run()
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("losses")
+def test_a_lost_node_is_replaced() -> None:
+    case = mlp(samples=96)
+    with BatchOptimizer(
+        case.module, case.criterion, backend="local nodes", parallelize=4, optimizer="sgd", chunk_size=4
+    ) as opt:
+        opt.step(case.inputs, case.targets)
+        before = [worker.pid for worker in opt.workers]
+        node_of(before[0]).kill()
+        opt.step(case.inputs, case.targets)
+        deadline = time.monotonic() + 60
+        while not all(worker.alive for worker in opt.workers) and time.monotonic() < deadline:
+            opt.step(case.inputs, case.targets)
+        assert [worker.alive for worker in opt.workers] == [True] * 4
+        assert opt.run_on_workers(lambda worker: (worker.rank, os.getpid())) == [(w.rank, w.pid) for w in opt.workers]
+        assert sum(worker.pid not in before for worker in opt.workers) == 2
+        assert sum(worker.restarts for worker in opt.workers) == 2
+
+
+@pytest.mark.usefixtures("losses")
+def test_a_failure_of_the_users_code_names_the_first_samples() -> None:
+    def refuse(worker: Worker, sample: Sample) -> None:
+        raise ZeroDivisionError(str(sample.indices.start))
+
+    case = mlp(samples=96)
+    with BatchOptimizer(
+        case.module, case.criterion, backend="local nodes", parallelize=4, chunk_size=4, prehook=refuse, optimizer="sgd"
+    ) as opt:
+        for _ in range(3):
+            with pytest.raises(WorkerError, match=r"ZeroDivisionError in worker 0, samples 0\.\.3: 0"):
+                opt.step(case.inputs, case.targets)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interruptible", "losses")
+def test_an_interrupt_leaves_it_usable(tmp_path: Path) -> None:
+    case = mlp(samples=96)
+    main = threading.main_thread().ident
+    assert main is not None
+    with (
+        Disturbance(tmp_path, 20, lambda pid: signal.pthread_kill(main, signal.SIGINT)) as disturbance,
+        BatchOptimizer(
+            case.module,
+            case.criterion,
+            backend="local nodes",
+            parallelize=4,
+            chunk_size=4,
+            prehook=disturbance.hook,
+            optimizer="sgd",
+        ) as opt,
+    ):
+        before = opt.parameters.clone()
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(case.inputs, case.targets)
+        assert torch.equal(opt.parameters, before)
+        opt.step(case.inputs, case.targets)
+        mine = opt.fingerprint()
+    twin = mlp(samples=96)
+    with BatchOptimizer(twin.module, twin.criterion, chunk_size=4, optimizer="sgd") as alone:
+        alone.step(twin.inputs, twin.targets)
+        assert alone.fingerprint() == mine
+
+
+@pytest.mark.usefixtures("losses")
+@pytest.mark.parametrize(
+    "way",
+    [
+        "a node is killed",
+        *(pytest.param(f"a {what}", marks=pytest.mark.slow) for what in ("node is stopped", "worker is killed")),
+    ],
+)
+def test_a_process_that_ends_or_stops_in_mid_step(undisturbed: str, tmp_path: Path, way: str) -> None:
+    stopped: list[psutil.Process] = []
+
+    def disturb(pid: int) -> None:
+        if way == "a worker is killed":
+            os.kill(pid, signal.SIGKILL)
+        elif way == "a node is killed":
+            node_of(pid).kill()
+        else:
+            stopped.append(node_of(pid))
+            stopped[0].suspend()
+
+    with Disturbance(tmp_path, 20, disturb) as disturbance:
+        assert steps("local nodes", 4, prehook=disturbance.hook, timeout=4.0) == undisturbed
+    assert (tmp_path / "done").exists()
+
+
+def test_a_node_that_keeps_some_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.LocalPlacer, "machines", {"one": 5})  # a node keeps its room
+    case, twin = mlp(samples=96), mlp(samples=96)
+    with (
+        BatchOptimizer(
+            case.module, case.criterion, backend="local nodes", parallelize=3, chunk_size=4, optimizer="sgd"
+        ) as opt,
+        BatchOptimizer(twin.module, twin.criterion, chunk_size=4, optimizer="sgd") as alone,
+    ):
+        for workers in (3, 2, 1, 3):
+            opt.resize(workers)
+            assert opt.run_on_workers(lambda worker: worker.rank) == list(range(workers))
+            assert opt.step(case.inputs, case.targets) == alone.step(twin.inputs, twin.targets)
+            assert [worker.restarts for worker in opt.workers] == [0] * workers
+
+
+def test_the_sign_of_zero_reaches_the_nodes() -> None:
+    def sign(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight = module.get_parameter("weight")
+        return (weight * x.sum() + torch.copysign(y, weight)).sum()
+
+    module = nn.Linear(1, 1, bias=False).double()
+    with BatchOptimizer(module, loss_fn=sign, backend="local nodes") as opt:
+        opt.load(torch.zeros(1, 1).double(), torch.ones(1, 1).double())
+        found = []
+        for zero in (0.0, -0.0):
+            with torch.no_grad():
+                module.weight.fill_(zero)
+            found.append(opt.evaluate().item())
+        assert found == [1.0, -1.0]
+
+
+@pytest.mark.usefixtures("interruptible", "losses")
+def test_an_interrupt_while_nodes_gather_leaves_them_to_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = mlp(samples=96)
+    with BatchOptimizer(
+        case.module, case.criterion, backend="local nodes", parallelize=2, chunk_size=4, optimizer="sgd"
+    ) as opt:
+        opt.step(case.inputs, case.targets)
+        node_of(opt.workers[0].pid).kill()
+        with monkeypatch.context() as patch:
+            patch.setattr(Members, "_await", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                while True:  # until it is noticed that the node is gone
+                    opt.step(case.inputs, case.targets)
+        opt.step(case.inputs, case.targets)
+
+
+def interrupted(members: Members, generation: int) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
+    case = mlp(samples=96)
+    with BatchOptimizer(
+        case.module, case.criterion, backend="local nodes", parallelize=2, timeout=0.5, optimizer="sgd"
+    ) as opt:
+        opt.step(case.inputs, case.targets)
+        threading.Event().wait(2.0)
+        opt.step(case.inputs, case.targets)
+        assert [worker.restarts for worker in opt.workers] == [0, 0]

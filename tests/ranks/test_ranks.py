@@ -1,0 +1,211 @@
+"""Several ranks of one script: bits, ranks that come apart or are lost, and whoever starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchopt import BatchoptError
+from batchopt.backends.ranks.launch import Launch, read_launch
+from tests.ranks.launch import ROOT, free_port, program
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def alone(*arguments: object) -> str:
+    """What one process prints."""
+    (found,) = program("bits", 1, "process", *arguments, size=1)
+    return found
+
+
+@pytest.mark.parametrize("width", [20, pytest.param(30_000, marks=pytest.mark.slow)])
+def test_bits_are_those_of_one_process(width: int) -> None:
+    """Short vectors, which go whole, and long ones, in slices."""
+    expected = alone(width)
+    assert set(program("bits", "1,2", "ranks", width)) == {expected}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_bits_of_any_number_of_ranks(size: int) -> None:
+    assert set(program("bits", "1,2,1", "ranks", 3000, size=size)) == {alone(3000)}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("seed", "X [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1; batch of 210 samples"),
+        pytest.param("batch", "batch of 210 samples .* on rank 0, of 210", marks=pytest.mark.slow),
+        pytest.param("order", "batch of 210 samples .* on rank 0, of 210", marks=pytest.mark.slow),
+        pytest.param("lists", "batch of 210 samples .* on rank 0, of 210", marks=pytest.mark.slow),
+        pytest.param("frozen", "frozen parameters and buffers [0-9a-f]+ on rank 0", marks=pytest.mark.slow),
+        pytest.param("draws", "seed 0 on rank 0, 1 on rank 1", marks=pytest.mark.slow),
+        ("calls", "call evaluate on rank 0, run_on_workers on rank 1"),
+    ],
+)
+def test_ranks_that_have_come_apart_say_in_what(how: str, words: str) -> None:
+    for line in program("differ", how):
+        assert re.match(f"NodesDifferError .*{words}", line), line
+
+
+@pytest.mark.parametrize(("what", "kinds"), [("error", ["WorkerError"] * 2), ("exit", ["WorkerError", "SystemExit"])])
+def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -> None:
+    found = program("raises", what)
+    assert [line.split()[0] for line in found] == kinds
+    assert found[0].split()[-1] == found[1].split()[-1]
+
+
+@pytest.mark.parametrize("when", ["in", pytest.param("before", marks=pytest.mark.slow), "after"])
+def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
+    began = time.monotonic()
+    for line in program("lost", "kill", when, 60, size=3 if when == "in" else 2, lacking=1):
+        assert line.startswith("NodeLostError rank ") and "has ended" in line
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["in", "before", "after"])
+def test_a_rank_that_is_stopped_is_an_error_within_the_timeout(when: str) -> None:
+    found = program("lost", "stop", when, 4, lacking=1)
+    assert found == ["NodeLostError rank 1 gave no sign for 4 s (`timeout`)"]
+
+
+@pytest.mark.slow
+def test_other_numbers_of_workers_and_two_optimizers() -> None:
+    _, bits, workers, _ = program("resized")[0].split()
+    assert (bits, workers) == (alone().split()[1], "3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compress", ["fp16", "bf16", "2bit"])
+def test_compressed_gradients(compress: str) -> None:
+    found = program("compressed", compress)
+    assert len(set(found)) == 1 and found[0].endswith("True")
+
+
+# ---- who starts them
+
+
+@pytest.mark.slow
+def test_a_group_that_the_user_has_made() -> None:
+    assert set(program("grouped")) == {alone()}
+
+
+def launch(command: list[str], *arguments: str, **variables: str) -> list[str]:
+    """The fingerprints that are printed by what a launcher starts."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
+    found = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    return re.findall(r"[0-9a-f]{64}", found.stdout)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+PROGRAMS = ["-m", "tests.ranks.programs"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_and_started_again_by_torchrun_ends_with_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for killed in ("", "killed"):
+        folder = tmp_path / (killed or "undisturbed")
+        folder.mkdir()
+        port = f"--master-port={free_port()}"
+        found += launch([*TORCHRUN, port, *PROGRAMS, "trained", str(folder), *[killed] * bool(killed)])
+        assert len((folder / "log.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "killed" / "killed").exists()
+    assert len(found) == 4 and len(set(found)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
+def test_mpirun() -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *PROGRAMS, "bits"]
+    assert launch(command) == [alone().split()[1]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_the_program_of_the_page_about_clusters(launcher: str, tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None and launcher == "mpirun":
+        pytest.skip("Open MPI is not installed")
+    (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+    command = mpirun if launcher == "mpirun" else [*TORCHRUN, f"--master-port={free_port()}"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
+    found = subprocess.run(
+        [*command, str(tmp_path / "train.py")],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in found.stdout.splitlines()]
+    assert len(losses) == 10 and losses[-1] < losses[0] / 100
+
+
+@pytest.mark.slow
+def test_what_srun_sets() -> None:
+    port = str(free_port())
+    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *PROGRAMS, "bits"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'workers'}", "SLURM_PROCID": str(i), **common},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [alone()] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
+            Launch(1, 4, 2, "a", 5, "0"),
+        ),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4(x2)", "SLURM_JOB_ID": "7"}
+            | {"SLURM_STEP_NODELIST": "node[07-12,15],other"},
+            Launch(3, 8, 4, "node07", 23613, "0"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+            | {"MASTER_PORT": "9"},
+            Launch(0, 2, 2, "127.0.0.1", 9, "0"),
+        ),
+    ],
+)
+def test_what_launchers_say(environment: dict[str, str], found: Launch) -> None:
+    read = read_launch(environment)
+    assert read._replace(port=0) == found._replace(port=0)
+    assert read.port == found.port or "SLURM_JOB_ID" in environment
+
+
+def test_without_a_launcher_or_without_an_address() -> None:
+    with pytest.raises(BatchoptError, match="needs a script that torchrun, srun or mpirun started"):
+        read_launch({})
+    names = ("RANK", "SIZE", "LOCAL_SIZE")
+    with pytest.raises(BatchoptError, match="MASTER_ADDR is not set"):
+        read_launch({f"OMPI_COMM_WORLD_{name}": number for name, number in zip(names, "042", strict=True)})

@@ -1,0 +1,471 @@
+"""Complex parameters: X has their real and imaginary parts, and everything is as for a module that holds those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchoptError, BatchOptimizer, CheckpointError, LevenbergMarquardt, Term, WorkerError
+from batchopt.ignite.monitor import norm_by_size
+from batchopt.optim import CG, LBFGS, SVRG, SSBroyden
+from batchopt.optim.vector import Vector
+from batchopt_workers.layout import Layout
+
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
+SAMPLES, WIDTH, MODES = 12, 3, 4
+X = torch.linspace(-2.0, 2.0, SAMPLES * 8, dtype=torch.float64).reshape(SAMPLES, 8).sin()
+Y = torch.linspace(-1.0, 3.0, SAMPLES * 2, dtype=torch.float64).reshape(SAMPLES, 2).cos()
+
+
+# ---- modules, of complex parameters or of real pairs
+
+
+def weights(seed: int, pairs: bool, *shape: int) -> nn.Parameter:
+    numbers = torch.randn(*shape, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) / 2
+    return nn.Parameter(numbers if pairs else torch.view_as_complex(numbers))
+
+
+def as_complex(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.is_complex() else torch.view_as_complex(weight)
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator."""
+
+    def __init__(self, seed: int, pairs: bool) -> None:
+        super().__init__()
+        self.local = nn.Conv1d(WIDTH, WIDTH, 1).double()
+        self.weight = weights(seed, pairs, WIDTH, WIDTH, MODES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.einsum("nim,iom->nom", torch.fft.rfft(x)[..., :MODES], as_complex(self.weight))
+        return torch.tanh(torch.fft.irfft(modes, n=x.shape[-1]) + self.local(x))
+
+
+class Operator(nn.Module):
+    """Two such layers, of one complex parameter if `tied`, between real ones that come before and after."""
+
+    def __init__(self, pairs: bool, tied: bool = False, frozen: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.lift, self.layers = nn.Linear(1, WIDTH).double(), nn.Sequential(*(Spectral(i, pairs) for i in range(2)))
+        self.last = nn.Linear(WIDTH * 8, 2).double()
+        if tied:
+            self.layers[1].weight = self.layers[0].weight
+        if frozen:
+            for parameter in (self.layers[0].weight, self.lift.bias):
+                parameter.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.layers(self.lift(x[..., None]).transpose(1, 2)).flatten(1))
+        return found
+
+
+class Waves(nn.Module):
+    """Complex parameters alone, with their conjugates, one of them without dimensions and an empty one."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.first, self.second = weights(3, pairs, 8, 3), weights(4, pairs, 3, 2)
+        self.phase, self.nothing = weights(5, pairs), weights(6, pairs, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = as_complex(self.first), as_complex(self.second)
+        found = torch.tanh((x + 0j) @ first.conj()) @ second * as_complex(self.phase).exp()
+        return (found + found.conj() @ second.mH @ second).abs()
+
+
+class Slopes(nn.Module):
+    """A function of sums of waves, by whose input it is differentiated in the residual."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.rate, self.weight = nn.Parameter(torch.tensor([0.7], dtype=torch.float64)), weights(7, pairs, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((1j * x).exp() * as_complex(self.weight)).sum(1).real.sin() * self.rate
+
+
+def differentiated(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    inputs = inputs.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+    return slope.sum(1) - targets[:, 0]
+
+
+class OneByOne(torch.autograd.Function):
+    """For which torch.func has no rule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+class Ruleless(Waves):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = OneByOne.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return found
+
+
+def difference(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return module(inputs) - targets  # type: ignore[no-any-return]
+
+
+Make = Callable[[bool], nn.Module]
+MSE: dict[str, Any] = {"criterion": nn.MSELoss()}
+CASES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "operator": (lambda pairs: Operator(pairs), MSE),
+    "tied": (lambda pairs: Operator(pairs, tied=True), MSE),
+    "frozen": (lambda pairs: Operator(pairs, frozen=True), MSE),
+    "complex alone": (Waves, MSE),
+    "a term": (lambda pairs: Operator(pairs), {"terms": {"a": Term(residual=difference, weight=3.0, loss="cauchy")}}),
+    "with derivatives": (Slopes, {"residual": differentiated}),
+    "row by row": (Ruleless, {"residual": difference}),
+}
+PAIR = pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES)
+
+
+def opened(module: nn.Module, options: dict[str, Any], **others: Any) -> BatchOptimizer:
+    return BatchOptimizer(module, **{"optimizer": None, **options, **others})
+
+
+def loaded(module: nn.Module, options: dict[str, Any], **others: Any) -> BatchOptimizer:
+    opt = opened(module, options, **others)
+    opt.load({"a": (X, Y)} if "terms" in options else X, None if "terms" in options else Y)
+    return opt
+
+
+def places(module: nn.Module, twin: nn.Module) -> torch.Tensor:
+    """Where each number of the module's X is in that of the twin of real pairs, which is in the order of
+    `parameters()`."""
+    start, offset = {}, 0
+    for name, parameter in twin.named_parameters():
+        if parameter.requires_grad:
+            start[name], offset = torch.arange(offset, offset + parameter.numel()), offset + parameter.numel()
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    in_order = [name for of_complex in (True, False) for name, p in named if p.is_complex() is of_complex]
+    return torch.cat([start[name] for name in in_order])
+
+
+def close(found: Any, right: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
+
+
+@EACH
+@PAIR
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any], parallelize: int) -> None:
+    module, twin = make(False), make(True)
+    at = places(module, twin)
+    with loaded(module, options, parallelize=parallelize) as opt, loaded(twin, options) as right:
+        assert opt.parameters.dtype is torch.float64
+        assert torch.equal(opt.parameters, right.parameters[at])
+        close(opt.evaluate(), right.evaluate())
+        close(opt.grad_parameters, right.grad_parameters[at])
+        v = torch.randn(len(at), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        moved = torch.zeros_like(v)
+        moved[at] = v
+        close(opt.hvp(v[:, 0]), right.hvp(moved[:, 0])[at])
+        close(opt.hvp(v), right.hvp(moved)[at])
+        close(opt.gauss_newton(v), right.gauss_newton(moved)[at])
+        ones, others = opt.jvp(v[:, 0]), right.jvp(moved[:, 0])
+        close(*(found["a"] if "terms" in options else found for found in (ones, others)))
+        close(opt.vjp(ones), right.vjp(others)[at])
+        found, normal = opt.normal(), right.normal()
+        close(found.vector, normal.vector[at])
+        close(found.matrix, normal.matrix[at][:, at])
+        close(opt.gram(), right.gram())
+        close(opt.closure.acceleration(v[:, 0]), right.closure.acceleration(moved[:, 0])[at], 1e-7)
+        slopes, others = opt.input_gradients(), right.input_gradients()
+        close(*(found["a"] if "terms" in options else found for found in (slopes, others)))
+        points = torch.stack([right.parameters, right.parameters + 0.1 * moved[:, 1]])
+        for one, other in zip(
+            opt.evaluate_many(points[:, at], gradients=True), right.evaluate_many(points, gradients=True), strict=True
+        ):
+            close(one, other[:, at] if other.dim() == 2 else other)
+
+
+@PAIR
+def test_workers_have_the_bits_of_one(make: Make, options: dict[str, Any]) -> None:
+    found = []
+    for parallelize in (1, 2):
+        with loaded(make(False), options, parallelize=parallelize, chunk_size=5) as opt:
+            v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
+            found.append((opt.evaluate().item(), opt.grad_parameters.clone(), opt.hvp(v), opt.gauss_newton(v)))
+    (f, *vectors), (f_of_two, *of_two) = found
+    assert f == f_of_two
+    assert all(torch.equal(one, other) for one, other in zip(vectors, of_two, strict=True))
+
+
+def test_single_precision_and_every_number_in_its_place() -> None:
+    module: Any = nn.ParameterList([torch.zeros(3), torch.ones(2, dtype=torch.complex64)])
+    with opened(module, {"loss_fn": lambda m, x, y: (m[0].sum() - m[1].sum().conj() * 1j).abs()}) as opt:
+        assert opt.parameters.dtype is torch.float32
+        assert opt.parameters.tolist() == [1, 0, 1, 0, 0, 0, 0]
+        opt.parameters.copy_(torch.arange(7.0))
+        assert module[1].tolist() == [1j, 2 + 3j]
+        assert module[0].tolist() == [4, 5, 6]
+        opt.load(torch.zeros(4, 1))
+        opt.evaluate()
+        assert module[1].grad is not None
+        assert module[1].grad.dtype is torch.complex64
+        module[1].grad.fill_(1 - 2j)
+        assert opt.grad_parameters[:4].tolist() == [1, -2, 1, -2]
+
+
+def test_complex_numbers_are_aligned_behind_an_odd_number_of_real_ones() -> None:
+    module = nn.ParameterList(
+        [torch.zeros(1).double(), torch.zeros(3, dtype=torch.complex128), torch.zeros(2).double()]
+    )
+    with opened(module, {"loss_fn": lambda m, x, y: m[1].abs().sum()}) as opt:
+        assert [module[i].data_ptr() - opt.parameters.data_ptr() for i in range(3)] == [48, 0, 56]
+
+
+def test_views_elsewhere_than_in_main_memory() -> None:
+    layout = Layout.of([("a", torch.zeros(2, 3, dtype=torch.complex64)), ("b", torch.zeros(3))], torch.complex64)
+    views = layout.views(torch.zeros(layout.size, dtype=torch.float64, device="meta"))
+    assert [(view.dtype, tuple(view.shape)) for view in views] == [(torch.complex128, (2, 3)), (torch.float64, (3,))]
+
+
+# ---- parameters with other memory
+
+
+@EACH
+def test_other_memory_is_taken_over(parallelize: int) -> None:
+    module = Waves(False)
+    with loaded(module, MSE, parallelize=parallelize) as opt:
+        opt.evaluate()
+        other = weights(9, False, 3, 2).data
+        module.second.data = other.clone()
+        module.first.data = module.first.data.conj()
+        expected = nn.functional.mse_loss(module(X), Y)
+        close(opt.evaluate(), expected.detach())
+        assert torch.equal(module.second.data, other)
+        assert not module.first.is_conj()
+        assert torch.equal(opt.parameters[48:60], torch.view_as_real(other).flatten())
+        module.first.data = module.first.data.real.clone()
+        with pytest.raises(
+            BatchoptError, match=r"'first' was \(8, 3\) torch.complex128 on cpu .* now .* torch.float64"
+        ):
+            opt.evaluate()
+
+
+def test_a_conjugate_parameter_keeps_its_values() -> None:
+    numbers = weights(9, False, 3, 2).data
+    module: Any = nn.ParameterList([nn.Parameter(numbers.conj())])
+    with opened(module, {"loss_fn": lambda m, x, y: m[0].abs().sum()}) as opt:
+        assert torch.equal(opt.parameters, torch.view_as_real(numbers.conj().resolve_conj()).flatten())
+        assert not module[0].is_conj()
+
+
+# ---- optimizers
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "LBFGS": lambda params: LBFGS(params, max_iter=4),
+    "CG": lambda params: CG(params, max_iter=4),
+    "SSBroyden": lambda params: SSBroyden(params, max_iter=4),
+    "LevenbergMarquardt": lambda params: LevenbergMarquardt(params, max_iter=3),
+    "LevenbergMarquardt, products": lambda params: LevenbergMarquardt(params, max_iter=3, dense=0),
+    "LevenbergMarquardt of some": lambda params: LevenbergMarquardt(params[::-1][1:], max_iter=3),
+    "torch's LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=4),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "SVRG": lambda params: SVRG(torch.optim.SGD(params, lr=0.1)),
+}
+
+
+def stepped(opt: BatchOptimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        if isinstance(opt.optimizer, SVRG):
+            opt.optimizer.begin_pass(lambda: opt.full_gradient([(X, Y)]))
+        opt.step(X, Y)
+
+
+@EACH
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_step_as_over_real_pairs(make_optimizer: Any, parallelize: int) -> None:
+    module, twin = Operator(False), Operator(True)
+    at = places(module, twin)
+    ordered = sorted(
+        (name for name, _ in module.named_parameters()), key=lambda name: "layers" not in name or "local" in name
+    )
+    options = {**MSE, "chunk_size": 6}
+    optimizers = [make_optimizer([dict(m.named_parameters())[name] for name in ordered]) for m in (module, twin)]
+    with (
+        opened(module, options, parallelize=parallelize, optimizer=optimizers[0]) as opt,
+        opened(twin, options, optimizer=optimizers[1]) as right,
+    ):
+        before = opt.parameters.clone()
+        stepped(opt)
+        stepped(right)
+        close(opt.parameters, right.parameters[at], 1e-8)
+        assert not torch.equal(opt.parameters[: 2 * WIDTH * WIDTH * MODES], before[: 2 * WIDTH * WIDTH * MODES])
+
+
+def fitted(name: str, pairs: bool) -> torch.Tensor:
+    """What a closure of plain torch comes to: a real parameter of odd size lies before complex ones, whose gradients
+    are lazily conjugate."""
+    rate, module = nn.Parameter(torch.tensor([0.3], dtype=torch.float64)), Waves(pairs)
+
+    def residuals() -> torch.Tensor:
+        sums = (as_complex(module.second).conj() * (1 + 2j)).real.sum(0) * rate
+        found: torch.Tensor = module(X) + sums - Y
+        return found
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = residuals().square().sum()
+        found.backward()  # type: ignore[no-untyped-call]
+        return found
+
+    params, start = [rate, *module.parameters()], float(residuals().detach().square().sum())
+    optimizer: Any = LBFGS(params, max_iter=5) if name == "LBFGS" else LevenbergMarquardt(params, max_iter=5)
+    optimizer.step(loss if name == "LBFGS" else residuals)
+    assert float(residuals().detach().square().sum()) < start / 2
+    return torch.cat([(torch.view_as_real(p) if p.is_complex() else p).detach().flatten() for p in params])
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "LevenbergMarquardt"])
+def test_closures_of_plain_torch(name: str) -> None:
+    close(fitted(name, False), fitted(name, True), 1e-7)
+
+
+def test_a_gradient_that_is_lazily_conjugate_is_read() -> None:
+    weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+    (weight.conj() * torch.tensor([2j, 1j])).real.sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.is_conj()
+    vector = Vector([weight])
+    found = vector.empty()
+    vector.read_gradient(found)
+    assert found.tolist() == torch.view_as_real(weight.grad.resolve_conj()).flatten().tolist()
+
+
+@EACH
+def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
+    module: Any = Operator(False)
+    with loaded(module, MSE, parallelize=parallelize) as opt:
+        first = opt.evaluate().item()
+        module.zero_grad()
+        (opt.loss() + module.layers[0].weight.abs().square().sum()).backward()
+        penalty = torch.view_as_real(2 * module.layers[0].weight.detach()).flatten()
+        found = torch.view_as_real(module.layers[0].weight.grad).flatten()
+        opt.evaluate()
+        close(found, opt.grad_parameters[: len(penalty)] + penalty)
+        opt.hogwild((X, Y), lambda params: torch.optim.SGD(params, lr=0.05), batch_size=4)
+        opt.load(X, Y)
+        assert opt.evaluate().item() < first
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "LevenbergMarquardt", "Adam", "torch's LBFGS"])
+@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_the_same_bits(name: str, workers: tuple[int, int], tmp_path: Path) -> None:
+    options = {**MSE, "chunk_size": 5, "optimizer": OPTIMIZERS[name]}
+    with opened(Operator(False), options, parallelize=workers[0]) as opt:
+        stepped(opt)
+        opt.save(tmp_path / "saved")
+        stepped(opt)
+        expected = opt.parameters.clone()
+    with opened(Operator(False), options, parallelize=workers[1]) as opt:
+        opt.load_checkpoint(tmp_path / "saved")
+        stepped(opt)
+        assert torch.equal(opt.parameters, expected)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_checkpoints_of_pairs_and_of_complex_ones_are_others(pairs: bool, tmp_path: Path) -> None:
+    with opened(Waves(pairs), MSE) as opt:
+        opt.save(tmp_path / "saved")
+    here = r"\(8, 3, 2\) here and \(8, 3, 'complex'\)" if not pairs else r"\(8, 3, 'complex'\) here and \(8, 3, 2\)"
+    with opened(Waves(not pairs), MSE) as opt, pytest.raises(CheckpointError, match=rf"'first' is {here} in the file"):
+        opt.load_checkpoint(tmp_path / "saved")
+
+
+# ---- SciPy, the doctor, statistics
+
+
+def test_scipy_minimises_over_real_and_imaginary_parts() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    with loaded(Waves(False), MSE) as opt:
+        objective = opt.objective()
+        f, gradient = objective.value_and_grad(objective.x0)
+        assert f == opt.evaluate().item()
+        assert np.array_equal(gradient, opt.grad_parameters.numpy())
+        found = optimize.minimize(objective, objective.x0, jac=objective.gradient, options={"maxiter": 5})
+        assert found.fun < f
+        objective.assign(found.x)
+        close(opt.evaluate(), torch.tensor(found.fun, dtype=torch.float64))
+        squares = objective.least_squares()
+        fitted = optimize.least_squares(squares.fun, found.x, jac=squares.jac, max_nfev=5)
+        assert fitted.cost < found.fun
+
+
+def test_the_doctor_computes_in_double_precision() -> None:
+    module = Waves(False)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.complex64)
+    with opened(module, MSE) as opt:
+        report = opt.check(X.float(), Y.float())
+    assert report.healthy, str(report)
+
+
+def test_a_statistic_of_complex_numbers_is_of_both_parts() -> None:
+    assert norm_by_size(torch.tensor([3 + 4j, 3 - 4j])) == 5
+
+
+# ---- what is refused
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        (
+            (torch.float64, torch.complex64),
+            r"\('1' is complex\): beside complex64 there may be float32.*module\.double\(\)",
+        ),
+        ((torch.complex64, torch.complex128), r"\('0' is complex\).* p\.data = p\.data\.to\(dtype\)"),
+        (
+            (torch.float16, torch.complex32),
+            r"'1' is torch\.complex32; trainable ones must be .* complex128 or complex64",
+        ),
+    ],
+)
+def test_other_mixtures_are_refused(dtypes: tuple[torch.dtype, ...], message: str) -> None:
+    module: Any = nn.ParameterList([torch.zeros(1, dtype=dtype) for dtype in dtypes])
+    with pytest.raises(ValueError, match=message):
+        opened(module, {"loss_fn": lambda m, x, y: m[0].abs().sum()})
+
+
+def test_residuals_and_losses_have_to_be_real() -> None:
+    with loaded(Waves(False), {"residual": lambda m, x, y: (x + 0j) @ m.first}) as opt:
+        with pytest.raises(WorkerError, match=r"got torch\.complex128: return torch\.view_as_real of it"):
+            opt.normal()
+    with loaded(Waves(False), {"loss_fn": lambda m, x, y: m.first.sum()}) as opt:
+        with pytest.raises(
+            WorkerError, match=r"`loss_fn` must return a real number; got torch\.complex128: return \.real or"
+        ):
+            opt.evaluate()
+
+
+def test_an_l1_penalty_of_complex_parameters_is_refused() -> None:
+    with opened(Waves(False), MSE, optimizer=lambda params: LBFGS(params, l1=0.1)) as opt:
+        before = opt.parameters.clone()
+        with pytest.raises(
+            ValueError, match=r"`l1` would penalise real and imaginary parts .* add p\.abs\(\)\.sum\(\)"
+        ):
+            opt.step(X, Y)
+        assert torch.equal(opt.parameters, before)

@@ -1,0 +1,513 @@
+"""An evaluation that repeats goes a short way, here and with workers, and finds what an ordinary one does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import batchopt.backends.process.repeat
+from batchopt import BatchOptimizer, Sample, Term, Weighted, Worker
+from batchopt._data.batches import Reading, read_part
+from batchopt._data.forms import with_form
+from batchopt._mapreduce.speeds import Speeds
+from batchopt.backends.process.repeat import Repeat
+from batchopt.errors import WorkerError
+from batchopt_workers.batch import Batch
+from batchopt_workers.packing import pack
+from batchopt_workers.repeat import Repeater
+
+N = 24
+X = torch.linspace(-2.0, 2.0, N * 3).reshape(N, 3).sin()
+Y = torch.linspace(-1.0, 3.0, N * 2).reshape(N, 2).cos()
+
+
+@pytest.fixture
+def rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of the evaluations for which workers were rung, and that they have made by the book."""
+    found: list[int] = []
+    wait = Repeat.wait
+
+    def noted(self: Repeat, number: int, *arguments: Any) -> bool:
+        usual = wait(self, number, *arguments)
+        if usual:
+            found.append(number)
+        return usual
+
+    monkeypatch.setattr(Repeat, "wait", noted)
+    monkeypatch.setattr(batchopt.backends.process.repeat, "PATIENCE", 5.0)  # the machine may be busy
+    yield found
+
+
+class Drops(nn.Module):
+    """Draws random numbers, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def move(opt: BatchOptimizer) -> None:
+    """A step that any optimizer could have made."""
+    opt.parameters.sub_(opt.grad_parameters, alpha=0.1)
+
+
+def evaluations(module: nn.Module, parallelize: int, chunk_size: int | None, **options: Any) -> list[torch.Tensor]:
+    """f, df/dX and the module's state, again and again."""
+    found: list[torch.Tensor] = []
+    settings = {"optimizer": None, "parallelize": parallelize, "chunk_size": chunk_size, "check_cut": False, **options}
+    with BatchOptimizer(module, nn.MSELoss(), threads_per_worker=1, **settings) as opt:
+        for scale in (1.0, 2.0):
+            opt.load(scale * X, Y)
+            for _ in range(6):
+                found += [opt.evaluate(), opt.grad_parameters.clone()]
+                move(opt)
+        found += [tensor.clone() for tensor in module.state_dict().values()]
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises by the statistics")
+@pytest.mark.parametrize("module", [plain, Drops])
+@pytest.mark.parametrize("chunk_size", [5, 8])
+def test_bits_are_those_of_one_process(module: Callable[[], nn.Module], chunk_size: int, rings: list[int]) -> None:
+    expected = evaluations(module(), 1, chunk_size)
+    assert not rings
+    same(evaluations(module(), 2, chunk_size, speeds=[1, 1]), expected)
+    assert rings  # how many depends on what else the machine does
+    same(evaluations(module(), 3, chunk_size, speeds=[1, 1, 1]), expected)
+
+
+def minibatches(parallelize: int, ahead: bool, form: str = "tensors") -> list[Any]:
+    """What a few steps of SGD leave, on batches of one form."""
+    module = Drops()
+    found: list[Any] = []
+    with BatchOptimizer(
+        module,
+        nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        parallelize=parallelize,
+        chunk_size=6,
+        check_cut=False,
+    ) as opt:
+        batches: list[Any] = [(X * (1 + i), Y - i) for i in range(12)]
+        if form == "another size now and then":
+            batches[5] = batches[5][0][:18], batches[5][1][:18]
+        elif form == "weights":
+            batches = [(Weighted(x, torch.arange(N) + 1.0), y) for x, y in batches]
+        if ahead:
+            found += [*opt.steps(batches)]
+        else:
+            found += [opt.step(x, y) for x, y in batches]
+        found += [opt.parameters.clone(), *(tensor.clone() for tensor in module.state_dict().values())]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises by the statistics")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("form", ["tensors", "another size now and then", "weights"])
+def test_minibatches_have_the_bits_of_one_process(ahead: bool, form: str, rings: list[int]) -> None:
+    expected = minibatches(1, ahead, form)
+    found = minibatches(2, ahead, form)
+    assert found[:12] == expected[:12]
+    same(found[12:], expected[12:])
+    assert form == "weights" or rings
+
+
+class Writes(nn.Module):
+    """Writes its samples, where nobody counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        x.numpy()[...] = 0.0
+        return y
+
+
+def test_a_batch_is_not_read_through_what_was_written_into_the_one_before(rings: list[int]) -> None:
+    torch.manual_seed(0)
+    module = Writes()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=2, chunk_size=12, speeds=[1, 1]) as opt:
+        for scale in range(1, 6):
+            expected = nn.functional.mse_loss(module.linear(scale * X), Y).item()
+            assert opt.step(scale * X, Y) == pytest.approx(expected)
+    assert rings
+
+
+def test_whatever_comes_between_two_evaluations_is_seen(rings: list[int]) -> None:
+    module, criterion = plain(), nn.MSELoss()
+    seen: list[float] = []
+
+    def evaluate(opt: BatchOptimizer, expected: Callable[[], torch.Tensor]) -> None:
+        for _ in range(3):
+            assert opt.evaluate().item() == pytest.approx(expected().item(), rel=1e-5)
+            torch.testing.assert_close(opt.grad_parameters, gradient(expected()), rtol=1e-4, atol=1e-6)
+            move(opt)
+            seen.append(opt.output)
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, [*module.parameters()])])
+
+    def mse() -> torch.Tensor:
+        return nn.functional.mse_loss(module(X), Y)
+
+    with BatchOptimizer(module, criterion, optimizer=None, parallelize=2) as opt:
+        opt.load(X, Y)
+        evaluate(opt, mse)
+        assert opt.total(lambda module, inputs, targets: inputs.sum()).item() == pytest.approx(X.sum().item(), abs=1e-4)
+        evaluate(opt, mse)
+        opt.hvp(torch.ones_like(opt.parameters))
+        evaluate(opt, mse)
+        assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
+        evaluate(opt, mse)
+        opt.prehook = lambda worker, sample: setattr(sample, "inputs", 2 * sample.inputs)
+        evaluate(opt, lambda: nn.functional.mse_loss(module(2 * X), Y))
+        opt.prehook = None
+        evaluate(opt, mse)
+        next(module.parameters()).data = next(module.parameters()).data + 0.1
+        evaluate(opt, mse)
+        opt.resize(3)
+        opt.load(X, Y)
+        evaluate(opt, mse)
+        criterion.reduction = "sum"
+        opt.load(X, Y)
+        evaluate(opt, lambda: nn.functional.mse_loss(module(X), Y, reduction="sum"))
+        opt.load(X.double().float() * 3, Y)
+        evaluate(opt, lambda: nn.functional.mse_loss(module(3 * X), Y, reduction="sum"))
+    assert rings
+    assert opt.eval_counter == len(seen)
+
+
+class Counts:
+    """A posthook that counts, and returns something now and then."""
+
+    def __init__(self, returns: int) -> None:
+        self.returns = returns
+
+    def __call__(self, worker: Worker, sample: Sample) -> int | None:
+        worker.state["calls"] = calls = worker.state.get("calls", 0) + 1
+        return calls if calls % self.returns == 0 else None
+
+
+@pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 5), (2, None)])
+def test_a_posthook_that_returns_something_now_and_then(
+    parallelize: int, chunk_size: int | None, rings: list[int]
+) -> None:
+    found: list[list[int | None]] = []
+    speeds = [1] * parallelize
+    with BatchOptimizer(
+        plain(),
+        nn.MSELoss(),
+        optimizer=None,
+        parallelize=parallelize,
+        posthook=Counts(7),
+        speeds=speeds,
+        chunk_size=chunk_size,
+    ) as opt:
+        opt.load(X, Y)
+        for _ in range(9):
+            opt.evaluate()
+            found.append(opt.hook_results)
+            move(opt)
+        calls = opt.run_on_workers(lambda worker: worker.state["calls"])
+    chunks = parallelize if chunk_size is None else 5
+    assert [len(results) for results in found] == [chunks] * 9
+    assert sum(calls) == 9 * chunks  # each once
+    said = [result for results in found for result in results if result is not None]
+    assert sorted(said) == sorted(n for number in calls for n in range(7, number + 1, 7))
+    assert parallelize == 1 or rings
+
+
+def ones(worker: Worker, sample: Sample) -> Any:
+    """A posthook whose results cannot be compared with None by `==`."""
+    return np.ones(2)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_posthook_that_returns_arrays(parallelize: int) -> None:
+    speeds = [1] * parallelize
+    with BatchOptimizer(
+        plain(), nn.MSELoss(), optimizer=None, parallelize=parallelize, posthook=ones, speeds=speeds
+    ) as opt:
+        opt.load(X, Y)
+        for _ in range(5):
+            opt.evaluate()
+            assert [found.tolist() for found in opt.hook_results] == [[1.0, 1.0]] * parallelize
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_batch_of_another_form_is_looked_at(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    with BatchOptimizer(
+        module, nn.MSELoss(), optimizer=None, parallelize=parallelize, posthook=lambda worker, sample: None
+    ) as opt:
+        for _ in range(4):
+            opt.load(X, Y[:, :1])
+            opt.evaluate()
+        opt.load([*X], [*Y[:, :1]])
+        opt.evaluate()
+        assert opt.hook_results == [None] * N
+        opt.load(X, Y[:, 0].contiguous())
+        with pytest.raises((ValueError, WorkerError), match="broadcasts them"):
+            opt.evaluate()
+
+
+class Caches(nn.Module):
+    """Keeps something of the first samples that it sees in a buffer without elements."""
+
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("cache", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache.numel() == 0:
+            self.cache = x.mean(0)
+        y: torch.Tensor = self.linear(x - self.cache)
+        return y
+
+
+def test_a_buffer_without_elements_is_put_back() -> None:
+    module = Caches()
+    halves = [
+        nn.functional.mse_loss(module.linear(x - x.mean(0)), y).item() for x, y in ((X[:12], Y[:12]), (X[12:], Y[12:]))
+    ]
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=12, check_cut=False) as opt:
+        opt.load(X, Y)
+        for _ in range(4):
+            assert opt.evaluate().item() == pytest.approx(sum(halves) / 2)
+        assert module.cache.numel() == 0
+
+
+def test_a_batch_is_sent_without_its_form() -> None:
+    """Workers load nothing of the parent's library."""
+    batch = with_form(Batch((read_part(X, Y, None, Reading(None, "mean", None, None)),)))
+    assert batch.plain is not None and b"batchopt._data" not in pack(batch).data
+
+
+def test_terms_and_their_weights(rings: list[int]) -> None:
+    module = plain()
+
+    def squares(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(module(inputs), targets)
+
+    terms = {"one": Term(squares), "two": Term(squares, weight=2.0)}
+    with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=2, chunk_size=5) as opt:
+        for weight in (2.0, 3.0):
+            opt.weights = {"one": 1.0, "two": weight}
+            opt.load({"one": (X, Y), "two": (X[:7] + 1, Y[:7])})
+            for _ in range(4):
+                losses = squares(module, X, Y).item(), squares(module, X[:7] + 1, Y[:7]).item()
+                assert opt.evaluate().item() == pytest.approx(losses[0] + weight * losses[1], rel=1e-5)
+                assert opt.losses == pytest.approx({"one": losses[0], "two": losses[1]}, rel=1e-5)
+                move(opt)
+    assert rings
+
+
+def test_an_infinite_loss_is_said_so(rings: list[int]) -> None:
+    module = plain()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, on_nonfinite="return") as opt:
+        opt.load(X, Y)
+        before = [opt.evaluate().item() for _ in range(3)]
+        kept = opt.parameters.clone()
+        opt.parameters.fill_(torch.inf)
+        assert opt.evaluate().item() == torch.inf
+        opt.parameters.copy_(kept)
+        assert [opt.evaluate().item() for _ in range(3)] == pytest.approx(before)
+
+
+def test_workers_and_timelines_show_repeats() -> None:
+    with BatchOptimizer(plain(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        before = sum(worker.samples for worker in opt.workers)
+        with opt.timeline() as timeline:
+            for _ in range(3):
+                opt.evaluate()
+        assert sum(worker.samples for worker in opt.workers) == before + 3 * N
+        assert sum(event.name == "chunks" for event in timeline.events) == 6
+
+
+def test_forms_of_batches() -> None:
+    a, b, c = (torch.ones(4, 3) for _ in range(3))
+
+    def form(inputs: Any, targets: Any, collate: Any = None) -> Any:
+        found = with_form(Batch((read_part(inputs, targets, None, Reading(collate, "mean", None, None)),)))
+        return None if found.plain is None else found.plain.form
+
+    assert form(a, b) == form(b, c) is not None
+    assert form((a, b), (c,)) != form((a,), (b, c))
+    square, turned = torch.ones(4, 1, 3, 3), torch.ones(4, 3, 3, 1).permute(0, 3, 1, 2)
+    assert turned.is_contiguous() and form(square, b) != form(turned, b)
+    for other in (a[:3], a.double(), a.t().contiguous().t(), [*a], a.clone().requires_grad_()):
+        assert form(other, b[: len(other)]) != form(a, b)
+    assert form(a, b, lambda pairs: pairs) is None and form(a, a) is None
+
+
+def test_a_collate_function_that_is_given_tensors(rings: list[int]) -> None:
+    ones = torch.ones(3)
+    with BatchOptimizer(
+        plain(), nn.MSELoss(), optimizer="sgd", parallelize=2, collate_fn=lambda pairs: (pairs, ones)
+    ) as opt:
+        found = [opt.step(X, Y) for _ in range(3)]
+    assert found[0] > found[2]
+
+
+def test_other_speeds_after_a_resize() -> None:
+    with BatchOptimizer(plain(), nn.MSELoss(), optimizer=None, parallelize=2, speeds=[1, 3]) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        opt.resize(2, speeds=[1, 1])
+        opt.load(X, Y)
+        before = [worker.samples for worker in opt.workers]
+        opt.evaluate()
+        assert [worker.samples - done for worker, done in zip(opt.workers, before, strict=True)] == [12, 12]
+
+
+def test_an_overridden_map_is_not_repeated() -> None:
+    class Clipped(BatchOptimizer):
+        def map(self) -> Any:
+            answers = super().map()
+            return [replace(answer, partials=[*map(self.clip, answer.partials)]) for answer in answers]
+
+        @staticmethod
+        def clip(found: Any) -> Any:
+            node, partial = found
+            return node, partial._replace(gradient=partial.gradient.clone().zero_())
+
+    with Clipped(plain(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.load(X, Y)
+        for _ in range(3):
+            opt.evaluate()
+            assert not opt.grad_parameters.any()
+        for _ in range(3):
+            opt._function.evaluate()
+            assert opt.grad_parameters.any()
+            move(opt)
+
+
+class Draws(nn.Module):
+    """Dropout, if the samples are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = bool(x.abs().max() > 2.5)
+        y: torch.Tensor = self.linear(nn.functional.dropout(x, 0.5) if large else x)
+        return y
+
+
+@pytest.mark.parametrize("scales", [[3, 4, 5] * 4, [1, 2, 1] * 4 + [5]])
+def test_chunks_stay_in_a_step_that_draws_though_speeds_change(scales: list[int], rings: list[int]) -> None:
+    with BatchOptimizer(Draws(), nn.MSELoss(), optimizer=None, parallelize=2, check_cut=False) as opt:
+        for scale in scales:
+            opt.load(scale * X, Y)
+            first = opt.evaluate().item()
+        assert rings
+        for _ in range(2):
+            opt._function.workers.set_speeds(Speeds((900.0, 100.0)))
+            assert opt.evaluate().item() == pytest.approx(first, rel=1e-6)
+
+
+# ---- a budget of frames
+
+
+def frames(call: Callable[[], object]) -> int:
+    """How many Python frames a call enters, torch's own aside."""
+    found = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call" and "/torch/" not in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def least(call: Callable[[], object]) -> int:
+    """Of some calls that repeat, the one that enters the fewest: now and then an evaluation looks at everything."""
+    for _ in range(8):
+        call()
+    return min(frames(call) for _ in range(40))
+
+
+def of_evaluation(parallelize: int, chunk_size: int | None = None) -> int:
+    with BatchOptimizer(
+        nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size
+    ) as opt:
+        opt.load(torch.ones(64, 1), torch.ones(64, 1))
+        return least(opt.evaluate)
+
+
+def of_minibatch(parallelize: int) -> int:
+    x, y = torch.ones(64, 1), torch.ones(64, 1)
+    with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+        return least(lambda: opt.step(x, y))
+
+
+def count_frames(worker: Worker) -> None:
+    """Count those of each evaluation that this worker is rung for."""
+    evaluate, found = Repeater.evaluate, worker.state.setdefault("frames", [])
+
+    def counted(self: Repeater, session: Any) -> None:
+        found.append(frames(lambda: evaluate(self, session)))
+
+    Repeater.evaluate = counted  # type: ignore[method-assign]
+
+
+def test_frames_of_an_evaluation_that_repeats(rings: list[int]) -> None:
+    alone, two, four, chunks = of_evaluation(1), of_evaluation(2), of_evaluation(4), of_evaluation(1, 16)
+    assert alone <= 85
+    assert two <= 50
+    assert (four - two) / 2 <= 1
+    assert (chunks - alone) / 3 <= 32
+
+
+def test_frames_of_a_worker_that_is_rung_for(rings: list[int]) -> None:
+    with BatchOptimizer(
+        nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=2, precode=count_frames, speeds=[1, 1]
+    ) as opt:
+        opt.load(torch.ones(64, 1), torch.ones(64, 1))
+        for _ in range(12):
+            opt.evaluate()
+        found = opt.run_on_workers(lambda worker: min(worker.state["frames"]))
+    assert rings and max(found) <= 60
+
+
+def test_frames_of_a_minibatch(rings: list[int]) -> None:
+    assert of_minibatch(1) <= 215
+    assert of_minibatch(2) <= 190
