@@ -170,14 +170,19 @@ class Moving(Ours):
         return super().__call__()
 
 
+def ranked(rank: int, ranks: int, port: int) -> None:
+    """Let this process be that rank, with one thread, as torchrun would start it on a machine of its own."""
+    torch.set_num_threads(1)
+    here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in here.items()}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+
+
 class Ranks:
     """One evaluation by ranks of which each has one worker, which is its own process, as torchrun would start them."""
 
     def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
-        torch.set_num_threads(1)
-        here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in here.items()}
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        ranked(rank, ranks, port)
         self._ours = Moving(workload, 1, {"backend": "ranks"})
         self.close = self._ours.close
 

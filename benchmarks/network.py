@@ -1,10 +1,12 @@
 """What does an evaluation over several machines cost where there is a wire between them?
 
 Each machine is a network namespace of this one, with an address of its own behind a switch; what leaves it and what
-comes in passes a token bucket (tbf) of 1 or 10 Gbit/s. Ours by a rank in each, and by a Ray node in each, the parent on
-the first; and DistributedDataParallel over gloo with a rank in each; linear layers of 10,000 and 8.4 million parameters
-on eight samples, one worker or rank a machine; ours at another X each time. All share the cores of this machine.
-Namespaces are removed at the end. They need root, `ip` and `tc`: where they cannot be made, a line says so.
+comes in passes a token bucket (tbf) of 1 or 10 Gbit/s. Ours by a rank in each, and on two machines by a Ray node in
+each, the parent on the first; and DistributedDataParallel over gloo with a rank in each; linear layers of 10,000 and 8.4
+million parameters on eight samples, one worker or rank a machine; ours at another X each time. And a step of L-BFGS (20
+iterations without a line search, 20 pairs) by ranks of ours, and by torch.optim.LBFGS over DistributedDataParallel. All
+share the cores of this machine; more Ray nodes than two do not start here. Namespaces are removed at the end. They need
+root, `ip` and `tc`: where they cannot be made, a line says so.
 
     python -m benchmarks.network [--rates 1 10] [--machines 2 4] [--rounds 8]
 """
@@ -19,13 +21,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import ROUNDS, Arm, Distributed, Moving, Ranks, take_turns
+import torch
+
+import batchopt
+from batchopt.optim import LBFGS
+from benchmarks.arms import ROUNDS, Arm, Distributed, Moving, Ranks, ranked, take_turns
 from benchmarks.findings import Finding, publish
+from benchmarks.workloads import build
 
 SIZES = ("10,000", "8.4 million")
 SWITCH, PREFIX, NETWORK = "batchopt-switch", "batchopt-", "10.77.0"
@@ -33,6 +42,15 @@ PORT = 6399
 CLONE_NEWNET = 0x40000000
 STARTING = 180.0
 BURST = 8
+DESCENT: dict[str, Any] = {
+    "lr": 0.05,
+    "max_iter": 20,
+    "history_size": 20,
+    "line_search_fn": None,
+    "tolerance_grad": 0.0,
+    "tolerance_change": 0.0,
+}
+GLOO = {"MASTER_ADDR": f"{NETWORK}.1", "GLOO_SOCKET_IFNAME": "eth0"}
 # Times DistributedDataParallel at 1 Gbit/s, at most: of an arm, a size and a number of machines.
 AIMS = {
     ("ranks", "10,000", 2): 1.0,
@@ -110,6 +128,32 @@ def enter(machine: int) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
 
 
+class OurLBFGS:
+    """A step by ranks of which each has one worker, its own process."""
+
+    def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
+        ranked(rank, ranks, port)
+        case = build(workload)
+        self._opt = batchopt.BatchOptimizer(
+            case.module, loss_fn=case.loss, optimizer=partial(LBFGS, **DESCENT), parallelize=1, backend="ranks"
+        )
+        self._case, self.close = case, self._opt.close
+
+    def __call__(self) -> None:
+        self._opt.step(self._case.inputs, self._case.targets)
+
+
+class TorchLBFGS(Distributed):
+    """A step by torch over DistributedDataParallel."""
+
+    def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
+        super().__init__(workload, rank, ranks, port)
+        self._optimizer = torch.optim.LBFGS(self.module.parameters(), **DESCENT)
+
+    def __call__(self) -> float:
+        return float(self._optimizer.step(super().__call__))  # type: ignore[no-untyped-call]
+
+
 def on_its_machine(make: Callable[..., Any], *arguments: Any) -> Any:
     """What `make` makes, on the machine of its rank; on the first, where there are no ranks."""
     enter(0 if make is Moving else arguments[-3])
@@ -162,16 +206,28 @@ def _await_ray(nodes: int) -> None:
     raise TimeoutError(f"Ray did not start in {STARTING:g} s: {found.stderr[-2000:]}")
 
 
-def measure(size: str, machines: int, rounds: int) -> dict[str, float]:
+def measure(size: str, machines: int, rounds: int, with_ray: bool) -> dict[str, float]:
     """Seconds of an evaluation of each arm."""
     arms: dict[str, Arm] = {}
     there = {"RAY_ADDRESS": f"{address(0)}:{PORT}", "PYTHONWARNINGS": "ignore"}
-    gloo = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
     try:
-        arms["ranks"] = Arm(on_its_machine, Ranks, size, processes=machines, environment=gloo)
-        arms["Ray"] = Arm(on_its_machine, Moving, size, machines, {"backend": "ray"}, environment=there)
-        arms["ddp"] = Arm(on_its_machine, Distributed, size, processes=machines, environment=gloo)
+        arms["ranks"] = Arm(on_its_machine, Ranks, size, processes=machines, environment=GLOO)
+        if with_ray:
+            arms["Ray"] = Arm(on_its_machine, Moving, size, machines, {"backend": "ray"}, environment=there)
+        arms["ddp"] = Arm(on_its_machine, Distributed, size, processes=machines, environment=GLOO)
         return take_turns(arms, BURST, rounds)
+    finally:
+        for arm in arms.values():
+            arm.close()
+
+
+def measure_descent(rounds: int) -> dict[str, float]:
+    """Seconds of a step of L-BFGS of each arm."""
+    arms: dict[str, Arm] = {}
+    try:
+        for name, make in (("ranks", OurLBFGS), ("ddp", TorchLBFGS)):
+            arms[name] = Arm(on_its_machine, make, "8.4 million", processes=2, environment=GLOO)
+        return take_turns(arms, 2, rounds)
     finally:
         for arm in arms.values():
             arm.close()
@@ -187,22 +243,28 @@ def main() -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     os.environ["RAY_AUTH_MODE"] = "disabled"
     findings: list[Finding] = []
-    details = {}
-    for gigabits in given.rates:
-        for machines in given.machines:
-            try:
-                with network(machines, gigabits), ray_nodes(machines):
-                    for size in SIZES:
-                        name = f"{size} parameters, {machines} machines, {gigabits:g} Gbit/s"
-                        times = details[name] = measure(size, machines, given.rounds)
-                        print(name, {arm: f"{1e3 * seconds:.2f} ms" for arm, seconds in times.items()}, flush=True)
-                        findings.append(Finding(f"{name}: DistributedDataParallel", 1e3 * times["ddp"], "ms"))
-                        for arm in ("ranks", "Ray"):
-                            aim = AIMS.get((arm, size, machines)) if gigabits == 1 else None
-                            findings.append(Finding(f"{name}: {arm} / that", times[arm] / times["ddp"], most=aim))
-            except NotAllowed as error:
-                print(f"left out, since network namespaces cannot be made here: {error}")
-                return
+    details: dict[str, dict[str, float]] = {}
+
+    def found(name: str, times: dict[str, float], aims: Mapping[str, float | None]) -> None:
+        print(name, {arm: f"{1e3 * seconds:.2f} ms" for arm, seconds in times.items()}, flush=True)
+        details[name] = times
+        findings.append(Finding(f"{name}: DistributedDataParallel", 1e3 * times["ddp"], "ms"))
+        for arm in sorted(times.keys() - {"ddp"}):
+            findings.append(Finding(f"{name}: {arm} / that", times[arm] / times["ddp"], most=aims.get(arm)))
+
+    try:
+        for gigabits, machines in product(given.rates, given.machines):
+            with_ray, where = machines == 2, f"{machines} machines, {gigabits:g} Gbit/s"
+            with network(machines, gigabits), ray_nodes(machines) if with_ray else nullcontext():
+                for size in SIZES:
+                    aims = {arm: AIMS.get((arm, size, machines)) for arm in ("ranks", "Ray")} if gigabits == 1 else {}
+                    found(f"{size} parameters, {where}", measure(size, machines, given.rounds, with_ray), aims)
+            if machines == 2 and gigabits == 1:
+                with network(machines, gigabits):
+                    found(f"L-BFGS, 8.4 million parameters, {where}", measure_descent(2), {"ranks": 0.9})
+    except NotAllowed as error:
+        print(f"left out, since network namespaces cannot be made here: {error}")
+        return
     publish("network", findings, details)
 
 

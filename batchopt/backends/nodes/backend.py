@@ -28,6 +28,7 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.split import runs, split_batch
 from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
+from batchopt.backends.nodes.fixed_order import WHOLE
 from batchopt.backends.nodes.members import Member, Members
 from batchopt.backends.nodes.node import NodeCommand, NodeSession, NodeSetup, Update
 from batchopt.backends.nodes.placing import Placer
@@ -163,20 +164,22 @@ class NodesBackend(CompressingBackend):
 
     def _send(self, team: Team, what: str, updates: Callable[[Member], list[Update]], *arguments: Any) -> None:
         """Send all nodes a command."""
-        present, vectors = self._members.present, {}
+        present = self._members.present
+        vectors: dict[str, torch.Tensor] = {}
         if what == "evaluate":
             if self._x is None or not torch.equal(octets(self._x), octets(self._setup.flat.vector)):  # -0 is not 0
                 self._x = self._setup.flat.vector.clone()
-            vectors = {"X": self._x, "direction": self._direction}
-            vectors = {name: v for name, v in vectors.items() if any(m.has.get(name) is not v for m in present)}
+            of_all = {"X": self._x} if self._direction is None else {"X": self._x, "direction": self._direction}
+            vectors = {name: v for name, v in of_all.items() if any(m.has.get(name) is not v for m in present)}
+        written = {name: octets(v).numpy().tobytes() if v.nbytes <= WHOLE else None for name, v in vectors.items()}
         commands = {}
         for place, member in enumerate(present, 1):
-            commands[place] = NodeCommand(what, updates(member), arguments, tuple(vectors))
+            commands[place] = NodeCommand(what, updates(member), arguments, [*written.items()])
             member.sent += 1
         team.group.give(commands)
         for name, vector in vectors.items():
-            assert vector is not None
-            team.group.broadcast(vector)
+            if written[name] is None:
+                team.group.broadcast(vector)
             for member in present:
                 member.has[name] = vector
 

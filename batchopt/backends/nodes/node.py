@@ -78,13 +78,13 @@ class Update(NamedTuple):
 
 
 class NodeCommand(NamedTuple):
-    """What a node is to do, once it has taken in the updates. `vectors`: those that the parent sends after it, X or the
-    direction."""
+    """What a node is to do, once it has taken in the updates. `vectors`: the bytes of X and of the direction where they
+    are other ones; None for a long one, which the parent sends after this."""
 
     what: str
     updates: Sequence[Update] = ()
     arguments: tuple[Any, ...] = ()
-    vectors: tuple[str, ...] = ()
+    vectors: Sequence[tuple[str, bytes | None]] = ()
 
 
 class NodeSession:
@@ -114,8 +114,8 @@ class NodeSession:
             if command.what == "regroup":
                 return
             failure = self._take_in(command)
-            for name in command.vectors:
-                self._receive(group, name)
+            for name, written in command.vectors:
+                self._receive(group, name, written)
             try:
                 getattr(self, f"_{command.what}")(failure, *command.arguments)
             except NodeLostError:
@@ -137,9 +137,12 @@ class NodeSession:
             return error
         return None
 
-    def _receive(self, group: Group, name: str) -> None:
+    def _receive(self, group: Group, name: str, written: bytes | None) -> None:
         vector = self._vector if name == "X" else torch.empty_like(self._vector)
-        group.broadcast(vector)
+        if written is None:
+            group.broadcast(vector)
+        else:
+            vector.copy_(torch.frombuffer(bytearray(written), dtype=vector.dtype))
         if name == "direction":
             self._workers.group.set_direction(vector)
 
