@@ -2,11 +2,11 @@
 
 Each machine is a network namespace of this one, with an address of its own behind a switch; what leaves it and what
 comes in passes a token bucket (tbf) of 1 or 10 Gbit/s. Ours by a rank in each, and on two machines by a Ray node in
-each, the parent on the first; and DistributedDataParallel over gloo with a rank in each; linear layers of 10,000 and 8.4
-million parameters on eight samples, one worker or rank a machine; ours at another X each time. And a step of L-BFGS (20
-iterations without a line search, 20 pairs) by ranks of ours, and by torch.optim.LBFGS over DistributedDataParallel. All
-share the cores of this machine; more Ray nodes than two do not start here. Namespaces are removed at the end. They need
-root, `ip` and `tc`: where they cannot be made, a line says so.
+each, the parent on the first; and DistributedDataParallel over gloo with a rank in each; linear layers of 10,000 and
+8.4 million parameters on eight samples, one worker or rank a machine; ours at another X each time. And a step of
+L-BFGS (20 iterations without a line search, 20 pairs) by ranks of ours, and by torch.optim.LBFGS over
+DistributedDataParallel. All share the cores of this machine; more Ray nodes than two do not start here. Namespaces are
+removed at the end. They need root, `ip` and `tc`: where they cannot be made, a line says so.
 
     python -m benchmarks.network [--rates 1 10] [--machines 2 4] [--rounds 8]
 """
