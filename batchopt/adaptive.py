@@ -13,7 +13,7 @@ import torch
 from batchopt._data import arguments
 from batchopt._data.batches import as_tensors
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.structures import is_tensor, items_of, map_tensors, tensors_in
+from batchopt_workers.data.structures import is_tensor, items_of, map_tensors, tensors_in
 
 
 def resample(

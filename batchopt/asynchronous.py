@@ -9,7 +9,7 @@ import torch
 
 from batchopt._function.hogwild import HogwildResult
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.hogwild import Factory
+from batchopt_workers.tasks.hogwild import Factory
 
 
 def hogwild(

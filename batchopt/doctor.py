@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import Dataset
 
 from batchopt._data.datasets import samples_of
-from batchopt._function.cut_check import compare
+from batchopt._function.checks import compare
 from batchopt._function.function import BatchFunction
 from batchopt._program.copies import copied
-from batchopt_workers.inspection import normalises_by_chunk, written
-from batchopt_workers.interrupts import let_through
-from batchopt_workers.structures import map_tensors
+from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.tasks.inspection import normalises_by_chunk, written
 
 CHUNKS = 4  # of the batch where a cut is tried
 # Of the finite difference, relative to the size of X; in single precision a hundred times as long. In steps as short as
@@ -167,7 +167,8 @@ class Examination:
     def __init__(self, function: BatchFunction, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> None:
         """Loads the batch in `function`, cut into fixed chunks; it is evaluated by `evaluate`."""
         self._function, self._evaluate, self._batch = function, evaluate, (inputs, targets, options)
-        self.size, self._chunk_size = function.load_in_chunks(CHUNKS, inputs, targets, options)
+        function.load(inputs, targets, options)
+        self.size, self._chunk_size = function.cut_in_chunks(CHUNKS)
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else function.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE

@@ -89,7 +89,7 @@ def is_fork_server(process: psutil.Process) -> bool:
 def preloaded_workers() -> Iterator[None]:
     """Those of this process are forked from one that has imported what the tests do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchopt_workers.forkserver.main", preload.main)
+        patch.setattr("batchopt_workers.process.forkserver.main", preload.main)
         yield
 
 

@@ -8,7 +8,7 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchopt_workers import forkserver
+from batchopt_workers.process import forkserver
 
 MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes the last for its first product
 

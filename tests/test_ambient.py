@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt_workers.torch_settings import TOP_SAVED_TENSORS_HOOKS, TorchSettings
+from batchopt_workers.process.torch_settings import TOP_SAVED_TENSORS_HOOKS, TorchSettings
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 DATA = torch.linspace(-1, 1, 24).view(8, 3), torch.linspace(0, 1, 8).view(8, 1)

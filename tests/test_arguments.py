@@ -34,7 +34,7 @@ from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import backend_class
 from batchopt.backends.base import Setup
-from batchopt.backends.process.surroundings import check_room
+from batchopt.backends.process.startup import check_room
 
 
 def test_parallelize_is_a_count_or_auto() -> None:

@@ -30,7 +30,7 @@ from batchopt import BatchOptimizer, NonFiniteError, WorkerError
 from batchopt.backends.process import forkserver
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.errors import BatchoptError
-from batchopt_workers import memory
+from batchopt_workers.data import memory
 from tests.workloads import Mlp
 
 X, Y = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 16).view(4, 4)

@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt._data.batches import Reading, read_part
-from batchopt_workers.batch import Columns, Part, Samples
-from batchopt_workers.denominators import Denominators
-from batchopt_workers.items import Collate
-from batchopt_workers.structures import tensors_in
+from batchopt_workers.data.batch import Columns, Part, Samples
+from batchopt_workers.data.denominators import Denominators
+from batchopt_workers.data.items import Collate
+from batchopt_workers.data.structures import tensors_in
 
 
 class Pair(NamedTuple):

@@ -28,8 +28,8 @@ from torch import nn
 from batchopt import BatchOptimizer, Term
 from batchopt._checkpoint import file
 from batchopt.errors import CheckpointError
-from batchopt_workers import faults
-from batchopt_workers.layout import Layout
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.process import faults
 
 LAYOUT = Layout.of([("fc.weight", torch.zeros(10, 4)), ("fc.bias", torch.zeros(10))], torch.float32)
 POINTS = ["start", "writing", "sync", "replace", "replaced"]
@@ -510,8 +510,8 @@ DOOMED = """
 import os, resource, signal, sys, torch
 from batchopt import CheckpointError
 from batchopt._checkpoint import file
-from batchopt_workers import faults
-from batchopt_workers.layout import Layout
+from batchopt_workers.process import faults
+from batchopt_workers.data.layout import Layout
 
 layout = Layout.of([("fc.weight", torch.zeros(10, 4)), ("fc.bias", torch.zeros(10))], torch.float32)
 

@@ -15,7 +15,7 @@ from batchopt import BatchoptError, BatchOptimizer, CheckpointError, LevenbergMa
 from batchopt.ignite.monitor import norm_by_size
 from batchopt.optim import CG, LBFGS, SVRG, SSBroyden
 from batchopt.optim.vector import Vector
-from batchopt_workers.layout import Layout
+from batchopt_workers.data.layout import Layout
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 SAMPLES, WIDTH, MODES = 12, 3, 4

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
-from batchopt._function.cut_check import SAMPLES, Drawn, differs, judge, split
+from batchopt._function.checks import SAMPLES, Drawn, differs, judge, split
 from tests.workloads import Mlp, mlp
 
 TOKENS, PADDING = 5, -1

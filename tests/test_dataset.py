@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
-from batchopt_workers.messages import Order
+from batchopt_workers.process.messages import Order
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 

@@ -20,8 +20,8 @@ from batchopt._data.denominators import (
     rows_of_samples,
     running_denominators,
 )
-from batchopt_workers.batch import Columns, Samples
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Columns, Samples
+from batchopt_workers.map.weighting import Weighting
 
 CLASSES = 3
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)

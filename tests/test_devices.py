@@ -142,7 +142,7 @@ def pieces_kept(worker: Worker) -> int:
     """How many pieces of the batch this worker keeps on its device."""
     import gc
 
-    from batchopt_workers.device import Mirror
+    from batchopt_workers.process.device import Mirror
 
     return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
 

@@ -21,7 +21,7 @@ import torch
 import batchopt
 import batchopt.ignite
 from batchopt import errors
-from batchopt_workers.messages import HEAD, Order
+from batchopt_workers.process.messages import HEAD, Order
 from benchmarks.findings import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
@@ -125,7 +125,7 @@ def test_the_tables_have_every_argument() -> None:
 
 def test_the_tables_have_every_member_and_how_it_is_called() -> None:
     documented = {member.split("(")[0]: member for member in column(ARGUMENTS, "Members")}
-    for_the_doctor = {"load_in_chunks", "program", "twin", "unobserved"}
+    for_the_doctor = {"cut_in_chunks", "program", "twin", "unobserved"}
     with batchopt.BatchOptimizer(torch.nn.Linear(1, 1)) as opt:
         members = {name for name in dir(opt) if not name.startswith("_")}
     assert documented.keys() == members - for_the_doctor

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchopt._program.flatten import flatten, trainable
 from batchopt.errors import BatchoptError
-from batchopt_workers.memory import SharedBlock
+from batchopt_workers.data.memory import SharedBlock
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SPECIALS = [-0.0, float("nan"), float("inf"), 5e-324, 1.0]

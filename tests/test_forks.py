@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt_workers import mapping
+from batchopt_workers.data import mapping
 from batchopt_workers.worker import Worker
 
 pytestmark = [

@@ -16,7 +16,7 @@ from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
 from batchopt._function.full_gradient import Total
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.map.weighting import Weighting
 from tests.workloads import Workload, logistic, mlp, reference, rnn
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])

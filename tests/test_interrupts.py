@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt._function.trials import Trials
+from batchopt._function.observer import Trials
 from batchopt.backends.process import shared_program
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.pool import Pool
-from batchopt_workers.rows import Rows
+from batchopt_workers.map.sums import Rows
 from tests.workloads import Mlp
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()

@@ -15,7 +15,7 @@ import pytest
 import sklearn.metrics
 import torch
 
-from batchopt._function.metrics import read_metrics, values
+from batchopt._function.prediction import read_metrics, values
 
 SAMPLES, CLASSES = 1000, 5
 
@@ -266,7 +266,7 @@ def test_not_a_number_is_a_number() -> None:
 
 def test_no_library_is_imported_for_a_function() -> None:
     program = (
-        "import sys, batchopt._function.metrics as m; m.values(m.read_metrics(lambda x, y: 1), 0, 0); "
+        "import sys, batchopt._function.prediction as m; m.values(m.read_metrics(lambda x, y: 1), 0, 0); "
         "print([name for name in ('ignite', 'torchmetrics', 'sklearn') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -20,9 +20,9 @@ from batchopt._data.forms import with_form
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends.process.repeat import Repeat
 from batchopt.errors import WorkerError
-from batchopt_workers.batch import Batch
-from batchopt_workers.packing import pack
-from batchopt_workers.repeat import Repeater
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.packing import pack
+from batchopt_workers.map.repeat import Repeater
 
 N = 24
 X = torch.linspace(-2.0, 2.0, N * 3).reshape(N, 3).sin()

@@ -11,7 +11,7 @@ import torch
 
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.results import common_form, forms_of
-from batchopt_workers.forms import Form, rows_form
+from batchopt_workers.tasks.forms import Form, rows_form
 
 
 def common(results: Sequence[tuple[Any, int]]) -> Form:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends.process.overdue import Overdue
-from batchopt_workers.messages import Kind
+from batchopt.backends.process.paces import Overdue
+from batchopt_workers.process.messages import Kind
 
 DATA = torch.linspace(-1, 1, 240).view(120, 2), torch.linspace(0, 1, 120).view(120, 1)
 WORKERS = 4

@@ -22,7 +22,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
 from batchopt.backends.process.backend import ProcessBackend
-from batchopt_workers import loop
+from batchopt_workers.process import loop
 from tests.workloads import Mlp, once
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()

@@ -16,8 +16,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
-from batchopt._function.observer import Evaluated
-from batchopt._function.trials import BLOCK, Trials, checksum
+from batchopt._function.observer import BLOCK, Evaluated, Trials, checksum
 from tests.workloads import Mlp, mlp
 
 

@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt._program import unpicklable
 from batchopt._program.unpicklable import blame
-from batchopt_workers.batch import Batch, Columns, Part, Samples
-from batchopt_workers.evaluate import Program
-from batchopt_workers.packing import pack
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part, Samples
+from batchopt_workers.data.packing import pack
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.weighting import Weighting
 
 LOCK = threading.Lock()
 LOCK_TYPE = f"{type(LOCK).__module__}.{type(LOCK).__qualname__}".removeprefix("builtins.")

@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 from torch import nn
 
 from batchopt import BatchOptimizer, LevenbergMarquardt, NonFiniteError, Term, Weighted
-from batchopt_workers.squares import LOSSES, ROBUST, MeanSquare
+from batchopt_workers.map.squares import LOSSES, ROBUST, MeanSquare
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 ROBUST_LOSSES = pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "linear"])

@@ -24,14 +24,14 @@ from batchopt._data.denominators import (
 )
 from batchopt._data.terms import check_names
 from batchopt._data.weighted import Weighted, read_weights, refuse_weights
-from batchopt_workers.batch import Batch, Columns, Part, Samples
-from batchopt_workers.denominators import Denominators
-from batchopt_workers.items import Collate, Items
-from batchopt_workers.objective import LossFunction
-from batchopt_workers.squares import MeanSquare
-from batchopt_workers.structures import is_record, items_of, map_tensors, tensors_in
-from batchopt_workers.task import ChunkFunction
-from batchopt_workers.weighting import SAMPLE_WEIGHT, Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part, Samples
+from batchopt_workers.data.denominators import Denominators
+from batchopt_workers.data.items import Collate, Items
+from batchopt_workers.data.structures import is_record, items_of, map_tensors, tensors_in
+from batchopt_workers.map.objective import LossFunction
+from batchopt_workers.map.squares import MeanSquare
+from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Weighting
+from batchopt_workers.tasks.task import ChunkFunction
 
 InMemory = Columns | Samples
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from batchopt_workers.items import Collate
+from batchopt_workers.data.items import Collate
 
 
 def samples_of(dataset: Dataset[Any]) -> int:

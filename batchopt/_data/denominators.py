@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from batchopt_workers.batch import Columns, Samples
-from batchopt_workers.denominators import ClassDenominators, Denominators, GivenDenominators, class_denominators
-from batchopt_workers.task import ChunkFunction
+from batchopt_workers.data.batch import Columns, Samples
+from batchopt_workers.data.denominators import ClassDenominators, Denominators, GivenDenominators, class_denominators
+from batchopt_workers.tasks.task import ChunkFunction
 
 # The losses whose mean divides by the weights of classes; the last is not in every torch.
 _OF_CLASSES: Any = (

@@ -16,8 +16,8 @@ from batchopt._data import arguments
 from batchopt._data.batches import as_tensors
 from batchopt._data.datasets import samples_of
 from batchopt._data.prefetch import to_the_end
-from batchopt_workers.items import Collate
-from batchopt_workers.structures import has_a_row_each, items_of, map_tensors
+from batchopt_workers.data.items import Collate
+from batchopt_workers.data.structures import has_a_row_each, items_of, map_tensors
 
 
 class Turn(NamedTuple):

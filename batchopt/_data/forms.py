@@ -9,8 +9,8 @@ import torch
 
 from batchopt._data.batches import Reading
 from batchopt._data.denominators import own_denominators
-from batchopt_workers.batch import Batch, Columns, Part, Plain
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part, Plain
+from batchopt_workers.map.weighting import Weighting
 
 # Of a batch; they are the same for all of one form.
 PROPERTIES = ("size", "numbering", "is_read", "is_kept", "is_of_columns", "collates")

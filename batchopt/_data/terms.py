@@ -10,10 +10,10 @@ from typing import Any
 
 from batchopt._data import arguments
 from batchopt._data.denominators import resolve_reduction
-from batchopt_workers.denominators import Denominators
-from batchopt_workers.items import Collate
-from batchopt_workers.objective import LossFunction
-from batchopt_workers.squares import LOSSES, MeanSquare, ResidualFunction
+from batchopt_workers.data.denominators import Denominators
+from batchopt_workers.data.items import Collate
+from batchopt_workers.map.objective import LossFunction
+from batchopt_workers.map.squares import LOSSES, MeanSquare, ResidualFunction
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchopt._data.denominators import is_torchs_own
-from batchopt_workers.denominators import Denominators
+from batchopt_workers.data.denominators import Denominators
 
 
 @dataclass(frozen=True)

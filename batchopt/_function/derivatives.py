@@ -13,12 +13,12 @@ from batchopt._data.batches import Reading
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import collect, select, total
 from batchopt._mapreduce.reduce import all_finite, weighed
-from batchopt_workers.batch import Batch, Columns, Part
-from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
-from batchopt_workers.items import Items
-from batchopt_workers.messages import Cut
-from batchopt_workers.task import Task
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part
+from batchopt_workers.data.items import Items
+from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process.messages import Cut
+from batchopt_workers.tasks.task import Task
 
 
 def hessian_products(function: BatchFunction, v: Any) -> torch.Tensor:

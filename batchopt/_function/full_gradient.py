@@ -10,7 +10,7 @@ import torch
 from batchopt._function.function import BatchFunction
 from batchopt._function.prepared import whole
 from batchopt.backends.base import Prepared
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.map.weighting import Weighting
 
 
 class Total:

@@ -16,11 +16,11 @@ from batchopt._data.prefetch import as_arguments
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import collect
 from batchopt.errors import NonFiniteError
-from batchopt_workers.batch import Batch, Columns, Part
-from batchopt_workers.hogwild import Factory, Hogwild
-from batchopt_workers.messages import Cut
-from batchopt_workers.task import Task
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process.messages import Cut
+from batchopt_workers.tasks.hogwild import Factory, Hogwild
+from batchopt_workers.tasks.task import Task
 
 # Mini-batches that a worker steps on before it says so: what is lost with it, and done again.
 TOGETHER = 8

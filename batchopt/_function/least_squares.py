@@ -13,8 +13,10 @@ from batchopt._data.batches import Readings
 from batchopt._data.terms import check_names
 from batchopt._function.function import BatchFunction
 from batchopt._function.tasks import Selection, collect, plain, select, total
-from batchopt_workers.batch import Part
-from batchopt_workers.least_squares import (
+from batchopt_workers.data.batch import Part
+from batchopt_workers.map.squares import MeanSquare, of_residuals, squares_of
+from batchopt_workers.map.weighting import SAMPLE_WEIGHT
+from batchopt_workers.tasks.least_squares import (
     Accelerations,
     GaussNewtonProducts,
     JacobianProduct,
@@ -24,9 +26,7 @@ from batchopt_workers.least_squares import (
     TransposedProduct,
     stripes,
 )
-from batchopt_workers.squares import MeanSquare, of_residuals, squares_of
-from batchopt_workers.task import PieceFunction, Task
-from batchopt_workers.weighting import SAMPLE_WEIGHT
+from batchopt_workers.tasks.task import PieceFunction, Task
 
 # Parameters of the largest matrix that is made unless a larger one is asked for.
 LARGEST = 5_000

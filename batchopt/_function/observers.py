@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from batchopt._function.observer import Evaluated, Observer
+from batchopt._function.observer import Evaluated, Observer, Trials
 from batchopt._function.timeline import Timeline
-from batchopt._function.trials import Trials
 from batchopt._mapreduce.answers import Answer
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -1,15 +1,24 @@
-"""Batches that were read ahead, each to be used in its turn."""
+"""Batches before their step: read ahead, and passes over those whose targets only workers read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from batchopt._data.batches import Readings, reweighed
+import torch
+
+from batchopt._data.batches import Reading, Readings, reweighed
 from batchopt._data.epochs import Batches, Turn
 from batchopt._data.prefetch import to_the_end
-from batchopt.backends.base import Prepared
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.results import common_form, forms_of
+from batchopt.backends.base import Backend, Prepared
 from batchopt.errors import BatchoptError
+from batchopt_workers.data.batch import Batch, Part
+from batchopt_workers.data.items import Items
+from batchopt_workers.process.messages import Cut, Kind
+from batchopt_workers.tasks.task import Applied, Task
 
 # Which samples of the data a batch has; None where that is not known.
 Rows = Callable[[], Sequence[int] | None]
@@ -96,3 +105,33 @@ def rows_of(batches: Iterable[Any], turn: Turn) -> Sequence[int] | None:
 def whole(batches: Iterable[Any]) -> Iterable[Any]:
     """All of `batches`, wherever the position is."""
     return batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))
+
+
+class CarryOut(Protocol):
+    """Has workers apply the function of a task to a batch, and uses their answers."""
+
+    def __call__(self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], Any], /) -> Any:
+        """See `BatchFunction.carry_out`."""
+
+
+def with_denominators(batch: Batch, readings: Readings, carry_out: CarryOut, backend: Backend) -> Batch:
+    """The same batch, if all that its means divide by is known, else one in which it is. Raises what reading a sample
+    raises."""
+    parts = tuple(
+        _known(part, number, readings[part.name], carry_out, backend) for number, part in enumerate(batch.parts)
+    )
+    return batch if all(one is other for one, other in zip(parts, batch.parts, strict=True)) else Batch(parts)
+
+
+def _known(part: Part, number: int, reading: Reading, carry_out: CarryOut, backend: Backend) -> Part:
+    function = reading.unread_denominators(part)
+    if function is None:
+        return part
+
+    def whole(answers: Sequence[Answer], cut: Cut) -> torch.Tensor:
+        (found,) = backend.collected(common_form(forms_of(answers), cut.bounds).columns, part.size)
+        return found
+
+    each = carry_out(Task(Applied(function), number, aside=True), Batch((part,)), Kind.COLLECT, whole)
+    inputs = replace(part.inputs, denominators=function) if isinstance(part.inputs, Items) else part.inputs
+    return replace(part, inputs=inputs, weighting=reading.weighting_of(each, part.size))

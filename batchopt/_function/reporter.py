@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from batchopt._function.cut_check import Difference
+from batchopt._function.checks import Difference
 from batchopt._function.observer import Evaluated, Observer
-from batchopt_workers.inspection import name_of, normalises_by_chunk
+from batchopt_workers.tasks.inspection import name_of, normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
 

@@ -13,11 +13,11 @@ from batchopt._function.function import BatchFunction
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import reduce_answers
 from batchopt._mapreduce.results import common_form, forms_of
-from batchopt_workers.batch import Batch
-from batchopt_workers.forms import summed, sums_layout
-from batchopt_workers.messages import Cut, Kind
-from batchopt_workers.task import Applied, ChunkFunction, PieceFunction, Task
-from batchopt_workers.task_runner import of_term
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.process.messages import Cut, Kind
+from batchopt_workers.tasks.forms import summed, sums_layout
+from batchopt_workers.tasks.task import Applied, ChunkFunction, PieceFunction, Task
+from batchopt_workers.tasks.task_runner import of_term
 
 # One function for all terms, or one for each of some, by name.
 Functions = ChunkFunction | Mapping[str, ChunkFunction] | None

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TypeVar
 
 from batchopt._data import arguments
-from batchopt._function.cut_check import refuse_frequencies
+from batchopt._function.checks import refuse_frequencies
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._mapreduce.answers import Answer
@@ -19,10 +19,10 @@ from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
-from batchopt_workers.evaluate import Program
-from batchopt_workers.messages import Kind
-from batchopt_workers.module_hooks import module_hooks
-from batchopt_workers.watch import StateWritten
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.watch import StateWritten
+from batchopt_workers.process.messages import Kind
+from batchopt_workers.process.torch_settings import module_hooks
 from batchopt_workers.worker import Hook
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt_workers.forms import Form
-from batchopt_workers.messages import Report
-from batchopt_workers.rows import Rows
-from batchopt_workers.tree import Node
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.tree import Node
+from batchopt_workers.process.messages import Report
+from batchopt_workers.tasks.forms import Form
 
 
 class Partial(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._mapreduce.split import runs, split_batch
-from batchopt_workers.messages import Cut, Kind, Order
+from batchopt_workers.process.messages import Cut, Kind, Order
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial
-from batchopt_workers.tree import Fold, Node, maximal
+from batchopt_workers.map.tree import Fold, Node, maximal
 
 # Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is
 # looked at again.

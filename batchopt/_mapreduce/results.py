@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer
-from batchopt_workers.forms import Form
+from batchopt_workers.tasks.forms import Form
 
 
 def forms_of(answers: Sequence[Answer]) -> dict[int, Form]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from batchopt._program.snapshot import names_of_globals
-from batchopt_workers.evaluate import Program
-from batchopt_workers.interrupts import let_through
-from batchopt_workers.structures import tensors_in
+from batchopt_workers.data.structures import tensors_in
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.interrupts import let_through
 
 
 def copied(program: Program) -> Program:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from batchopt._program.flatten import check_hooks, check_registrations, flatten, registrations
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.layout import Layout
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.map.buffers import StepBuffers
 
 
 class Gradient:

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from batchopt.errors import BatchoptError
-from batchopt_workers.buffers import tensors_of
-from batchopt_workers.layout import Layout
-from batchopt_workers.mapping import forget_copies
-from batchopt_workers.memory import SharedBlock
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.mapping import forget_copies
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.map.buffers import tensors_of
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 

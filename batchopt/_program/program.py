@@ -10,9 +10,9 @@ import torch
 
 from batchopt._program.snapshot import Met, Snapshot
 from batchopt._program.unpicklable import blame
-from batchopt_workers.evaluate import Program
-from batchopt_workers.interrupts import let_through
-from batchopt_workers.packing import Packed, Placement, pack
+from batchopt_workers.data.packing import Packed, Placement, pack
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.interrupts import let_through
 
 # What is beside f: it may keep tensors of its own, and write them.
 _BESIDE = {

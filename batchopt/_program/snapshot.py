@@ -32,9 +32,9 @@ import cloudpickle
 import numpy as np
 import torch
 
-from batchopt_workers.interrupts import let_through
-from batchopt_workers.packing import dumps
-from batchopt_workers.structures import slots_of
+from batchopt_workers.data.packing import dumps
+from batchopt_workers.data.structures import slots_of
+from batchopt_workers.process.interrupts import let_through
 
 # What cannot change.
 _PYTHONS = (

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt_workers.batch import Batch, Columns, Samples
-from batchopt_workers.interrupts import let_through
-from batchopt_workers.items import Items
-from batchopt_workers.packing import DEVICES, pack
+from batchopt_workers.data.batch import Batch, Columns, Samples
+from batchopt_workers.data.items import Items
+from batchopt_workers.data.packing import DEVICES, pack
+from batchopt_workers.process.interrupts import let_through
 
 # How far the search goes in, and how many seconds it takes at most; then what it has found so far must do.
 DEPTH = 24

@@ -14,12 +14,12 @@ from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.compression import Compression
 from batchopt._program.flatten import Flat
-from batchopt_workers.batch import Batch
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Program
-from batchopt_workers.forms import Column
-from batchopt_workers.messages import Cut, Order
-from batchopt_workers.task import Task
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.messages import Cut, Order
+from batchopt_workers.tasks.forms import Column
+from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook, Precode
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from batchopt.errors import WorkerError, WorkerLostError
-from batchopt_workers.failures import message_of
-from batchopt_workers.interrupts import let_through
+from batchopt_workers.process.failures import message_of
+from batchopt_workers.process.interrupts import let_through
 
 PeerT = TypeVar("PeerT", bound=Hashable)
 PeerIn = TypeVar("PeerIn", contravariant=True)

@@ -8,19 +8,19 @@ from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.errors import WorkerError
-from batchopt_workers.batch import Batch
-from batchopt_workers.evaluate import Evaluator
-from batchopt_workers.failures import kinds_of, message_of
-from batchopt_workers.forms import Form, sums_layout
-from batchopt_workers.interrupts import let_through
-from batchopt_workers.layout import Layout
-from batchopt_workers.messages import TASKS, Cut, Kind, Order, Report
-from batchopt_workers.output import Output
-from batchopt_workers.rows import Rows
-from batchopt_workers.task import Task
-from batchopt_workers.task_runner import ChunkDone, of_term
-from batchopt_workers.tree import most_held
-from batchopt_workers.watch import StateWritten, Watch
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.tree import most_held
+from batchopt_workers.map.watch import StateWritten, Watch
+from batchopt_workers.process.failures import kinds_of, message_of
+from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
+from batchopt_workers.tasks.forms import Form, sums_layout
+from batchopt_workers.tasks.output import Output
+from batchopt_workers.tasks.task import Task
+from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Precode, Worker
 
 

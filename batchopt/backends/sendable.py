@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from batchopt._program.unpicklable import blame
-from batchopt_workers.interrupts import let_through
+from batchopt_workers.process.interrupts import let_through
 
 
 @contextmanager

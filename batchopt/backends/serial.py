@@ -15,15 +15,15 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Repeated, Setup, WorkerInfo
 from batchopt.backends.local_worker import LocalWorker, run_precode
-from batchopt_workers.batch import Batch
-from batchopt_workers.evaluate import Evaluator
-from batchopt_workers.forms import Column
-from batchopt_workers.messages import TASKS, Cut, Kind, Order, Report
-from batchopt_workers.output import MemoryOutput
-from batchopt_workers.seeding import draws_kept
-from batchopt_workers.task import Task
-from batchopt_workers.task_runner import ChunkDone
-from batchopt_workers.watch import StateWritten, Watch
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.watch import StateWritten, Watch
+from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
+from batchopt_workers.tasks.forms import Column
+from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.task import Task
+from batchopt_workers.tasks.task_runner import ChunkDone
 from batchopt_workers.worker import Hook, Worker
 
 P = ParamSpec("P")

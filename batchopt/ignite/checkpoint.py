@@ -14,7 +14,7 @@ from batchopt._data import arguments
 from batchopt.errors import CheckpointError
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.layout import Layout
+from batchopt_workers.data.layout import Layout
 
 # What the loop adds to the state of a BatchOptimizer.
 ENTRY = "fit"

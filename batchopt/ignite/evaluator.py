@@ -8,8 +8,7 @@ from typing import Any
 from ignite.engine import Engine, Events, State
 
 from batchopt._data import arguments
-from batchopt._function.metrics import ALONE, read_metrics
-from batchopt._function.prediction import Scored, measured, scored
+from batchopt._function.prediction import ALONE, Scored, measured, read_metrics, scored
 from batchopt.ignite.errors import guarded
 from batchopt.optimizer import BatchOptimizer
 

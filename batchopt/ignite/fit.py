@@ -12,17 +12,14 @@ from batchopt._data import arguments
 from batchopt._data.epochs import Batches
 from batchopt.ignite.checkpoint import Checkpoint, restore
 from batchopt.ignite.evaluator import create_evaluator
-from batchopt.ignite.loop import Log, Loop, Parts
-from batchopt.ignite.moment import Moment as Moment
-from batchopt.ignite.moment import read_callbacks
+from batchopt.ignite.loop import Log, Loop, Parts, progress, read_callbacks
+from batchopt.ignite.loop import Moment as Moment
 from batchopt.ignite.monitor import Monitor
-from batchopt.ignite.progress import progress
 from batchopt.ignite.record import Record
 from batchopt.ignite.schedule import Schedule
-from batchopt.ignite.tensorboard import TensorBoard
 from batchopt.ignite.train_data import batches_of
 from batchopt.ignite.trainer import create_trainer, length_of
-from batchopt.ignite.triggers import EarlyStopping
+from batchopt.ignite.triggers import EarlyStopping, Filter
 from batchopt.optimizer import BatchOptimizer
 
 
@@ -193,3 +190,48 @@ def _read_patience(patience: Any, parts: Parts) -> EarlyStopping | None:
             "give patience=EarlyStopping('eval_accuracy', mode='max'), say, or a metric 'loss'"
         )
     return stopping
+
+
+class TensorBoard:
+    """Scalars in the folder `path`: the loss of each batch as `batch/loss`, and all numbers of each epoch."""
+
+    interval: Filter | None = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import tensorboard  # torch's writer says less of what is missing
+        except ImportError as error:
+            raise ImportError(
+                f"log={os.fspath(path)!r} is a folder for TensorBoard, and it is missing: "
+                "pip install 'batchopt[tensorboard]'; a record without it is log='log.jsonl'"
+            ) from error
+        del tensorboard
+        self._path = os.fspath(path)
+        self._logger: Any = None
+
+    def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
+        """Begin to write; what a killed run wrote after its checkpoint no longer counts."""
+        from ignite.handlers import TensorboardLogger
+
+        self._logger = TensorboardLogger(log_dir=self._path, purge_step=iteration + 1 if iteration else None)
+
+    def batch(self, loss: float, iteration: int) -> None:
+        """Write the loss of a batch."""
+        self._logger.writer.add_scalar("batch/loss", loss, iteration)
+
+    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
+        """Write the numbers of an epoch, at its last iteration."""
+        for name, value in numbers.items():
+            if name != "iteration":
+                self._logger.writer.add_scalar(name, value, iteration)
+        self._logger.writer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the iteration says it all."""
+        return {}
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._logger is not None:
+            self._logger.close()
+            self._logger = None

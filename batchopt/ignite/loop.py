@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+import torch
 from ignite.engine import Engine, Events
 
+from batchopt._data import arguments
 from batchopt._data.epochs import Batches
 from batchopt._function.prepared import PreparedBatch
+from batchopt._function.reporter import ProgressBar, logger
 from batchopt.ignite.checkpoint import Checkpoint
-from batchopt.ignite.moment import Callback, Moment
 from batchopt.ignite.monitor import Monitor
-from batchopt.ignite.numbers import Mean, learning_rate, writable
-from batchopt.ignite.progress import Progress
 from batchopt.ignite.schedule import Schedule
 from batchopt.ignite.trainer import length_of
 from batchopt.ignite.triggers import EarlyStopping, Filter
@@ -299,3 +300,117 @@ class Loop:
     def is_over(self) -> bool:
         """Whether it was stopped because nothing got better."""
         return self._parts.stopping is not None and self._parts.stopping.reached
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a training is.
+
+    `epoch` is the present epoch, or the one that has just ended, from 1 on; 0 before the first. `batch` is the number
+    of the batch in its epoch, or in the evaluation, from 1 on; 0 where it is about a whole epoch. `iteration` counts
+    batches in all epochs. `numbers` has what there is: `loss` of the batch, or the mean of the epoch, and metrics.
+    `output` is the loss, or `(outputs, targets)` of a batch of the evaluation. `trainer` is the engine:
+    `trainer.terminate()` stops.
+    """
+
+    epoch: int
+    batch: int
+    iteration: int
+    numbers: Mapping[str, Any]
+    output: Any
+    opt: BatchOptimizer
+    trainer: Engine
+
+
+Callback = Callable[[Moment], Any]
+
+
+def read_callbacks(name: str, given: Any) -> tuple[Callback, ...]:
+    """One callback, or several. Raises `TypeError`."""
+    callbacks = tuple(given) if isinstance(given, Iterable) else (given,)
+    for callback in callbacks:
+        if callback is None:
+            raise TypeError(f"`{name}` must be a function of a Moment, or a list of such; got None")
+        arguments.check_callable(name, callback, ("moment",))
+    return callbacks
+
+
+class Mean:
+    """The mean of losses, weighed by samples."""
+
+    def __init__(self) -> None:
+        self._sum, self._samples = 0.0, 0
+
+    def add(self, loss: float, samples: int) -> None:
+        """Take in the loss of a batch."""
+        self._sum += loss * samples
+        self._samples += samples
+
+    def take(self) -> dict[str, float]:
+        """The mean, as `loss`, if there is one; it begins anew."""
+        found = {"loss": self._sum / self._samples} if self._samples else {}
+        self._sum, self._samples = 0.0, 0
+        return found
+
+    def state_dict(self) -> list[float]:
+        """The sum so far, and of how many samples."""
+        return [self._sum, self._samples]
+
+    def load_state_dict(self, state: list[float]) -> None:
+        """Go on from there."""
+        self._sum, self._samples = state[0], int(state[1])
+
+
+def writable(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are numbers."""
+    return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+
+
+def learning_rate(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """`lr` of the first group of parameters, if there is one."""
+    rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+    return {} if rate is None else {"lr": float(rate)}
+
+
+class Progress:
+    """`verbose` 1: a bar for each epoch. 2 and 3: a log record for each epoch, with its numbers."""
+
+    def __init__(self, verbose: int, epochs: int) -> None:
+        self._verbose, self._epochs = verbose, epochs
+        self._bar: ProgressBar | None = None
+
+    def batch(self, epoch: int, batch: int, batches: int | None, loss: float) -> None:
+        """A batch of this number in its epoch is done, of so many."""
+        if self._verbose != 1:
+            return
+        if self._bar is None:
+            title = f"epoch {epoch}/{self._epochs}"
+            self._bar = ProgressBar(desc=title, total=batches, initial=batch - 1, unit=" batches", dynamic_ncols=True)
+        self._bar.set_postfix_str(f"loss {loss:.6g}", refresh=False)
+        self._bar.update()
+
+    def epoch(self, epoch: int, numbers: Mapping[str, Any]) -> None:
+        """An epoch is over."""
+        text = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=True)
+        self.close()
+        if self._verbose >= 2:
+            logger.info("epoch %d/%d: %s", epoch, self._epochs, text)
+
+    def close(self) -> None:
+        """Finish the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+@contextmanager
+def progress(opt: BatchOptimizer, epochs: int) -> Iterator[Progress]:
+    """Of `opt`, whose own bar rests meanwhile."""
+    shown = Progress(opt._function.verbose, epochs)
+    try:
+        with opt._function.without_bar():
+            yield shown
+    finally:
+        shown.close()

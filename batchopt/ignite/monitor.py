@@ -12,8 +12,8 @@ import torch
 from batchopt._data import arguments
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.layout import reals
-from batchopt_workers.structures import items_of
+from batchopt_workers.data.layout import reals
+from batchopt_workers.data.structures import items_of
 
 Statistic = Callable[[torch.Tensor], Any]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from batchopt_workers.attention import differentiable_twice
-from batchopt_workers.jacobian import ROOM, dense, product_with
-from batchopt_workers.layout import reals
-from batchopt_workers.least_squares import PROBE, moved
-from batchopt_workers.squares import checked
+from batchopt_workers.data.layout import reals
+from batchopt_workers.map.squares import checked
+from batchopt_workers.process.torch_settings import differentiable_twice
+from batchopt_workers.tasks.jacobian import ROOM, dense, product_with
+from batchopt_workers.tasks.least_squares import PROBE, moved
 
 # `closure()`: a tensor of residuals, of any shape but a scalar's.
 ResidualsClosure = Callable[[], torch.Tensor]

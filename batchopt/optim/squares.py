@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from batchopt.optim.quadratic import Products
-from batchopt_workers.layout import reals
+from batchopt_workers.data.layout import reals
 
 
 @runtime_checkable

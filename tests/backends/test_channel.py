@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import HEAD, Kind
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.process.messages import HEAD, Kind
 
 Ends = tuple[Channel, Connection]
 

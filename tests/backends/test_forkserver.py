@@ -24,7 +24,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
 from batchopt.backends.process import forkserver
-from batchopt_workers.forkserver import REPLY, REQUEST, Command, CommandMessage
+from batchopt_workers.process.forkserver import REPLY, REQUEST, Command, CommandMessage
 from tests.backends.test_life import assert_gone, pids, python
 
 
@@ -145,7 +145,7 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
     script = """
     import os, sys
     from multiprocessing.connection import Connection
-    from batchopt_workers import forkserver
+    from batchopt_workers.process import forkserver
     forkserver.LINGER = 0.05
     forkserver.main(Connection(int(sys.argv[1])), os.getppid())
     """

@@ -21,7 +21,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends.process import deadlines
+from batchopt.backends.process import paces as deadlines
 from tests.conftest import is_fork_server, listening, shared_memory
 from tests.workloads import Mlp, mlp
 

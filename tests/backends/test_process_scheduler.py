@@ -27,7 +27,7 @@ from batchopt.backends.process.scheduler import (
     Limit,
     WorkerScheduler,
 )
-from batchopt_workers.tree import Fold, Node
+from batchopt_workers.map.tree import Fold, Node
 
 
 def current(scheduler: WorkerScheduler, worker: int) -> int | None:

@@ -23,18 +23,18 @@ from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerIn
 from batchopt.backends.gather import Failures
 from batchopt.backends.local_worker import LocalWorker, run_precode
 from batchopt.backends.sendable import check_module
-from batchopt_workers.batch import Batch
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Evaluator, Program
-from batchopt_workers.forms import Column
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import Cut, Order
-from batchopt_workers.output import MemoryOutput
-from batchopt_workers.packing import assemble
-from batchopt_workers.seeding import draws_kept
-from batchopt_workers.task import Task
-from batchopt_workers.torch_settings import TorchSettings
-from batchopt_workers.watch import StateWritten, Watch
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import assemble
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.watch import StateWritten, Watch
+from batchopt_workers.process.messages import Cut, Order
+from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.tasks.forms import Column
+from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook, Worker
 
 

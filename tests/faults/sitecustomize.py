@@ -34,7 +34,7 @@ class Untold(Exception):
 
 
 class Plan:
-    """The hook of `batchopt_workers.faults`."""
+    """The hook of `batchopt_workers.process.faults`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Plan:
         self._seen = [0] * len(self._faults)
 
     def __call__(self, point: str, chunk: int) -> None:
-        from batchopt_workers import faults
+        from batchopt_workers.process import faults
 
         if point == "worker.forward":
             log = os.open(self._folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -74,7 +74,7 @@ class LatestPlan:
         self._home = home
 
     def __call__(self, point: str, chunk: int) -> None:
-        from batchopt_workers import faults
+        from batchopt_workers.process import faults
 
         faults.hook = Plan(Path((self._home / "case").read_text()))
         faults.hook(point, chunk)
@@ -130,7 +130,7 @@ def say(action: str, connection: Any, frame: bytes) -> None:
 
 def install(folder: Path) -> None:
     """From now on this process follows the plan in `folder`, or the one that `case` there names."""
-    from batchopt_workers import faults
+    from batchopt_workers.process import faults
 
     if not (folder / "plan.json").exists():
         faults.hook = LatestPlan(folder)

@@ -24,9 +24,9 @@ from batchopt.backends.nodes.transfer import (
     lacking,
     to_bytes,
 )
-from batchopt_workers import memory
-from batchopt_workers.batch import Batch
-from batchopt_workers.packing import pack, unpack
+from batchopt_workers.data import memory
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.packing import pack, unpack
 from tests.workloads import Pairs
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.batch import Batch, Columns, Part, Samples, realigned
-from batchopt_workers.memory import ALIGNMENT
-from batchopt_workers.structures import map_tensors
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part, Samples, realigned
+from batchopt_workers.data.memory import ALIGNMENT
+from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.map.weighting import Weighting
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.buffers import LARGEST_STATISTIC, Place, StepBuffers, statistics
+from batchopt_workers.map.buffers import LARGEST_STATISTIC, Place, StepBuffers, statistics
 
 
 class Holder(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchopt_workers.capacity import free_memory
+from batchopt_workers.data.mapping import free_memory
 
 MEMINFO = """MemTotal:       24684084 kB
 MemFree:        10000000 kB

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from batchopt_workers import collation
-from batchopt_workers.collation import Collation
+from batchopt_workers.data import collation
+from batchopt_workers.data.collation import Collation
 
 KEY = (0, 0, 4)
 

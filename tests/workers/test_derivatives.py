@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt_workers.batch import Piece
-from batchopt_workers.derivatives import AtPoints, HessianProducts, InputGradients
-from batchopt_workers.messages import Cut
-from batchopt_workers.task import Surroundings
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
+from batchopt_workers.process.messages import Cut
+from batchopt_workers.tasks.task import Surroundings
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 

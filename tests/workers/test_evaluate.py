@@ -8,17 +8,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers import collector
-from batchopt_workers.batch import Batch, Columns, Part, Samples
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Evaluator, Program
-from batchopt_workers.items import Collate
-from batchopt_workers.layout import Layout
-from batchopt_workers.messages import Cut, Kind, Order, Report
-from batchopt_workers.rows import Rows
-from batchopt_workers.seeding import draws_kept
-from batchopt_workers.tree import Fold, Node
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part, Samples
+from batchopt_workers.data.items import Collate
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.map import collector
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.tree import Fold, Node
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process.messages import Cut, Kind, Order, Report
 from batchopt_workers.worker import Sample, Worker
 
 CPU = torch.device("cpu")

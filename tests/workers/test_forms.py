@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchopt_workers.forms import Column, places, real, rows_form, summed, sums_form, sums_layout
-from batchopt_workers.memory import ALIGNMENT
-from batchopt_workers.structures import tensors_in
+from batchopt_workers.data.memory import ALIGNMENT
+from batchopt_workers.data.structures import tensors_in
+from batchopt_workers.tasks.forms import Column, places, real, rows_form, summed, sums_form, sums_layout
 
 DTYPES = [
     torch.float64,

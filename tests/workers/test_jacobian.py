@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import batchopt_workers.jacobian as jacobian_module
-from batchopt_workers.jacobian import Jacobian
-from batchopt_workers.squares import MeanSquare
+import batchopt_workers.tasks.jacobian as jacobian_module
+from batchopt_workers.map.squares import MeanSquare
+from batchopt_workers.tasks.jacobian import Jacobian
 from tests.workloads import Mlp
 
 torch.manual_seed(0)

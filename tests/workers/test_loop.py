@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt_workers import loop
-from batchopt_workers.batch import Batch, Columns, Part
-from batchopt_workers.evaluate import Program
-from batchopt_workers.failures import Failure, describe
-from batchopt_workers.layout import Layout
-from batchopt_workers.loop import serve
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import HEAD, Cut, Kind, Order, Report
-from batchopt_workers.packing import pack
-from batchopt_workers.rows import Rows, rows_nbytes
-from batchopt_workers.seeding import draws_kept
-from batchopt_workers.session import Session
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import pack
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.sums import Rows, rows_nbytes
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process import loop
+from batchopt_workers.process.failures import Failure, describe
+from batchopt_workers.process.loop import serve
+from batchopt_workers.process.messages import HEAD, Cut, Kind, Order, Report
+from batchopt_workers.process.session import Session
 from batchopt_workers.worker import Sample, Worker
 
 INPUTS = torch.linspace(-1, 2, 18).sin().view(6, 3)

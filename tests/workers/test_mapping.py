@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchopt_workers import mapping
-from batchopt_workers.memory import SharedBlock
+from batchopt_workers.data import mapping
+from batchopt_workers.data.memory import SharedBlock
 
 PAGE = os.sysconf("SC_PAGESIZE")
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers import memory
-from batchopt_workers.memory import ALIGNMENT, SharedBlock, aligned
+from batchopt_workers.data import memory
+from batchopt_workers.data.memory import ALIGNMENT, SharedBlock, aligned
 
 
 def descriptors() -> list[str]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.failures import Failure
-from batchopt_workers.messages import ORDERS, Cut, Order, Report, Summary
-from batchopt_workers.tree import Node
+from batchopt_workers.map.tree import Node
+from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.messages import ORDERS, Cut, Order, Report, Summary
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 NUMBERS = st.floats(allow_nan=False)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchopt_workers.numbering import Numbering
+from batchopt_workers.data.batch import Numbering
 
 THREE = Numbering(("pde", "bc", "data"), (5, 1, 3))
 

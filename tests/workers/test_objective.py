@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt_workers.objective import Objective
+from batchopt_workers.map.objective import Objective
 
 INPUTS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 TARGETS = torch.tensor([[1.0], [0.0]])

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from batchopt.backends.process.task_files import read_columns
-from batchopt_workers import memory, output
-from batchopt_workers.batch import Columns, Part, Samples
-from batchopt_workers.forms import rows_form
-from batchopt_workers.memory import GrowingFile, anonymous_file
-from batchopt_workers.output import FileOutput, MemoryOutput, Output, write_results
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data import memory
+from batchopt_workers.data.batch import Columns, Part, Samples
+from batchopt_workers.data.memory import GrowingFile, anonymous_file
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.tasks import output
+from batchopt_workers.tasks.forms import rows_form
+from batchopt_workers.tasks.output import FileOutput, MemoryOutput, Output, write_results
 
 ROWS = {
     "plain": torch.arange(21.0).view(7, 3),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchopt_workers.memory import ALIGNMENT, SharedBlock
-from batchopt_workers.packing import Packed, dumps, pack, unpack
+from batchopt_workers.data.memory import ALIGNMENT, SharedBlock
+from batchopt_workers.data.packing import Packed, dumps, pack, unpack
 
 DTYPES = [
     torch.float16,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchopt_workers.result_pickler import dumps
+from batchopt_workers.process.loop import dumps
 
 
 def back(result: Any) -> Any:

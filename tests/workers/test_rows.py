@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.layout import Layout
-from batchopt_workers.memory import ALIGNMENT, SharedBlock
-from batchopt_workers.rows import Rows, rows_nbytes
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import ALIGNMENT, SharedBlock
+from batchopt_workers.map.sums import Rows, rows_nbytes
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.seeding import draws_kept, seed_draws
+from batchopt_workers.map.seeding import draws_kept, seed_draws
 
 KEYS = st.tuples(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
 Draws = tuple[list[float], list[float], list[float]]

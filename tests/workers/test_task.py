@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt_workers.batch import Piece
-from batchopt_workers.layout import Layout, Slot
-from batchopt_workers.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.layout import Layout, Slot
+from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 

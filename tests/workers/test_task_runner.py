@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.batch import Batch, Columns, Part, Samples
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Evaluator, Program
-from batchopt_workers.messages import Cut, Kind, Order
-from batchopt_workers.output import MemoryOutput
-from batchopt_workers.task import Applied, Task
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.data.batch import Batch, Columns, Part, Samples
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.task import Applied, Task
 from batchopt_workers.worker import Worker
 
 SIZE = 12

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchopt_workers.weighting import Weighting
+from batchopt_workers.map.weighting import Weighting
 
 # 0 and numbers of very different magnitude, as class weights are.
 DENOMINATORS = st.lists(st.just(0.0) | st.floats(1e-6, 1e6), min_size=1, max_size=50)

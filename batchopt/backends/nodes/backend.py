@@ -39,16 +39,15 @@ from batchopt.backends.nodes.team import Team
 from batchopt.backends.nodes.transfer import PackedBytes, SendableBatch, copied
 from batchopt.backends.sendable import check_module, sending
 from batchopt.errors import NodeLostError
-from batchopt_workers.batch import Batch
-from batchopt_workers.evaluate import Program
-from batchopt_workers.forms import Column
-from batchopt_workers.memory import octets
-from batchopt_workers.messages import TASKS, Cut, Order
-from batchopt_workers.module_hooks import module_hooks
-from batchopt_workers.packing import dumps, pack
-from batchopt_workers.task import Task
-from batchopt_workers.task_runner import of_term
-from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.memory import octets
+from batchopt_workers.data.packing import dumps, pack
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.messages import TASKS, Cut, Order
+from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
+from batchopt_workers.tasks.forms import Column
+from batchopt_workers.tasks.task import Task
+from batchopt_workers.tasks.task_runner import of_term
 from batchopt_workers.worker import Hook
 
 

@@ -11,7 +11,7 @@ from batchopt._mapreduce.answers import Span
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.nodes.failure import NodeFailure
 from batchopt.backends.nodes.fixed_order import WHOLE
-from batchopt_workers.tree import Node
+from batchopt_workers.map.tree import Node
 
 # The state of a worker, beside the number of its restarts.
 STATUS = ("pid", "host", "device", "alive", "lost")

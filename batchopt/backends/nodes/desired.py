@@ -11,9 +11,9 @@ from batchopt.backends.nodes.node import NodeSession, Update
 from batchopt.backends.nodes.program_versions import ProgramVersion, update_for
 from batchopt.backends.nodes.transfer import PackedBytes, SendableBatch, lacking
 from batchopt.backends.sendable import sending
-from batchopt_workers.messages import TASKS, Cut, Order
-from batchopt_workers.numbering import Numbering
-from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.data.batch import Numbering
+from batchopt_workers.process.messages import TASKS, Cut, Order
+from batchopt_workers.process.torch_settings import TorchSettings
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt.errors import BatchoptError, RemoteTraceback, WorkerError
-from batchopt_workers.failures import Failure, describe
-from batchopt_workers.watch import StateWritten
+from batchopt_workers.map.watch import StateWritten
+from batchopt_workers.process.failures import Failure, describe
 
 
 class NodeFailure(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import Reduction, Whole
 from batchopt.backends.nodes.group import Group
-from batchopt_workers.tree import Node
+from batchopt_workers.map.tree import Node
 
 # Bytes of a vector up to which it goes whole, with what is said of it: more messages take longer than more bytes.
 WHOLE = 2**17

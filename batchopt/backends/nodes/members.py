@@ -23,7 +23,7 @@ from batchopt.backends.nodes.residuals import GradientResiduals
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.patience import ATTEMPTS, STARTUP
 from batchopt.errors import AllWorkersLostError, BatchoptError, NodeLostError, WorkerError, WorkerStartError
-from batchopt_workers.versions import versions
+from batchopt_workers.process.versions import versions
 
 # Seconds in which a node has to answer at all, and to come once it was placed.
 ANSWERING = 30.0

@@ -30,15 +30,15 @@ from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.nodes.transfer import BatchBuffer, BatchManifest, BatchSlice, PackedBytes
 from batchopt.errors import NodeLostError
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Program
-from batchopt_workers.layout import Layout
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import TASKS, Cut, Order
-from batchopt_workers.numbering import Numbering
-from batchopt_workers.packing import assemble, dumps
-from batchopt_workers.torch_settings import TorchSettings
-from batchopt_workers.versions import versions
+from batchopt_workers.data.batch import Numbering
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import assemble, dumps
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.messages import TASKS, Cut, Order
+from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.process.versions import versions
 
 # Seconds from one sign of life to the next.
 BEAT = 1.0

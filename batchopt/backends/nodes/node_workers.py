@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 from batchopt.backends.base import Setup
 from batchopt.backends.nodes.transfer import BatchBuffer, BatchSlice, PackedBytes
-from batchopt.backends.process.group import Holder, WorkerGroup
+from batchopt.backends.process.group import WorkerGroup
+from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
-from batchopt_workers.batch import Batch
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Program
-from batchopt_workers.numbering import Numbering
-from batchopt_workers.packing import unpack
-from batchopt_workers.session import ASIDE, ASIDE_BATCH, PIECE, Session
-from batchopt_workers.torch_settings import TorchSettings
+from batchopt_workers.data.batch import Batch, Numbering
+from batchopt_workers.data.packing import unpack
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.session import ASIDE, ASIDE_BATCH, PIECE, Session
+from batchopt_workers.process.torch_settings import TorchSettings
 
 # The name by which workers know the memory of the batch.
 BATCH = "batch 0"

@@ -9,8 +9,8 @@ import torch
 
 from batchopt._program.program import Source
 from batchopt.backends.nodes.transfer import Bytes, digest, from_bytes, to_bytes
-from batchopt_workers.evaluate import Program
-from batchopt_workers.packing import Placement, copy_into
+from batchopt_workers.data.packing import Placement, copy_into
+from batchopt_workers.map.evaluate import Program
 
 
 class ProgramVersion(NamedTuple):

@@ -35,11 +35,11 @@ from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.serial import SerialBackend
 from batchopt.errors import NodesDifferError
-from batchopt_workers.forms import Column
-from batchopt_workers.memory import octets
-from batchopt_workers.messages import Cut, Kind, Order
-from batchopt_workers.packing import dumps
-from batchopt_workers.tree import Node
+from batchopt_workers.data.memory import octets
+from batchopt_workers.data.packing import dumps
+from batchopt_workers.map.tree import Node
+from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.forms import Column
 
 # What evaluates for a member.
 Local = SerialBackend | WorkerGroup

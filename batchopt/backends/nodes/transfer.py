@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from batchopt._machine.cores import usable_cores
-from batchopt_workers.batch import Batch, Columns, F, Part, Samples
-from batchopt_workers.items import Items
-from batchopt_workers.memory import SharedBlock, octets
-from batchopt_workers.packing import Packed, Placement, pack, unpack
-from batchopt_workers.structures import tensors_in
+from batchopt_workers.data.batch import Batch, Columns, F, Part, Samples
+from batchopt_workers.data.items import Items
+from batchopt_workers.data.memory import SharedBlock, octets
+from batchopt_workers.data.packing import Packed, Placement, pack, unpack
+from batchopt_workers.data.structures import tensors_in
 
 Bytes = npt.NDArray[np.uint8]
 # Bytes of which a digest is made at once.

@@ -1,6 +1,6 @@
 """The process backend: worker processes on this machine, over shared memory.
 
-    parent (group.py)                       ║ process     worker (batchopt_workers.loop)
+    parent (group.py)                       ║ process     worker (batchopt_workers.process.loop)
                                             ║ boundary
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
     EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
@@ -32,15 +32,15 @@ from batchopt._data.arguments import read_parallelize
 from batchopt.backends.base import Backend, Prepared, Setup
 from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
-from batchopt.backends.process.surroundings import check_workers
+from batchopt.backends.process.startup import check_workers
 from batchopt.backends.process.worker import Activity, SessionCall, call
 from batchopt.backends.sendable import check_module, sending
-from batchopt_workers.batch import Batch
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.packing import pack
-from batchopt_workers.session import ASIDE_BATCH, Session, batch_name
-from batchopt_workers.task import Task
-from batchopt_workers.task_runner import of_term
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import pack
+from batchopt_workers.process.session import ASIDE_BATCH, Session, batch_name
+from batchopt_workers.tasks.task import Task
+from batchopt_workers.tasks.task_runner import of_term
 
 # Bytes up to which memory for the batches of tasks is kept for the next one.
 KEPT = 2**28

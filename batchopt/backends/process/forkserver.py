@@ -1,5 +1,5 @@
-"""The parent's end of the process that workers are forked from (`batchopt_workers.forkserver`): started when the first
-worker is, and kept for the next ones."""
+"""The parent's end of the process that workers are forked from (`batchopt_workers.process.forkserver`): started when
+the first worker is, and kept for the next ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import torch.multiprocessing as mp
 from batchopt._machine.cores import share_cores
 from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, standard_output
 from batchopt.backends.process.stderr import Stderr
-from batchopt_workers import forkserver
-from batchopt_workers.forkserver import REPLY, Command, CommandMessage, Descriptors
+from batchopt_workers.process import forkserver
+from batchopt_workers.process.forkserver import REPLY, Command, CommandMessage, Descriptors
 
 # Seconds that the fork server has to start and answer for the first time; to answer later, which takes milliseconds;
 # and to end the workers, and what they have left, once nobody needs it.

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
-from batchopt.backends.gather import Failures, FunctionResults, unpickled
+from batchopt.backends.gather import Failures, FunctionResults, Ignore, unpickled
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
 from batchopt.backends.process.ledger import ChunkRun
-from batchopt.backends.process.overdue import Overdue, Pace
+from batchopt.backends.process.paces import Overdue, Pace
+from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import Assign, WorkerScheduler
-from batchopt.backends.process.worker import Activity, PendingMessage, WorkerProcess, error_of
-from batchopt.errors import PoisonChunkError
-from batchopt_workers import faults
-from batchopt_workers.failures import Failure
-from batchopt_workers.forms import Form, sums_layout
-from batchopt_workers.messages import CHUNK, TASKS, Cut, Kind, Order, Report
-from batchopt_workers.numbering import Numbering
-from batchopt_workers.rows import Rows
-from batchopt_workers.tree import Node
+from batchopt.backends.process.worker import Activity, PendingMessage, SessionCall, WorkerProcess, error_of
+from batchopt.errors import PoisonChunkError, WorkerLostError
+from batchopt_workers.data.batch import Numbering
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.tree import Node
+from batchopt_workers.process import faults
+from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.messages import CHUNK, TASKS, Cut, Kind, Order, Report
+from batchopt_workers.tasks.forms import Form, sums_layout
 
 
 class ProcessGather:
@@ -209,3 +212,38 @@ class ProcessCalls(FunctionResults[WorkerProcess]):
             self.raised(worker, worker.rank, error_of(worker.rank, Failure.decode(reply.body), Activity.FUNCTION))
         else:
             self.returned(worker, {worker.rank: reply.body})
+
+
+def run_everywhere(pool: Pool, message: SessionCall) -> list[Any]:
+    """The values of a function in all workers, in rank order. Raises what it raises, and `WorkerLostError`."""
+    pool.pump(Ignore(), 0.0)  # whoever has ended since it was heard last will not begin it
+    pool.wait()
+    calls = ProcessCalls()
+    for _, worker in sorted(pool.workers.items()):
+        calls.asked(worker)
+        worker.ask(message)
+        with suppress(OSError):  # gone; the pool will find out
+            worker.flush()
+    return calls.collect(lambda until: pool.pump(calls, until))
+
+
+def explain(gone: Sequence[WorkerProcess]) -> None:
+    """Raise `WorkerLostError` if two workers, in the first forwards of a program, ended by a fault of memory access:
+    the next ones would end so, too."""
+    faults = [worker for worker in gone if not worker.verdict and worker.process.exitcode == -signal.SIGSEGV]
+    if len(faults) < 2:
+        return
+    worker = faults[1]
+    raise WorkerLostError(
+        f"{worker.process.name} was ended by SIGSEGV (a fault of memory access) in the first forward of this module, "
+        f"{_place(worker.stderr.tail)}. Workers only read the parameters, and code that writes them there ends so: if "
+        "the first forward makes or writes parameters (lazy initialisation, variational strategies), call the module "
+        "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
+    )
+
+
+def _place(standard_error: str) -> str:
+    """Where a process ended, by what Python's faulthandler wrote of its own thread: the last of the user's calls."""
+    _, found, stack = standard_error.rpartition("(most recent call first):\n")
+    calls = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
+    return f"at {'; called from '.join(calls[:3])}" if found and calls else "nobody knows where"

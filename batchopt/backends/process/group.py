@@ -7,13 +7,11 @@ needs from whoever holds it is in `Holder`.
 from __future__ import annotations
 
 import math
-import select
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from operator import is_
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,19 +20,15 @@ from batchopt._machine.cores import share_cores, usable_cores
 from batchopt._machine.openmp import end_spinning
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Meanwhile, Repeated, Setup, WorkerInfo
-from batchopt.backends.gather import Ignore
 from batchopt.backends.patience import OTHERS
-from batchopt.backends.process.crashes import explain
-from batchopt.backends.process.deadlines import Deadlines
-from batchopt.backends.process.gather import ProcessCalls, ProcessGather
-from batchopt.backends.process.overdue import Overdue
+from batchopt.backends.process.gather import ProcessGather, explain, run_everywhere
+from batchopt.backends.process.paces import Deadlines, Overdue
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.repeat import Repeat
+from batchopt.backends.process.repeat import Ringer, WakingPipe
 from batchopt.backends.process.results import Results
 from batchopt.backends.process.scheduler import Assign
-from batchopt.backends.process.shared_program import SharedProgram
+from batchopt.backends.process.shared_program import Holder, SentProgram
 from batchopt.backends.process.startup import startup_calls
-from batchopt.backends.process.waking import WakingPipe
 from batchopt.backends.process.worker import (
     Activity,
     PendingMessage,
@@ -45,36 +39,23 @@ from batchopt.backends.process.worker import (
     call_with_file,
 )
 from batchopt.backends.sendable import sending
-from batchopt_workers import faults
-from batchopt_workers.batch import Batch
-from batchopt_workers.board import Board
-from batchopt_workers.buffers import StepBuffers
-from batchopt_workers.evaluate import Program
-from batchopt_workers.forms import Column
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import ORDERS, TASKS, Cut, Kind, Order
-from batchopt_workers.module_hooks import module_hooks
-from batchopt_workers.numbering import Numbering
-from batchopt_workers.packing import Placement
-from batchopt_workers.session import Session
-from batchopt_workers.torch_settings import TorchSettings
-from batchopt_workers.tree import most_held
-from batchopt_workers.warned import Warned
+from batchopt_workers.data.batch import Batch, Numbering
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import Placement
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.tree import most_held
+from batchopt_workers.process import faults
+from batchopt_workers.process.messages import ORDERS, TASKS, Cut, Kind, Order
+from batchopt_workers.process.session import Session
+from batchopt_workers.process.warned import Warned
+from batchopt_workers.tasks.forms import Column
 from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
 AWAKE = 5e-4
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Whoever holds a group: the settings in force where it asks for an evaluation, which on a node is the parent's
-    process."""
-
-    torch_settings: Callable[[], TorchSettings] = TorchSettings.current
-    module_hooks: Callable[[], Mapping[str, Any]] = module_hooks
 
 
 class WorkerGroup:
@@ -88,40 +69,30 @@ class WorkerGroup:
         self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in ORDERS}  # seconds a sample, by rank
         self._deadlines = Deadlines(setup.timeout, self._paces)
         self._overdue = Overdue(self._paces)
-        self._board: Board | None = None
         self._loads: SessionCall | None = None  # the call by which workers take the loaded batch
         self._batch = 0  # its number
         self._known: dict[int, SessionCall] = {}  # batches that all workers have taken, by number; of those that there
         self._known_to = 0  # were when the pool had changed so often
         self._is_behind = False  # whether workers that were not rung for may still have the batch before
-        self.repeatable: Repeat | None = None  # the last evaluation, if it can be made again by ringing
-        self._ringing: tuple[Repeat, int] | None = None  # what workers were rung for
-        self._poll: tuple[int, select.epoll] | None = None  # of the workers that there were then
         self.late: Mapping[int, tuple[int, float]] = {}  # what the last evaluation has shown of workers that were late
         self._numbering = self._of_task = Numbering((), ())  # of the batches of steps, and of the task
-        # what the workers were told last: weights of the terms, torch's settings, blocks by name, whether hooks run;
-        # None or absent while they are told, since an interrupt in between may come before or after that
-        self._weights: tuple[float, ...] | None = (1.0,) * len(setup.program.loss_fns)
         self._warned: set[Warned] = set()
-        self._torch: TorchSettings | None = self._holder.torch_settings()
-        self._attached: dict[str, SharedBlock] = {}
-        self._hooked: bool | None = True
         self._direction: torch.Tensor | None = None
         self._writing = False  # whether the task at hand writes parameters
-        self._program = setup.program
-        self._shared = SharedProgram(setup.program, setup.parameters)
-        self._sent: tuple[bytes, SharedBlock] | None = None  # the program that all of the workers' state is about
-        self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the program sent last
         self._proven = False  # whether a forward of this program has come to its end
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
-        self._waking = WakingPipe()
-        self._pool.wake_up_for(self._waking.reader)
-        self._pool.set_state("waking", call_with_file(Activity.STARTING, Session.wake_through, self._waking))
+        waking = WakingPipe()
+        self._pool.wake_up_for(waking.reader)
+        self._pool.set_state("waking", call_with_file(Activity.STARTING, Session.wake_through, waking))
+        self._ringer = Ringer(self._pool, waking)
         self.results = Results(self._pool)
+        settings = self._holder.torch_settings()
         devices = None if setup.devices is None else self._by_rank(setup.devices)
-        for name, calls in startup_calls(setup, setup.flat.block, self._torch, max(self._threads()), devices):
+        for name, calls in startup_calls(setup, setup.flat.block, settings, max(self._threads()), devices):
             self._pool.set_state(name, *calls)
-        self._send_program()
+        self._pool.kept |= {"torch": settings, "hooks": True, "weights": (1.0,) * len(setup.program.loss_fns)}
+        self._program = SentProgram(self._pool, setup.program, setup.parameters, self._forget_program)
+        self._program.send()
         try:
             self.resize(setup.workers)
         except BaseException:
@@ -130,48 +101,17 @@ class WorkerGroup:
 
     # ---- what workers must have been told
 
-    def _send_program(self) -> None:
-        """Give the workers the program, and what they forget when they are given one."""
-        self._sent = None
+    def _forget_program(self) -> None:
+        """Workers are given another program, and forget what was about this one."""
         self._known.clear()
-        source, block = self._shared.source, self._shared.block
-        packed = source.packed
-        examined = block, self._program.prehook, self._program.posthook
-        examine = not all(map(is_, examined, self._examined))
-        if self._attached.get("program") is not block:
-            self._pool.set_state("program", call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
-            self._attached["program"] = block
-        self._pool.set_state(
-            "module",
-            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
-        )
-        self._examined = examined
-        for name in ("hooks", "weights", "direction", "batch", "task", "outputs"):
-            self._pool.resend(name)
         for worker in self._pool.workers.values():
             worker.cut = worker.task_cut = None
             if worker.rows is not None and worker.rows.changes != self._setup.buffers.size:
                 worker.rows = None
-        self._sent = packed.data, block
-
-    def _follow(self) -> bool:
-        """Send the workers what the user has changed of the program since; returns whether that was something."""
-        hooks = self._holder.module_hooks()
-        if self._program.module_hooks != hooks:
-            self._program = replace(self._program, module_hooks=hooks)
-        self._shared.follow(self._program)
-        source, block = self._shared.source, self._shared.block
-        if self._sent is not None and self._sent[0] is source.packed.data and self._sent[1] is block:
-            return False
-        self._send_program()
-        return True
 
     def _follow_torch(self) -> None:
         settings = self._holder.torch_settings()
-        if settings != self._torch:
-            self._torch = None
-            self._pool.set_state("torch", call(Activity.TORCH, Session.set_torch, settings))
-            self._torch = settings
+        self._pool.keep("torch", settings, lambda: call(Activity.TORCH, Session.set_torch, settings))
 
     def tell(self, name: str, *calls: SessionCall) -> None:
         """Let each worker have been told `calls`, in place of what it was told by that name before."""
@@ -185,8 +125,7 @@ class WorkerGroup:
     @property
     def is_free(self) -> bool:
         """Whether no worker evaluates anything or runs a function."""
-        calm = self.repeatable is not None and self.repeatable.stamp == self._pool.stamp
-        return calm or all(worker.free for worker in self._pool.workers.values())
+        return self._ringer.is_current or all(worker.free for worker in self._pool.workers.values())
 
     def may_read_earlier_batch(self) -> bool:
         """Whether a worker is late, and may still read the batch before the present one."""
@@ -235,39 +174,27 @@ class WorkerGroup:
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         """Run these hooks. Raises `TypeError` for hooks that cannot be sent."""
-        before, self._program = self._program, replace(self._program, prehook=prehook, posthook=posthook)
-        try:
-            self._follow()
-        except BaseException:
-            self._program = before
-            raise
+        self._program.change(prehook=prehook, posthook=posthook)
 
     def use_hooks(self, hooked: bool) -> None:
         """Run hooks, or run none."""
-        if hooked != self._hooked:
-            self._hooked = None
-            self._pool.set_state("hooks", call(Activity.HOOKS, Session.use_hooks, hooked))
-            self._hooked = hooked
+        self._pool.keep("hooks", hooked, lambda: call(Activity.HOOKS, Session.use_hooks, hooked))
 
     def include_state(self, names: Collection[str]) -> None:
         """Let evaluations change these tensors of the module, too."""
-        self._program = replace(self._program, state=self._program.state | set(names))
-        self._follow()
+        self._program.change(state=self._program.program.state | set(names))
 
     def replace_program(self, program: Program, buffers: StepBuffers) -> None:
         """Evaluate another program from the next step on."""
-        self._program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
+        self._program.program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
 
     def begin_step(self, batch: Batch, weights: tuple[float, ...]) -> None:
         """Begin a step on `batch` with the program as it is now. Raises `TypeError` for a program that cannot be sent
         any more."""
-        if self.repeatable is None or self.repeatable.stamp != self._pool.stamp:
+        if not self._ringer.is_current:
             self._enter()
-        self._follow()
-        if weights != self._weights:
-            self._weights = None
-            self._pool.set_state("weights", call(Activity.BATCH, Session.set_weights, weights))
-            self._weights = weights
+        self._program.follow(self._holder.module_hooks())
+        self._pool.keep("weights", weights, lambda: call(Activity.BATCH, Session.set_weights, weights))
         self._numbering = batch.numbering
         self._deadlines.reading = batch.is_read
 
@@ -278,8 +205,8 @@ class WorkerGroup:
         if self._known_to != self._pool.changes:
             self._known.clear()
         self._known_to = self._pool.changes
-        repeat, self._loads, self._batch = self.repeatable, load, number
-        if repeat is not None and repeat.stamp == self._pool.stamp and self._known.get(number) is load:
+        self._loads, self._batch = load, number
+        if self._ringer.is_current and self._known.get(number) is load:
             self._is_behind = True
         else:
             self._send_batch()
@@ -292,22 +219,19 @@ class WorkerGroup:
 
     def attach(self, name: str, memory: SharedBlock) -> None:
         """Let workers know this memory by that name."""
-        if self._attached.get(name) is not memory:
-            self._attached.pop(name, None)
-            self._pool.set_state(name, call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
-            self._attached[name] = memory
+        self._pool.keep(name, memory, lambda: call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
 
     def detach(self, name: str) -> None:
         """Let them forget it, if they know any by that name."""
-        if self._attached.pop(name, None) is not None:
-            self._pool.set_state(name, call(Activity.BATCH, Session.detach, name))
+        if self._pool.kept.get(name) is not None:
+            self._pool.keep(name, None, lambda: call(Activity.BATCH, Session.detach, name))
 
     # ---- tasks
 
     def follow(self) -> bool:
         """Take the program as it is now; returns whether it is another one than before."""
         self._enter()
-        return self._follow()
+        return self._program.follow(self._holder.module_hooks())
 
     def send_task(
         self,
@@ -390,7 +314,7 @@ class WorkerGroup:
             worker.stderr.pass_on()
         answers = gather.answers()
         if not is_task and self._can_be_repeated(orders, gather) and all(answer.is_silent for answer in answers):
-            self.repeatable = self._repeat_of(orders, answers)
+            self._ringer.remember(orders, answers, len(self._numbering.names))
         return answers
 
     # ---- repeating
@@ -405,55 +329,27 @@ class WorkerGroup:
             and gather.went_as(orders)
         )
 
-    def _repeat_of(self, orders: Sequence[Order | None], answers: Sequence[Answer]) -> Repeat | None:
-        given = [(self._pool.workers[rank], order) for rank, order in enumerate(orders) if order is not None]
-        terms, partials = len(self._numbering.names), [len(answer.partials) for answer in answers]
-        board, kinds = self._board, {order.kind for _, order in given}
-        if board is None or kinds != {Kind.EVALUATE} or max(partials) * terms > board.losses.shape[1]:
-            return None
-        if any(worker.bell is None for worker, _ in given):
-            return None
-        return Repeat(board, given, partials, terms, self._pool.stamp)
+    @property
+    def repeatable(self) -> object:
+        """See `Backend.repeatable`."""
+        return self._ringer.last
 
     def repeat(
         self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
     ) -> Repeated | None:
         """See `Backend.repeat`."""
-        repeat = self.repeatable
-        if repeat is None or repeat is not which or repeat.stamp != self._pool.stamp:
+        ringer = self._ringer
+        if ringer.last is not which or not ringer.is_current:
             return None
-        if self._holder.torch_settings() != self._torch:
+        if self._holder.torch_settings() != self._pool.kept.get("torch"):
             return None
         end_spinning()
-        changes = self._pool.changes
-        if self._poll is None or self._poll[0] != changes:
-            self._poll = changes, self._pool.watched(self._waking.reader)
-        try:
-            self._ringing = repeat, number
-            repeat.ring(number, step, self._batch, seconds)
-            if meanwhile is not None:
-                meanwhile()
-            if repeat.wait(number, self._poll[1], self._waking.reader):
-                self._ringing = None
-                return repeat.found()
-        finally:
-            self._give_up_ringing()
-        return None
-
-    def _give_up_ringing(self) -> None:
-        """Let nobody be waited for that was rung for."""
-        if self._ringing is not None:
-            repeat, number = self._ringing
-            self.repeatable = None
-            there = set(self._pool.workers.values())
-            repeat.give_up(number, there)
-            self._ringing = None
+        return ringer.ring(number, step, self._batch, seconds, meanwhile)
 
     def _enter(self) -> None:
         """Begin a call: leave the cores to the workers, and take in what was said since the last one."""
         end_spinning()
-        self._give_up_ringing()
-        self.repeatable = None
+        self._ringer.forget()
         if self._is_behind:
             self._send_batch()
         for worker in self._overdue.workers:  # the pool would take no notice of what these say
@@ -495,7 +391,8 @@ class WorkerGroup:
         if gather.is_task:
             self._equip_for_task(worker, gather.cut)
         else:
-            self._hang_bell(worker)
+            if self._device.type == "cpu" and self._setup.devices is None:  # elsewhere orders say more than a number
+                self._ringer.hang_bell(worker, self._size)
             self._equip(
                 worker,
                 gather.cut,
@@ -508,16 +405,6 @@ class WorkerGroup:
         if worker.cut is not cut:
             worker.set_cut(cut)
         worker.make_room(rows, self._setup.flat.layout, self._setup.buffers.size, self._device)
-
-    def _hang_bell(self, worker: WorkerProcess) -> None:
-        """Let the worker be one that can be rung for; on another device each order says more than a number."""
-        if self._device.type != "cpu" or self._setup.devices is not None:
-            return
-        if self._board is None or self._board.workers < self._size:
-            self._board = Board.create(self._size)
-            for one in self._pool.workers.values():
-                one.bell = None
-        worker.hang_bell(self._board.block, self._board.workers)
 
     def _equip_for_task(self, worker: WorkerProcess, cut: Cut) -> None:
         """Let the worker have this cut of the task's batch, and a file to sum in."""
@@ -547,15 +434,7 @@ class WorkerGroup:
         with sending("the function or an argument", function, *arguments):
             message = call(Activity.FUNCTION, Session.run, function, *arguments)
         self._enter()
-        self._pool.pump(Ignore(), 0.0)  # whoever has ended since it was heard last will not begin it
-        self._pool.wait()
-        calls = ProcessCalls()
-        for _, worker in sorted(self._pool.workers.items()):
-            calls.asked(worker)
-            worker.ask(message)
-            with suppress(OSError):  # gone; the pool will find out
-                worker.flush()
-        return calls.collect(lambda until: self._pool.pump(calls, until))
+        return run_everywhere(self._pool, message)
 
     def stop(self) -> None:
         """Let whoever waits for workers raise `BatchoptError` soon."""
@@ -564,8 +443,8 @@ class WorkerGroup:
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
-        self._shared.close()
+        self._program.close()
         # This object and its pool refer to each other: memory is given back now, not when Python's collector comes.
-        self._direction = self._sent = self._board = self.repeatable = self._ringing = self._poll = None
-        self._attached.clear()
+        self._direction = None
+        self._ringer.close()
         self._overdue = Overdue(self._paces)

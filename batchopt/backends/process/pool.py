@@ -29,9 +29,9 @@ from batchopt.backends.process.channel import ProtocolError, WorkerReply
 from batchopt.backends.process.roster import Progress, Roster, check, unsent
 from batchopt.backends.process.worker import Activity, PendingMessage, SessionCall, WorkerProcess, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
-from batchopt_workers.failures import Failure
-from batchopt_workers.messages import Kind
-from batchopt_workers.versions import versions
+from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.messages import Kind
+from batchopt_workers.process.versions import versions
 
 # Seconds that a worker has to end by itself once the parent has hung up.
 GRACE = 1.0
@@ -55,6 +55,7 @@ class Pool:
         self.roster = Roster(restarts)
         self._make, self._allowance = make, allowance
         self._state: dict[str, tuple[SessionCall, ...]] = {}
+        self.kept: dict[str, object] = {}  # what some of these calls were made of
         self._selector = selectors.DefaultSelector()
         self._ends = selectors.DefaultSelector()  # the same without the workers' pipes
         self._check_at = 0.0
@@ -114,6 +115,14 @@ class Pool:
         others = {key: sent for key, sent in self._state.items() if key != name}
         self._state = {**others, name: calls}  # new workers are sent it in the order in which the others were
         self._sync()
+
+    def keep(self, name: str, value: object, make: Callable[[], SessionCall]) -> None:
+        """The same with the call that is made of `value`, if that is another one than before."""
+        if name in self.kept and self.kept[name] == value:
+            return
+        self.kept.pop(name, None)  # an interrupt in between may come before or after it was sent
+        self.set_state(name, make())
+        self.kept[name] = value
 
     def resend(self, name: str) -> None:
         """Send every worker once more what it was sent by this name, if it was sent anything."""
@@ -392,7 +401,7 @@ class Pool:
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""
         self._shut_down()
-        self._state = {}  # and with it the memory that workers were told of
+        self._state, self.kept = {}, {}  # and with them the memory that workers were told of
         self._make = self._allowance = _closed  # these are methods of an object that refers to this pool
         for info in self.roster.infos:
             info.alive = False

@@ -1,23 +1,37 @@
-"""The parent's end of an evaluation that is repeated: workers are rung for, and write what they found into a page of
-shared memory. Whatever is unusual is left to orders and replies."""
+"""The parent's end of an evaluation that is repeated: workers are rung for, write what they found into a page of shared
+memory, and wake the parent up. Whatever is unusual is left to orders and replies."""
 
 from __future__ import annotations
 
 import os
 import select
 import time
+import weakref
 from collections.abc import Collection, Sequence
 
-from batchopt.backends.base import Repeated
+from batchopt._mapreduce.answers import Answer
+from batchopt.backends.base import Meanwhile, Repeated
+from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.worker import WorkerProcess
-from batchopt_workers import faults
-from batchopt_workers.board import Board
-from batchopt_workers.messages import Order
+from batchopt_workers.map.repeat import Board
+from batchopt_workers.process import faults
+from batchopt_workers.process.messages import Kind, Order
 
 # An evaluation that takes so many times as long as the one before, and so many seconds, is left to orders.
 LONGER, PATIENCE = 3.0, 0.05
 # Seconds after which the parent looks by itself.
 LOOK = 1e-3
+
+
+class WakingPipe:
+    """A pipe that all workers of a group write to; `reader` is the parent's end, and `fd` theirs. Neither blocks: what
+    does not go in any more says nothing new."""
+
+    def __init__(self) -> None:
+        self.reader, self.fd = os.pipe()
+        for end in (self.reader, self.fd):
+            os.set_blocking(end, False)
+            weakref.finalize(self, os.close, end)
 
 
 class Repeat:
@@ -87,3 +101,71 @@ class Repeat:
         for worker, order in self.orders:
             if worker in there and self._board.done[worker.rank] != number:
                 worker.may_be_at(order._replace(evaluation=number))
+
+
+class Ringer:
+    """Rings for the workers of `pool`, which wake this process up through a pipe.
+
+    `last` is the last evaluation, if it can be repeated: as long as `is_current`, nothing was sent to a worker and no
+    worker has changed since.
+    """
+
+    def __init__(self, pool: Pool, waking: WakingPipe) -> None:
+        self.last: Repeat | None = None
+        self._pool, self._waking = pool, waking
+        self._board: Board | None = None
+        self._ringing: tuple[Repeat, int] | None = None  # what workers were rung for
+        self._poll: tuple[int, select.epoll] | None = None  # of the workers that there were then
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last evaluation can be repeated now."""
+        return self.last is not None and self.last.stamp == self._pool.stamp
+
+    def hang_bell(self, worker: WorkerProcess, workers: int) -> None:
+        """Let it be one of so many workers that can be rung for."""
+        if self._board is None or self._board.workers < workers:
+            self._board = Board.create(workers)
+            for one in self._pool.workers.values():
+                one.bell = None
+        worker.hang_bell(self._board.block, self._board.workers)
+
+    def remember(self, orders: Sequence[Order | None], answers: Sequence[Answer], terms: int) -> None:
+        """Let this evaluation, which went by the book, be the last one, if it can be repeated."""
+        given = [(self._pool.workers[rank], order) for rank, order in enumerate(orders) if order is not None]
+        board, partials = self._board, [len(answer.partials) for answer in answers]
+        if board is None or {order.kind for _, order in given} != {Kind.EVALUATE}:
+            return
+        if max(partials) * terms <= board.losses.shape[1] and all(worker.bell is not None for worker, _ in given):
+            self.last = Repeat(board, given, partials, terms, self._pool.stamp)
+
+    def ring(self, number: int, step: int, batch: int, seconds: float, meanwhile: Meanwhile | None) -> Repeated | None:
+        """Repeat the last evaluation as evaluation `number`; None if it did not go by the book."""
+        repeat, waking, changes = self.last, self._waking.reader, self._pool.changes
+        assert repeat is not None
+        if self._poll is None or self._poll[0] != changes:
+            self._poll = changes, self._pool.watched(waking)
+        try:
+            self._ringing = repeat, number
+            repeat.ring(number, step, batch, seconds)
+            if meanwhile is not None:
+                meanwhile()
+            if repeat.wait(number, self._poll[1], waking):
+                self._ringing = None
+                return repeat.found()
+        finally:
+            if self._ringing is not None:
+                self.forget()
+        return None
+
+    def forget(self) -> None:
+        """The last evaluation is not repeated any more, and nobody waits for those that were rung for."""
+        self.last = None
+        if self._ringing is not None:
+            repeat, number = self._ringing
+            repeat.give_up(number, set(self._pool.workers.values()))
+            self._ringing = None
+
+    def close(self) -> None:
+        """The workers are gone: their memory is given back."""
+        self.last = self._board = self._ringing = self._poll = None

@@ -9,10 +9,10 @@ import torch
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.task_files import read_columns
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block, call_with_file
-from batchopt_workers.forms import Column
-from batchopt_workers.memory import GrowingFile, SharedBlock
-from batchopt_workers.packing import Placement
-from batchopt_workers.session import TASK, Session
+from batchopt_workers.data.memory import GrowingFile, SharedBlock
+from batchopt_workers.data.packing import Placement
+from batchopt_workers.process.session import TASK, Session
+from batchopt_workers.tasks.forms import Column
 
 
 class Results:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
 from batchopt._program.program import Source
-from batchopt_workers.buffers import tensors_of
-from batchopt_workers.evaluate import Program
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.packing import Packed, copy_into
+from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.worker import Activity, call, call_with_block
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import Packed, copy_into
+from batchopt_workers.map.buffers import tensors_of
+from batchopt_workers.map.evaluate import Program
+from batchopt_workers.process.session import Session
+from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
 
 
 class _SharedTensor(NamedTuple):
@@ -93,6 +99,72 @@ class SharedProgram:
                     copy_into(view, tensor)
                     if bound:
                         tensor.data = view
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whoever holds a group: the settings in force where it asks for an evaluation, which on a node is the parent's
+    process."""
+
+    torch_settings: Callable[[], TorchSettings] = TorchSettings.current
+    module_hooks: Callable[[], Mapping[str, Any]] = module_hooks
+
+
+class SentProgram:
+    """The program that the workers of a pool are sent, and sent again when the user has changed it."""
+
+    def __init__(
+        self, pool: Pool, program: Program, parameters: Sequence[torch.nn.Parameter], sent: Callable[[], None]
+    ) -> None:
+        """`sent` is called when workers are given another one. Raises `TypeError` for a program that cannot be sent."""
+        self.program = program  # to be evaluated from the next step on
+        self._pool, self._on_sent = pool, sent
+        self._shared = SharedProgram(program, parameters)
+        self._sent: tuple[bytes, SharedBlock] | None = None  # that which all of the workers' state is about
+        self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the one sent last
+
+    def change(self, **fields: Any) -> None:
+        """Evaluate the program with these fields from now on. Raises `TypeError` for hooks that cannot be sent."""
+        before, self.program = self.program, replace(self.program, **fields)
+        try:
+            self.follow(self.program.module_hooks)
+        except BaseException:
+            self.program = before
+            raise
+
+    def follow(self, module_hooks: Mapping[str, Any]) -> bool:
+        """Send what the user has changed of the program since, with these hooks of all modules; returns whether that
+        was something."""
+        if self.program.module_hooks != module_hooks:
+            self.program = replace(self.program, module_hooks=module_hooks)
+        self._shared.follow(self.program)
+        if self._sent is not None and self._sent[0] is self._shared.source.packed.data:
+            if self._sent[1] is self._shared.block:
+                return False
+        self.send()
+        return True
+
+    def send(self) -> None:
+        """Give the workers the program, and what they forget when they are given one."""
+        self._sent = None
+        source, block, pool = self._shared.source, self._shared.block, self._pool
+        packed, examined = source.packed, (block, self.program.prehook, self.program.posthook)
+        examine = not all(map(is_, examined, self._examined))
+        pool.keep("program", block, lambda: call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
+        pool.set_state(
+            "module",
+            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
+        )
+        self._examined = examined
+        for name in ("hooks", "weights", "direction", "batch", "task", "outputs"):
+            pool.resend(name)
+        self._on_sent()
+        self._sent = packed.data, block
+
+    def close(self) -> None:
+        """The workers are gone."""
+        self._shared.close()
+        self._sent = None
 
 
 def _new_block(packed: Packed) -> SharedBlock:

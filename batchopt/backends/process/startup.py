@@ -1,7 +1,11 @@
-"""What a worker process must have been told before it is given the program."""
+"""What starting worker processes takes: whether there is room, and what each must have been sent before the program."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -12,9 +16,57 @@ from batchopt.backends.process.forkserver import worker_environment
 from batchopt.backends.process.spawn import preparation
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
 from batchopt.backends.sendable import sending
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.session import Session
-from batchopt_workers.torch_settings import TorchSettings
+from batchopt.errors import BatchoptError
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.process.session import Session
+from batchopt_workers.process.torch_settings import TorchSettings
+
+# What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
+# what it had; and open files of this process, for its pipes and its gradients.
+WORKER_MEMORY = 220_000_000
+WORKER_DESCRIPTORS = 7
+
+
+def check_workers(workers: int) -> None:
+    """Raise `BatchoptError` where this process cannot start others, `ValueError` where there is no room for so many."""
+    check_surroundings()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
+
+
+def check_surroundings() -> None:
+    """Raise `BatchoptError` where this process cannot start others."""
+    if multiprocessing.current_process().daemon:
+        raise BatchoptError(
+            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no "
+            "others: use parallelize=1 here, or parallelize in the process that started it"
+        )
+    if not os.path.isdir("/proc/self/fd"):
+        raise BatchoptError(
+            "/proc is not mounted here, and worker processes need it: mount it (`mount -t proc proc /proc`), or use "
+            "parallelize=1"
+        )
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise BatchoptError(
+            f"this process's working directory cannot be used ({error}), and workers begin there: it was deleted, "
+            "perhaps; os.chdir to one that is there"
+        ) from error
+
+
+def check_room(workers: int, memory: int, descriptors: float) -> None:
+    """Raise `ValueError` if `workers` processes need more than `memory` bytes, or more than `descriptors` open files
+    of this process."""
+    if workers * WORKER_MEMORY <= memory and workers * WORKER_DESCRIPTORS <= descriptors:
+        return
+    most = int(min(memory // WORKER_MEMORY, descriptors // WORKER_DESCRIPTORS))
+    raise ValueError(
+        f"`parallelize` {workers} needs about {workers * WORKER_MEMORY / 1e9:.1f} GB of memory and "
+        f"{workers * WORKER_DESCRIPTORS} open files; this machine has {memory / 1e9:.1f} GB, and `ulimit -n` allows "
+        f"{descriptors} files: use at most {max(most, 1)}, or 'auto' for one worker a usable core"
+    )
 
 
 def startup_calls(

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt_workers.forms import Column, places
-from batchopt_workers.layout import Layout
-from batchopt_workers.memory import GrowingFile
-from batchopt_workers.rows import Rows, rows_nbytes
-from batchopt_workers.shared_totals import SharedTotals
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import GrowingFile
+from batchopt_workers.map.sums import Rows, rows_nbytes
+from batchopt_workers.tasks.forms import Column, places
+from batchopt_workers.tasks.shared_totals import SharedTotals
 
 # Bytes up to which a result is copied, so that it holds no mapping.
 _SMALL = 2**16

@@ -23,16 +23,16 @@ from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.backends.process.task_files import TotalsFile
 from batchopt.errors import RemoteTraceback, WorkerError
-from batchopt_workers.failures import Failure
-from batchopt_workers.layout import Layout
-from batchopt_workers.memory import SharedBlock
-from batchopt_workers.messages import CHUNK, Cut, Kind, Order
-from batchopt_workers.numbering import Numbering
-from batchopt_workers.packing import dumps
-from batchopt_workers.rows import Rows, rows_nbytes
-from batchopt_workers.session import Session
-from batchopt_workers.warned import Warned
-from batchopt_workers.watch import StateWritten
+from batchopt_workers.data.batch import Numbering
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import dumps
+from batchopt_workers.map.sums import Rows, rows_nbytes
+from batchopt_workers.map.watch import StateWritten
+from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.messages import CHUNK, Cut, Kind, Order
+from batchopt_workers.process.session import Session
+from batchopt_workers.process.warned import Warned
 
 # Signals that others send; SIGKILL is the kernel's too, where memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -29,12 +29,12 @@ from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.ranks.checksum import checksum, of_batch
 from batchopt.backends.ranks.launch import meet, ranks_here
 from batchopt.backends.serial import SerialBackend
-from batchopt_workers.batch import Batch
-from batchopt_workers.forms import Column
-from batchopt_workers.messages import Cut, Order
-from batchopt_workers.packing import dumps
-from batchopt_workers.task import Task
-from batchopt_workers.versions import versions
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.packing import dumps
+from batchopt_workers.process.messages import Cut, Order
+from batchopt_workers.process.versions import versions
+from batchopt_workers.tasks.forms import Column
+from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook
 
 # Seconds for which another rank may give no sign, where the user sets no `timeout`.

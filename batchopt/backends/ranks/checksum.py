@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from batchopt_workers.batch import Batch
-from batchopt_workers.items import Items
-from batchopt_workers.memory import octets
-from batchopt_workers.structures import tensors_in
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.items import Items
+from batchopt_workers.data.memory import octets
+from batchopt_workers.data.structures import tensors_in
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:

@@ -1,0 +1,299 @@
+"""Checks of a loss: whether it depends on how its batch is cut, and where it is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import torch
+
+from batchopt._data.batches import Reading, Readings
+from batchopt._data.denominators import is_torchs_own
+from batchopt._function.counters import Counters
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.reduce import all_finite, merge_answers
+from batchopt._mapreduce.split import runs, split_batch
+from batchopt.backends.base import Backend
+from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
+from batchopt_workers.data.batch import Batch, Columns, Numbering, Part
+from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.inspection import counts_frequencies, name_of
+
+# Samples that are evaluated, of each term.
+SAMPLES = 8
+# Of the parts' magnitude: what the precision of the parameters, or of a solver inside, leaves uncertain.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4}
+COARSE = 5e-2
+
+
+# Of a loss that draws random numbers: how often it is drawn; how many standard errors, and which part of it, are no
+# chance; and the standard errors up to which that part would have been seen.
+DRAWS, CERTAIN, LEAST, SEEN = 8, 6.0, 0.1, 4.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A term (None where there are no terms) whose loss of `samples` samples is `whole`, and `parted` where they are
+    cut into two parts of so many. `decided`: whether that is no chance of random draws."""
+
+    term: str | None
+    reduction: str
+    parts: tuple[int, int]
+    whole: float
+    parted: float
+    decided: bool = True
+
+    def __str__(self) -> str:
+        of_term = "" if self.term is None else f" of term {self.term!r}"
+        one, two = self.parts
+        return (
+            f"the loss{of_term} of {one + two} samples is {self.whole:.9g} in one forward, and {self.parted:.9g} as "
+            f"the {self.reduction} over {one} and {two} of them"
+        )
+
+
+class Drawn(NamedTuple):
+    """The loss of some samples, and those of its two parts, all with the same random draws."""
+
+    whole: float
+    one: float
+    two: float
+
+    @property
+    def off(self) -> float:
+        """How far the sum of the parts is off."""
+        return self.one + self.two - self.whole
+
+    @property
+    def scale(self) -> float:
+        """The parts' magnitude, or that of the whole."""
+        return max(abs(self.whole), abs(self.one) + abs(self.two))
+
+
+def differs(drawn: Drawn, tolerance: float) -> bool:
+    """Whether the whole is not the sum of its parts; False where nothing can be said."""
+    return math.isfinite(drawn.off) and abs(drawn.off) > tolerance * drawn.scale
+
+
+def judge(draws: Sequence[Drawn]) -> bool | None:
+    """Whether a loss that is random is not the sum of its parts; None where that cannot be told."""
+    off = [drawn.off for drawn in draws]
+    error = stdev(off) / math.sqrt(len(draws))
+    least = LEAST * fmean(drawn.scale for drawn in draws)
+    if abs(fmean(off)) > max(CERTAIN * error, least):
+        return True
+    return False if SEEN * error < least else None
+
+
+def split(samples: int, largest: int) -> tuple[int, int]:
+    """How many samples to evaluate, in two unequal parts if there are enough of them: no more at a time than the
+    `largest` chunk has, where that has two."""
+    count = min(SAMPLES, samples, max(largest, 2))
+    one = max(count * 3 // 8, 1)
+    return one, count - one
+
+
+def compare(
+    backend: Backend,
+    batch: Batch,
+    readings: Readings,
+    largest: int,
+    number: Callable[[], int],
+    step: int,
+    dtype: torch.dtype,
+) -> list[Difference]:
+    """The terms of the loaded batch whose loss depends on the cut, as far as the first samples of each can tell.
+
+    Evaluates them on one worker, without hooks (which the caller has taken off): in one go, and in two parts, with the
+    same random draws. Where that differs and the loss is random, several draws decide; or do not, as where a few
+    samples cannot be evaluated. Nothing is said of what is not finite, nor of torch's own criteria. `number` numbers
+    the evaluations.
+    """
+    tolerance, found = TOLERANCES.get(dtype, COARSE), []
+    for term, part in enumerate(batch.parts):
+        if part.size < 2 or not _is_asked(part, readings[part.name]):
+            continue
+        first = batch.numbering.position(term, range(1)).start
+        one, two = split(part.size, largest)
+
+        def value(start: int, stop: int, step: int, term: int = term) -> float:
+            order = Order(number(), step, 0, 1)  # the first chunk, always: its draws
+            cut = Cut((start, stop))
+            answers = backend.evaluate(cut, [order] + [None] * (len(backend.workers) - 1))
+            return sum(partial.losses[term] for _, partial in merge_answers(answers, cut.chunks))
+
+        try:
+            verdict, draws = _draw(value, (first, first + one, first + one + two), step, tolerance)
+        except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs the hooks
+            verdict, draws = None, [Drawn(math.nan, math.nan, math.nan)]
+        if verdict is not False:
+            weight = part.weighting.of(0, one + two)
+            whole, parted = fmean(d.whole for d in draws) / weight, fmean(d.one + d.two for d in draws) / weight
+            reduction, decided = part.weighting.reduction, verdict is not None
+            found.append(Difference(part.name, reduction, (one, two), whole, parted, decided))
+    return found
+
+
+def _draw(
+    value: Callable[[int, int, int], float], bounds: tuple[int, int, int], step: int, tolerance: float
+) -> tuple[bool | None, list[Drawn]]:
+    """Whether the loss of two parts is not that of the whole, None where nobody can tell; and the losses. `value` is
+    that of the samples from one up to another, with the draws of a step."""
+    first, middle, last = bounds
+    found: list[Drawn] = []
+
+    def draw() -> Drawn:
+        s = step + len(found)
+        found.append(Drawn(value(first, last, s), value(first, middle, s), value(middle, last, s)))
+        return found[-1]
+
+    if not differs(draw(), tolerance):
+        return False, found
+    if not differs(Drawn(found[0].whole, value(first, last, step + 1), 0.0), tolerance):
+        return True, found
+    while len(found) < DRAWS:
+        draw()
+    return judge(found), found
+
+
+def _is_asked(part: Part, reading: Reading) -> bool:
+    """Whether the loss of several samples is one forward, and the user's own, or of what the user has collated."""
+    if not isinstance(part.inputs, Columns) and part.collate is None:
+        return False
+    criterion = reading.criterion
+    is_known = is_torchs_own(criterion) and not criterion._forward_hooks and not criterion._forward_pre_hooks
+    return not is_known or reading.denominators is not None or reading.collate is not None
+
+
+def refuse_frequencies(
+    module: torch.nn.Module, workers: int | None, batch: Batch | None = None, chunks: int = 1
+) -> None:
+    """Raise `ValueError` for a layer whose gradient counts how often an entry is in a forward, where the batch takes
+    more than one."""
+    forwards = chunks
+    if batch is not None and not batch.is_of_columns:
+        forwards = max(chunks, _forwards(batch) - len(batch.parts) + 1)
+    part = None if workers == 1 and forwards == 1 else counts_frequencies(module)
+    if part is not None:
+        raise ValueError(
+            f"'{name_of(part, module)}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how "
+            "often an entry is in a forward, which has a chunk of the batch; use parallelize=1 without chunk_size "
+            "(and with collate_fn for a list of samples), or scale_grad_by_freq=False"
+        )
+
+
+def _forwards(batch: Batch) -> int:
+    """How many forwards the batch takes if it is not cut."""
+    listed = [not isinstance(part.inputs, Columns) and part.collate is None for part in batch.parts]
+    return sum(part.size if one_each else 1 for part, one_each in zip(batch.parts, listed, strict=True))
+
+
+# What orders of each kind yield beside the loss.
+DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and which of
+    the loss and its derivative it is."""
+
+    chunk: int
+    samples: range
+    what: str
+
+
+def explain(
+    backend: Backend,
+    cut: Cut,
+    numbering: Numbering,
+    number: Callable[[], int],
+    counters: Counters,
+    kind: Kind = Kind.EVALUATE,
+    name: str = "",
+) -> NonFiniteError:
+    """The error for the evaluation, or the product, that follows `counters`: evaluates anew, without hooks (which the
+    caller has taken off), to find the place. `number` numbers the evaluations; `name`: of what it yields beside the
+    loss, if that is not what the kind says."""
+    name = name or DERIVATIVES[kind]
+    place = locate(backend, cut, number, counters.steps, kind, name)
+    beside = "" if kind is Kind.TOTAL else "loss or "
+    what = place.what if place is not None else f"{beside}{name} is not finite"
+    chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
+    return NonFiniteError(what, chunk, samples, counters.steps, counters.evaluations + 1, numbering.within(samples))
+
+
+def locate(
+    backend: Backend,
+    cut: Cut,
+    number: Callable[[], int],
+    step: int,
+    kind: Kind = Kind.EVALUATE,
+    name: str = DERIVATIVES[Kind.EVALUATE],
+) -> Origin | None:
+    """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
+
+    None if each chunk is finite: a hook did it, or their sum is too large for the dtype.
+    """
+
+    def what(cut: Cut, some: range) -> str:
+        counts = split_batch(len(some), [1.0] * len(backend.workers))
+        evaluation = number()
+        orders = [
+            Order(evaluation, step, some.start + first, some.start + last, kind) if last > first else None
+            for first, last in runs(counts)
+        ]
+        return next(filter(None, (_what(answer, name) for answer in backend.evaluate(cut, orders))), "")
+
+    def is_nothing(chunk: int) -> bool:
+        """Whether its loss is finite as soon as the samples of the chunk beside it are with its own."""
+        first = max(chunk - 1, 0)
+        try:
+            return cut.chunks > 1 and not what(Cut((cut.bounds[first], cut.bounds[first + 2])), range(1))
+        except WorkerError:  # there is no room for both
+            return False
+
+    chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
+    reason = what(cut, chunks)
+    if not reason or len(chunks) > 1:
+        return None
+    samples = range(*cut.bounds[chunks.start : chunks.stop + 1])
+
+    def what_of_samples(some: range) -> str:
+        try:
+            return what(Cut((some.start, some.stop)), range(1))
+        except WorkerError:  # the module cannot evaluate so few samples
+            return ""
+
+    found = _narrow(samples, what_of_samples)
+    if kind is Kind.EVALUATE and reason == "loss is nan" and is_nothing(chunks.start):
+        reason += (
+            " (and finite together with the chunk beside it: a mean over nothing, as of targets that are all ignored, "
+            "needs `denominators`, what each sample adds to what it divides by)"
+        )
+    return Origin(chunks.start, found, reason)
+
+
+def _narrow(items: range, what: Callable[[range], str]) -> range:
+    """The half that is not finite by itself, as long as there is one."""
+    while len(items) > 1:
+        middle = (items.start + items.stop) // 2
+        halves = range(items.start, middle), range(middle, items.stop)
+        bad = next((half for half in halves if what(half)), None)
+        if bad is None:
+            return items
+        items = bad
+    return items
+
+
+def _what(answer: Answer, name: str) -> str:
+    """Which of the loss and its derivative is not finite; empty if both are."""
+    for _, partial in answer.partials:
+        bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
+        if bad is not None:
+            return f"loss is {bad}"
+        if not all_finite(partial.gradient):
+            return f"{name} is not finite"
+    return ""

@@ -1,0 +1,419 @@
+"""The module, its workers, and the batch that is loaded; what a step changes of these, and how it is undone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from batchopt._data.batches import Readings, read_batch
+from batchopt._data.denominators import marks_of
+from batchopt._data.forms import BatchForm, with_form
+from batchopt._data.terms import Term, reweighed
+from batchopt._function.checks import compare, refuse_frequencies
+from batchopt._function.counters import Counters
+from batchopt._function.observer import Trial
+from batchopt._function.observers import Observers
+from batchopt._function.prepared import Rows
+from batchopt._function.reporter import Reporter
+from batchopt._function.settings import Settings
+from batchopt._function.step import Repeat, Step
+from batchopt._function.workers import Workers
+from batchopt._machine.ownership import Owner, exclusive, undisturbed
+from batchopt._mapreduce.plan import NEW, Plan, choose_chunk_size, follow, make_plan
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._program.flat_module import FlatModule
+from batchopt._program.flatten import check_hooks
+from batchopt.backends.base import Prepared
+from batchopt.errors import BatchoptError
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.process.messages import Kind
+from batchopt_workers.worker import Hook
+
+T = TypeVar("T")
+Self = TypeVar("Self", bound="BatchLoader")
+
+
+class Past(NamedTuple):
+    """The counters, the results of the posthook in the last evaluation, and the number of the last one whose residuals
+    count, where gradients are compressed. A step that fails puts back the record that it began with."""
+
+    counters: Counters
+    hook_results: list[Any]
+    residuals: int = 0
+
+
+class Planned(NamedTuple):
+    """The plan of a batch of `size` samples, made or kept with these speeds."""
+
+    size: int
+    chunk_size: int | None
+    speeds: Speeds
+    plan: Plan
+
+
+class BatchLoader:
+    """Has a module, workers and counters, and loads batches; `BatchFunction` evaluates them."""
+
+    def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
+        """Starts the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
+        self.owner = self._owner = Owner()
+        self.subject, self.settings = subject, settings
+        self.workers = Workers(subject, settings)
+        self._read: tuple[Any, Readings] | None = None  # how, as long as nothing changes
+        self._form: tuple[Readings, BatchForm] | None = None  # of the batch that was read last
+        self._terms = settings.terms
+        self.verbose = settings.verbose if self.is_main else 0
+        self._reporter = Reporter(self.verbose)
+        self.observers = Observers([self._reporter] if self.verbose else [])
+        self._checks_cut = settings.check_cut
+        self._on_nonfinite = settings.on_nonfinite  # "keep": f is what it is
+        self._step: Step | None = None
+        self._repeat: Repeat | None = None  # the last evaluation
+        self._planned: Planned | None = None  # last
+        self._cuts = settings.chunk_size, settings.deterministic
+        self._unlooked = 0  # the number of a step that was only evaluated by repeats
+        self._number: int | None = None  # of the one that is made, if it has one already
+        self._rows: Rows = lambda: None  # of the data, which the loaded batch has
+        self._placed: Prepared | None = None  # where the workers can read it
+        self._past = Past(counters or Counters(), [])
+        self._goes_back_to: Past | None = None  # if the step that is made fails
+        self._compresses = settings.compress is not None
+        self._evaluation = 0  # the number of the one that runs, if gradients are compressed
+        self._term_losses: tuple[float, ...] = ()  # in the last evaluation
+        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
+        self._ended = False  # whether the module has them already
+        self._keeps_outputs = False
+        self._outputs: Any = None  # of the module, in the last evaluation
+        self._closed = False
+
+    # ---- what there is
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes files; of several that do the same, one does."""
+        return self.workers.backend.is_main
+
+    @exclusive
+    def once(self, function: Callable[[], T]) -> T:
+        """What `function` returns, or raises, in the process that writes files."""
+        return self.workers.backend.once(function)
+
+    @property
+    def past(self) -> Past:
+        """The counters and the last hook results."""
+        return self._past
+
+    @property
+    def readings(self) -> Readings:
+        """How data becomes a batch, by the names of terms, with the criterion as it is now."""
+        marks = marks_of(self.settings.criterion), self.workers.alone
+        if self._read is None or self._read[0] != marks:
+            device = None if self.workers.alone else self.subject.x.device
+            self._read = marks, self.settings.readings(device)
+        return self._read[1]
+
+    @property
+    def terms(self) -> dict[str, Term] | None:
+        """The terms, with their present weights."""
+        return self._terms
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each term in f, for the batch that is loaded next; where there are no terms, 1."""
+        return (1.0,) if self._terms is None else tuple(term.weight for term in self._terms.values())
+
+    @exclusive
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Use these with the batch that is loaded next."""
+        self._terms = reweighed(self._terms, weights)
+
+    def check_open(self) -> None:
+        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and where X cannot follow."""
+        if self._closed:
+            raise closed()
+        self.subject.follow()
+
+    def without_bar(self) -> AbstractContextManager[None]:
+        """The progress bar of evaluations rests in the body."""
+        return self._reporter.without_bar()
+
+    def follow(self) -> FlatModule:
+        """The module, with X as it has it; after `close`, as it was then."""
+        if not self._closed:
+            self.subject.follow()
+        return self.subject
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X, as the module has it."""
+        return self.follow().x
+
+    def ready(self) -> Step:
+        """The step on the loaded batch, with X as the module has it now. Raises `ValueError` for a parameter with a
+        hook, too."""
+        if self._closed:
+            raise closed()
+        self.subject.follow()
+        check_hooks(self.subject.named)
+        return self._step or self._loaded()
+
+    def _loaded(self) -> Step:
+        if self._step is None:
+            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
+        return self._step
+
+    @undisturbed
+    def prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
+        """Read the batch, and bring it to where the workers can read it. `ahead`: while the present one is still
+        needed; else that one is gone."""
+        with self.observers.doing("read ahead" if ahead else "load"):
+            batch = self._read_batch(inputs, targets, options)
+            if not ahead:
+                self.end_step()
+                self._step = None
+            self._placed = self.workers.backend.prepare(batch, ahead)
+            return self._placed
+
+    def _read_batch(self, inputs: Any, targets: Any, options: Any) -> Batch:
+        """The batch: of the form of the one before, or else as it is read."""
+        readings = self.readings
+        if self._form is not None and self._form[0] is readings and options is None:
+            batch = self._form[1].filled(inputs, targets, readings[None])
+            if batch is not None:
+                return batch
+        batch = with_form(read_batch(inputs, targets, options, readings))
+        self._form = None if batch.plain is None or None not in readings else (readings, batch.plain.form)
+        return batch
+
+    @undisturbed
+    def _begin(self, prepared: Prepared) -> None:
+        subject, workers = self.subject, self.workers
+        subject.check()
+        self.end_step()
+        workers.grow(self._reporter.not_grown)
+        with self.observers.doing("load"), undone_if_it_fails(self):
+            self._step = None
+            if prepared is not self._placed:  # another batch was brought there meanwhile
+                prepared = self._placed = workers.backend.prepare(prepared.batch)
+            subject.buffers.begin_step()
+            self._ended = False
+            weights, infos = self.weights, workers.infos
+            workers.backend.load(prepared, weights)
+            workers.leave_out_the_lost(infos)
+            self._past = Past(self._past.counters.begun(), self._past.hook_results, self._past.residuals)
+            number, batch, count = self._past.counters.steps, prepared.batch, len(infos)
+            chunk_size = choose_chunk_size(batch.size, *self._cuts)
+            plan = self._plan_of(batch.size, chunk_size)
+            chunks = plan.cut.chunks
+            refuse_frequencies(subject.module, count, batch, chunks)
+            self._reporter.idle(batch.size, chunk_size and chunks, count)
+            movable = chunks == 1 or not self._reporter.cut_matters(subject.module, chunks)
+            # samples that change hands have to be read again; of fixed chunks those are few
+            moves = movable and (chunk_size is not None or not batch.is_kept)
+            self._step = Step(number, batch, weights, chunk_size, plan, moves)
+            self._planned = Planned(batch.size, chunk_size, workers.speeds, plan)
+            if movable and self._checks_cut and (count > 1 or chunks > 1):
+                self._check_cut(self._step)
+
+    def _plan_of(self, size: int, chunk_size: int | None) -> Plan:
+        """That of the step before, as far as it fits: then evaluations may be repeated."""
+        speeds, planned = self.workers.speeds, self._planned
+        if planned is not None and (planned.size, planned.chunk_size) == (size, chunk_size):
+            plan = planned.plan
+            if planned.speeds is speeds and (plan.age >= NEW or len(plan.shares) == 1):
+                return plan
+            if len(plan.shares) == len(speeds.values) and math.isfinite(speeds.makespan(plan.samples())):
+                return follow(plan, chunk_size, speeds)
+        return make_plan(size, chunk_size, speeds)
+
+    def _check_cut(self, step: Step) -> None:
+        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is cut for the first
+        time."""
+        workers, bounds = self.workers, step.plan.cut.bounds
+        self._checks_cut = False
+        largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
+        arguments = step.batch, self.readings, largest, workers.number, step.number, dtype
+        with self.subject.keeping_gradients(), workers.without_hooks():
+            found = workers.learning(lambda: compare(workers.backend, *arguments))
+        self._reporter.cut_differs([difference for difference in found if difference.decided])
+
+    @exclusive
+    @undisturbed
+    def calibrate(self) -> list[float]:
+        """Time the workers on equal shares of the loaded batch; the speeds in samples per second."""
+        step, workers = self.ready(), self.workers
+        if not workers.speeds.fixed:
+            plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
+            with self._at_start(), workers.without_hooks():
+                for _ in range(1 if workers.evaluations else 2):
+                    answers = workers.evaluate(step._replace(plan=plan), Kind.EVALUATE)
+                    workers.learn_from(answers, plan.samples())
+            self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in workers.speeds.relative])
+        return list(workers.speeds.relative)
+
+    # ---- what is undone
+
+    @contextmanager
+    def apart(self, what: str, counted: bool = False) -> Iterator[None]:
+        """Batches loaded in the body belong to no step: afterwards the random draws go on as if there had been none,
+        and so do the counters, unless evaluations are to be `counted` and nothing was raised. A batch has to be loaded
+        again."""
+        self.check_open()
+        self.end_step()
+        before = after = self._past
+        try:
+            with self.owner.amid(what):
+                yield
+            if counted:
+                counters = replace(self._past.counters, steps=before.counters.steps)
+                after = self._past._replace(counters=counters)
+        finally:
+            self._forget_batch()
+            self._past = after
+
+    @contextmanager
+    def under_examination(self) -> Iterator[None]:
+        """Evaluations in the body leave no trace, except that a batch has to be loaded again."""
+        checks_cut, self._checks_cut = self._checks_cut, False
+        compresses, self._compresses = self._compresses, False
+        try:
+            with self.apart("check()"):
+                yield
+        finally:
+            self._checks_cut, self._compresses = checks_cut, compresses
+
+    def end_step(self) -> None:
+        """Take over the buffers as the step's last evaluation left them; does nothing the second time. More evaluations
+        may follow, which start from where the step did."""
+        if self._changes is not None:
+            self.subject.buffers.take_over(self._changes)
+            self._changes, self._ended = None, True
+
+    @contextmanager
+    def _at_start(self) -> Iterator[None]:
+        """For the body, the module's state is that of the step's start, also where the step has ended or the user has
+        written it."""
+        left = self._ended or self.subject.buffers.is_written
+        with self.subject.buffers.at_start() if left else nullcontext():
+            if left:
+                self.workers.backend.restart_step()
+            yield
+
+    def drop_changes(self) -> None:
+        """Leave the buffers as they were before the last evaluation."""
+        self._changes = None
+
+    def _forget_batch(self) -> None:
+        self._step = self._changes = self._outputs = self._repeat = None
+
+    def stepped(self, left: Trial | None) -> None:
+        """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it
+        leaves."""
+        counters = self._past.counters.stepped(self._loaded().batch.size)
+        if left is not None:
+            counters = replace(counters, loss=left.loss, terms=dict(left.terms))
+        self._past = self._past._replace(counters=counters)
+
+    # ---- for the doctor
+
+    def cut_in_chunks(self, least: int) -> tuple[int, int]:
+        """Cut the loaded batch into `least` chunks or more of a size that stays; returns the numbers of samples in all
+        and in a chunk."""
+        step = self.ready()
+        size = step.batch.size
+        chunk_size = step.chunk_size or math.ceil(size / max(least, len(self.workers.infos)))
+        self._step = step._replace(chunk_size=chunk_size, plan=make_plan(size, chunk_size, self.workers.speeds))
+        return size, chunk_size
+
+    # ---- workers
+
+    @exclusive
+    @undisturbed
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these hooks from now on."""
+        self.check_open()
+        self.workers.set_hooks(prehook, posthook)
+
+    @exclusive
+    @undisturbed
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker, *args)` on each worker; the values in rank order."""
+        self.check_open()
+        return self.workers.backend.run(function, args)
+
+    @exclusive
+    @undisturbed
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
+        """Have `parallelize` workers from now on; a batch has to be loaded anew."""
+        self.check_open()
+
+        def between_steps() -> None:
+            self.end_step()
+            self._step = self._placed = self._planned = self._repeat = None
+
+        self.workers.resize(parallelize, speeds, between_steps)
+        self.workers.backend.keep_outputs(self._keeps_outputs)
+
+    def close(self) -> None:
+        """End the workers, in the middle of another call soon after; X stays, in memory of this process alone."""
+        if not self._owner.is_here or self._closed:
+            return
+        if self._owner.at_last(self._close):
+            self.workers.backend.stop()
+        else:
+            self._close_now()
+
+    @exclusive
+    def _close_now(self) -> None:
+        self._close()
+
+    @undisturbed
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.end_step()
+            self._reporter.close()
+            self.workers.backend.close()
+            self._placed = self._outputs = self._repeat = None
+            self.subject.leave()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def closed() -> BatchoptError:
+    """The error of a call after `close`."""
+    return BatchoptError("this BatchOptimizer was closed: build a new one")
+
+
+class undone_if_it_fails:
+    """If the body raises, restore the counters and the buffers of a function; a batch has to be loaded again."""
+
+    def __init__(self, function: BatchLoader) -> None:
+        self._function = function
+        self._before = function._past, function._goes_back_to, function._step, function._ended
+
+    def __enter__(self) -> None:
+        past, outer, *_ = self._before
+        self._function._goes_back_to = outer or past
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        function, (past, outer, step, ended) = self._function, self._before
+        try:
+            if kind is not None:
+                function._past = past
+                has_begun = function._step is not step or not ended  # else it was over before: what it left stays
+                if function._step is not None and has_begun and not function.subject.buffers.is_written:
+                    function.subject.buffers.restore()
+                function._forget_batch()
+        finally:
+            function._goes_back_to = outer

@@ -1,0 +1,121 @@
+"""How long workers take: what a slow one shows when it was not waited for, and after how long it counts as hung."""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from batchopt.backends.patience import STARTUP, UNKNOWN
+from batchopt.backends.process.channel import WorkerReply
+from batchopt.backends.process.worker import Activity, PendingMessage, WorkerProcess
+from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
+
+
+class Pace(NamedTuple):
+    """`samples` took `seconds`, or will have taken more."""
+
+    samples: int
+    seconds: float
+
+
+@dataclass
+class _Left:
+    """An order whose result nobody waits for; the worker has been at one of its chunks, of so many samples, since
+    then."""
+
+    order: Order
+    cut: Cut
+    samples: int
+    since: float
+
+
+class Overdue:
+    """The orders that workers were at when an evaluation ended without them.
+
+    As a listener of the pool it hears when they are done after all, which is a measurement; until then, the time that
+    they have taken so far is a bound.
+    """
+
+    def __init__(self, paces: Mapping[Kind, dict[int, float]]) -> None:
+        """Keeps `paces` (seconds a sample, by rank) current."""
+        self._paces = paces
+        self._left: dict[WorkerProcess, _Left] = {}
+        self._found: dict[Kind, dict[int, Pace]] = {kind: {} for kind in paces}
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The workers that may still be at an order that was noted."""
+        return list(self._left)
+
+    def leave(self, worker: WorkerProcess, order: Order, cut: Cut, chunk: int, since: float) -> None:
+        """Note that the worker has been at `chunk` of that order since then, and that nobody waits for it."""
+        self._left[worker] = _Left(order, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since)
+
+    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+        """Take a measurement if the reply ends an order that was noted."""
+        left = self._left.get(worker)
+        if left is None or asked.order != left.order or reply.kind not in (Kind.DONE, Kind.FAILED):
+            return
+        del self._left[worker]
+        if reply.kind is Kind.DONE:
+            with suppress(ValueError, struct.error, IndexError):  # what is no report says nothing
+                report, bounds = Report.decode(reply.body), left.cut.bounds
+                self._note(worker, left, bounds[report.next] - bounds[left.order.first], report.seconds)
+
+    def lost(self, worker: WorkerProcess, ending: str) -> None:
+        """Forget the worker's order."""
+        self._left.pop(worker, None)
+
+    def take(self, kind: Kind, living: Iterable[WorkerProcess]) -> dict[int, Pace]:
+        """What was shown about orders of that kind since it was asked for, by rank: of those who have ended, how long
+        they took; of the others, how long they have taken so far."""
+        now, there = time.monotonic(), set(living)
+        self._left = {worker: left for worker, left in self._left.items() if worker in there and not worker.free}
+        for worker, left in self._left.items():
+            self._note(worker, left, left.samples, now - left.since)
+        found, self._found[kind] = self._found[kind], {}
+        return found
+
+    def _note(self, worker: WorkerProcess, left: _Left, samples: int, seconds: float) -> None:
+        if samples > 0 and seconds > 0:
+            self._found[left.order.kind][worker.rank] = Pace(samples, seconds)
+            self._paces[left.order.kind][worker.rank] = seconds / samples
+
+
+# Once it is known how long something should take, a worker that takes so many times as long counts as hung, but not
+# before so many seconds.
+FACTOR, FLOOR = 20.0, 30.0
+
+
+class Deadlines:
+    """Allows what the user has said, or else a multiple of what is known of the workers' speed."""
+
+    def __init__(self, timeout: float | None, paces: Mapping[Kind, Mapping[int, float]]) -> None:
+        """`paces`: seconds a sample, by rank, for each kind of order; kept current by others."""
+        self._timeout, self._paces = timeout, paces
+        # whether workers read samples of the batch, or of that of a task: which may take far longer than to evaluate
+        # them
+        self.reading = self.reading_for_task = False
+
+    def allowance(self, rank: int, cut: Cut | None, asked: PendingMessage) -> float:
+        """The seconds without progress after which the worker counts as hung, where it has cut the batch so."""
+        if asked.activity is Activity.STARTING:
+            return STARTUP
+        if asked.activity is Activity.FUNCTION:
+            return self._timeout or math.inf
+        if asked.order is None or cut is None:
+            return max(self._timeout or UNKNOWN, STARTUP)
+        if self._timeout is not None:
+            return self._timeout
+        bounds = cut.bounds
+        largest = max(bounds[i + 1] - bounds[i] for i in range(asked.order.first, asked.order.last))
+        paces = self._paces[asked.order.kind]
+        pace = paces.get(rank, max(paces.values(), default=None))
+        reading = self.reading_for_task if asked.order.kind in TASKS else self.reading
+        floor = UNKNOWN if reading else FLOOR
+        return asked.patience * (UNKNOWN if pace is None else max(floor, FACTOR * pace * largest))

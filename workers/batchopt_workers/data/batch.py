@@ -1,0 +1,317 @@
+"""The data of an objective of one or more terms, and how a chunk of it is cut out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+
+from batchopt_workers.data.collation import Collation
+from batchopt_workers.data.items import Collate, Items
+from batchopt_workers.data.memory import ALIGNMENT
+from batchopt_workers.data.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
+from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Weighting
+
+
+def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return _leaf(tensor[start:stop], tensor) if tensor.requires_grad else tensor[start:stop]
+
+
+def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return part.detach().requires_grad_(whole.requires_grad)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Lists,
+    tuples and arrays in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever
+    else is there belongs to every sample."""
+
+    data: Any
+
+    def __len__(self) -> int:
+        first = self.data if type(self.data) is torch.Tensor else next(tensors_in(self.data))
+        return first.shape[0]
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
+        if type(self.data) is torch.Tensor and not self.data.requires_grad:
+            return self.data[start:stop]
+        return self._map(lambda column: _rows(column, start, stop) if is_tensor(column) else column[start:stop])
+
+    def held(self, start: int, stop: int) -> list[Any]:
+        """What samples `start` up to `stop` are read from, itself."""
+        return [self.data]
+
+    def sample(self, index: int) -> Any:
+        """One sample, without its first dimension."""
+        return self._map(lambda column: _leaf(column[index], column) if is_tensor(column) else column[index])
+
+    def _map(self, function: Callable[[Any], Any]) -> Any:
+        samples = len(self)
+        return map_tensors(function, self.data, lambda item: is_tensor(item) or has_a_row_each(item, samples))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A list with one entry a sample, of any shapes."""
+
+    data: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Samples `start` up to `stop`, as a list."""
+        return [self.sample(index) for index in range(start, stop)]
+
+    def held(self, start: int, stop: int) -> list[Any]:
+        """What samples `start` up to `stop` are read from, itself."""
+        return list(self.data[start:stop])
+
+    def sample(self, index: int) -> Any:
+        """One sample; its tensors are leaves of the autograd graph."""
+        return map_tensors(lambda tensor: _leaf(tensor, tensor), self.data[index])
+
+
+Form = Columns | Samples | Items
+F = TypeVar("F", bound=Form)
+
+
+def realigned(data: F) -> F:
+    """The same with each tensor laid out as in shared memory, copied where it is not: dense, and starting at a
+    multiple of 64 bytes. What items have is laid out when it is read.
+
+    Matrix products of the same numbers have other bits when the numbers start elsewhere, modulo 16 bytes or more.
+    """
+
+    def lay_out(tensor: torch.Tensor) -> torch.Tensor:
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        if dense and tensor.data_ptr() % ALIGNMENT == 0:
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return data if isinstance(data, Items) else replace(data, data=map_tensors(lay_out, data.data))
+
+
+@dataclass
+class Piece:
+    """The data of one forward: consecutive samples, or one sample of a list.
+
+    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
+    the criterion take the place of its own; among them are the weights of samples. `kept`: whether there is room to
+    keep it until the next evaluation.
+    """
+
+    inputs: Any
+    targets: Any
+    options: Sequence[Any] | None
+    indices: range
+    weight: float
+    attributes: dict[str, Any] = field(default_factory=dict)
+    term: int = 0
+    kept: bool = True
+
+    @property
+    def sample_weight(self) -> torch.Tensor | None:
+        """The weights of the samples, if they have any: shape `(samples,)`, or `()` of one sample of a list."""
+        return self.attributes.get(SAMPLE_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The data of one term: inputs, with or without targets and options (one object a sample, for the hooks), and what
+    their loss is. Items have their targets with them. `name`: of the term; None where it is all there is."""
+
+    inputs: Form
+    targets: Columns | Samples | None
+    options: Sequence[Any] | None
+    weighting: Weighting
+    collate: Collate | None = None
+    # attributes of the criterion with a row for each sample, and the samples' own weights
+    criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    name: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.weighting.size
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each sample takes a forward of its own."""
+        return not isinstance(self.inputs, Columns) and self.collate is None
+
+    def fill(self, start: int, inputs: Any, targets: Any, options: Any) -> None:
+        """Put samples from `start` on where the lists of this part have holes; None for what is no list here."""
+        lists: tuple[Any, ...] = (self.inputs.data, self.targets and self.targets.data, self.options)
+        for whole, piece in zip(lists, (inputs, targets, options), strict=True):
+            if piece is not None:
+                whole[start : start + len(piece)] = piece
+
+    def pieces(self, start: int, stop: int, collation: Collation | None = None, term: int = 0) -> Iterator[Piece]:
+        """The forwards that evaluate samples `start` up to `stop`, in order.
+
+        Columns go through one forward, and so do items, which are read and collated. A list of samples takes one
+        forward a sample, or a single one if there is a `collate` function: it is given the list of `(input, target)`
+        pairs, or of inputs where the batch has no targets, and returns what the module and the criterion get. That may
+        come from `collation`, where it is kept for the part with the index `term`.
+        """
+        if isinstance(self.inputs, Columns):
+            targets = self.targets.slice(start, stop) if self.targets is not None else None
+            yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
+        elif isinstance(self.inputs, Items):
+            yield self._read(self.inputs, start, stop, collation or Collation(keeps=False), term)
+        elif self.collate is not None:
+            found = collation or Collation(keeps=False)
+            inputs, targets = found.of((term, start, stop), lambda: self._collated(start, stop))
+            yield self._piece(inputs, targets, start, stop)
+        else:
+            for index in range(start, stop):
+                target = self.targets.sample(index) if self.targets is not None else None
+                piece = self._piece(self.inputs.sample(index), target, index, index + 1)
+                piece.attributes.update({name: rows[index] for name, rows in self.criterion_rows.items()})
+                yield piece
+
+    def _read(self, items: Items, start: int, stop: int, collation: Collation, term: int) -> Piece:
+        inputs, targets = collation.of((term, start, stop), partial(self._items, items, start, stop), items.cache)
+        piece = self._piece(inputs, targets, start, stop)
+        piece.kept = items.cache
+        if is_tensor(targets):  # now it is known which attributes have a row for each sample
+            for name, rows in self.criterion_rows.items():
+                if rows.dim() < targets.dim() and name != SAMPLE_WEIGHT:
+                    del piece.attributes[name]
+        return piece
+
+    def _items(self, items: Items, start: int, stop: int) -> tuple[Any, Any]:
+        assert self.collate is not None
+        inputs, targets = items.read(start, stop, self.collate)
+        if items.denominators is not None and self.weighting.running is not None:
+            items.check_denominators(inputs, targets, start, self.weighting.running)
+        return inputs, targets
+
+    def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
+        assert self.collate is not None and isinstance(self.inputs, Samples)
+        if self.targets is None:
+            return self.collate(self.inputs.slice(start, stop)), None
+        pairs = [(self.inputs.sample(index), self.targets.sample(index)) for index in range(start, stop)]
+        inputs, targets = self.collate(pairs)
+        return inputs, targets
+
+    def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
+        options = None if self.options is None else self.options[start:stop]
+        attributes: dict[str, Any] = {name: rows[start:stop] for name, rows in self.criterion_rows.items()}
+        if self.weighting.divided_once:
+            attributes["reduction"] = "sum"
+        return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), attributes)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The tensors of a batch of columns: others of one `form` differ in the elements of these alone."""
+
+    form: Any
+    tensors: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data of all terms, whose samples are numbered one term after the other. `plain`: its tensors, if they are all
+    that it has."""
+
+    parts: tuple[Part, ...]
+    plain: Plain | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self.parts}  # the form is of use to whoever reads batches alone
+
+    @cached_property
+    def size(self) -> int:
+        """Number of samples."""
+        return sum([part.weighting.size for part in self.parts])
+
+    @cached_property
+    def numbering(self) -> Numbering:
+        """Where the samples of each term are."""
+        sizes = [part.weighting.size for part in self.parts]
+        return Numbering(tuple([part.name for part in self.parts]), tuple(sizes))
+
+    @cached_property
+    def is_read(self) -> bool:
+        """Whether samples are read where they are evaluated."""
+        return bool([part for part in self.parts if isinstance(part.inputs, Items)])
+
+    @cached_property
+    def is_kept(self) -> bool:
+        """Whether what is read there is kept, as long as the batch is cut as it is."""
+        return bool([part for part in self.parts if isinstance(part.inputs, Items) and part.inputs.cache])
+
+    @cached_property
+    def is_of_columns(self) -> bool:
+        """Whether all inputs and targets are columns."""
+        forms = [form for part in self.parts for form in (part.inputs, part.targets) if form is not None]
+        return all(isinstance(form, Columns) for form in forms)
+
+    @cached_property
+    def collates(self) -> bool:
+        """Whether a function of the user is given samples of this batch to collate."""
+        return any(part.collate is not None and isinstance(part.inputs, Samples) for part in self.parts)
+
+    def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
+        """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
+        for term, samples in self.numbering.split(range(start, stop)):
+            for piece in self.parts[term].pieces(samples.start, samples.stop, collation, term):
+                piece.term = term
+                yield piece
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those of the inputs and the targets."""
+        for part in self.parts:
+            for form in (part.inputs, part.targets):
+                if form is not None and not isinstance(form, Items):
+                    yield from tensors_in(form.data)
+
+    def realigned(self) -> Batch:
+        """The same with inputs and targets laid out as in shared memory."""
+        if self.plain is not None and not any([tensor.data_ptr() % ALIGNMENT for tensor in self.plain.tensors]):
+            return self
+        parts = [
+            replace(
+                part,
+                inputs=realigned(part.inputs),
+                targets=None if part.targets is None else realigned(part.targets),
+            )
+            for part in self.parts
+        ]
+        return Batch(tuple(parts))
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """All samples of the first term, then those of the next. `names` and `sizes` are those of the terms, in order; the
+    only term of a batch without terms has no name."""
+
+    names: tuple[str | None, ...]
+    sizes: tuple[int, ...]
+
+    def split(self, samples: range) -> Iterator[tuple[int, range]]:
+        """Yield `(term index, positions within that term)` for every term that overlaps `samples`."""
+        first = 0
+        for term, size in enumerate(self.sizes):
+            part = range(max(samples.start - first, 0), min(samples.stop - first, size))
+            if part:
+                yield term, part
+            first += size
+
+    def position(self, term: int, samples: range) -> range:
+        """Where `samples` of a term are in the batch."""
+        first = sum(self.sizes[:term])
+        return range(first + samples.start, first + samples.stop)
+
+    def within(self, samples: range) -> dict[str, range]:
+        """The positions of `samples` within the terms, by name; empty for a batch without terms."""
+        parts = ((self.names[term], part) for term, part in self.split(samples))
+        return {name: part for name, part in parts if name is not None}

@@ -1,0 +1,257 @@
+"""Replaces a memory mapping by another with the same content at the same address: shared by private, or back.
+
+So every tensor over it stays. In a process that is forked, memory that was shared becomes a copy, as at the time of the
+fork: its own, as all that is not shared is anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+_FIXED = 0x10  # MAP_FIXED, on Linux and macOS
+_MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
+_FAILED = ctypes.c_void_p(-1).value
+_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+# Of a file, for this process alone; nothing is set aside for what is hardly ever written.
+UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+_PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
+# Bytes that are copied at a time where what was copied is given back before the next.
+_PIECE = 2**26
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
+    libc.munmap.argtypes = (pointer, size)
+    libc.mprotect.argtypes = (pointer, size, number)
+    libc.memcmp.argtypes = (pointer, pointer, size)
+    if hasattr(libc, "mremap"):
+        libc.mremap.argtypes, libc.mremap.restype = (pointer, size, size, number, pointer), pointer
+    return libc
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """Where it begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def protect(mapping: mmap.mmap, writable: bool) -> None:
+    """Forbid this process to write there, or allow it again. Does nothing where the C library cannot."""
+    with suppress(OSError, AttributeError):
+        _libc().mprotect(address_of(mapping), len(mapping), _WRITABLE if writable else mmap.PROT_READ)
+
+
+def _checked(address: int | None) -> int:
+    if address is None or address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
+class PrivateView:
+    """The first bytes of a file as an array, for NumPy: what is written here stays in this process. Unlike a mapping of
+    Python's it holds no descriptor."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        address = _checked(_libc().mmap(None, nbytes, _WRITABLE, UNRESERVED, fd, 0))
+        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False  # somebody may still read then
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
+
+
+def _copy(address: int, nbytes: int) -> int:
+    """The address of new memory of this process, with the content of that at `address`. Raises `OSError`."""
+    copy = _checked(_libc().mmap(None, nbytes, _WRITABLE, _PRIVATE, -1, 0))
+    ctypes.memmove(copy, address, nbytes)
+    return copy
+
+
+def _move(source: int, nbytes: int, target: int) -> None:
+    """Have the memory at `source` at `target` instead of what is there; at once, where the system can."""
+    if hasattr(_libc(), "mremap"):
+        _checked(_libc().mremap(source, nbytes, nbytes, _MOVE, target))
+        return
+    _checked(_libc().mmap(target, nbytes, _WRITABLE, _PRIVATE | _FIXED, -1, 0))
+    ctypes.memmove(target, source, nbytes)
+    _libc().munmap(source, nbytes)
+
+
+def give_back(fd: int, offset: int, nbytes: int) -> None:
+    """Have the file hold no memory for these bytes, which become zero; it stays as long as it is. Does nothing where
+    the system cannot."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).fallocate(fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
+
+
+def make_private(mapping: mmap.mmap, fd: int) -> None:
+    """Replace a shared mapping of the file `fd`, which nobody else may be using, by memory of this process; it takes a
+    piece more than there was, since the file is emptied on the way."""
+    start, nbytes = address_of(mapping), len(mapping)
+    with _lock:
+        _forget(start)
+        for offset in reversed(range(0, nbytes, _PIECE)):
+            length = min(_PIECE, nbytes - offset)
+            try:
+                _move(_copy(start + offset, length), length, start + offset)
+            except OSError:  # no memory: the rest stays the file's, until a page of it is written
+                _checked(_libc().mmap(start, offset + length, _WRITABLE, mmap.MAP_PRIVATE | _FIXED, fd, 0))
+                break
+            give_back(fd, offset, length)
+        _shared.pop(start, None)
+
+
+def make_shared(mapping: mmap.mmap, fd: int) -> None:
+    """Replace the memory of `mapping` by the file `fd`, which is as long, and gets its content. Raises `OSError`."""
+    start, nbytes = address_of(mapping), len(mapping)
+    done = 0
+    with memoryview(mapping) as content:
+        while done < nbytes:
+            done += os.pwrite(fd, content[done:], done)
+    _checked(_libc().mmap(start, nbytes, _WRITABLE, mmap.MAP_SHARED | _FIXED, fd, 0))
+    keep_apart(mapping)
+
+
+# Mappings, by address, that tensors of the user view and that a child must not have in common with this process: those
+# are alive for as long as such a tensor.
+_shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+# Of such mappings, by address, copies for children, and their length: processes that are forked one after the other
+# have the pages of one copy in common, until one writes them.
+_copies: dict[int, tuple[int, int]] = {}
+# Held while copies are made and given back, and while this process forks.
+_lock = threading.RLock()
+
+
+def keep_apart(mapping: mmap.mmap) -> None:
+    """From now on a process that is forked from this one has a copy of its own of this shared mapping."""
+    _shared[address_of(mapping)] = mapping
+
+
+def is_shared(mapping: mmap.mmap) -> bool:
+    """Whether it is to be kept apart, and is no copy yet."""
+    return _shared.get(address_of(mapping)) is mapping
+
+
+def forget_copies() -> None:
+    """Give back the copies that were made for the last fork, which a next one could have: what is shared will
+    change."""
+    if _copies and _lock.acquire(blocking=False):
+        try:
+            for address in [*_copies]:
+                _forget(address)
+        finally:
+            _lock.release()
+
+
+def _forget(address: int) -> None:
+    copy, nbytes = _copies.pop(address, (0, 0))
+    if copy:
+        _libc().munmap(copy, nbytes)
+
+
+def _mappings() -> list[mmap.mmap]:
+    return [mapping for reference in _shared.valuerefs() if (mapping := reference()) is not None]
+
+
+def _before_fork() -> None:
+    """Make the copies: after the fork this process may go on writing before the child has read."""
+    _lock.acquire()
+    for address in [*_copies]:
+        if address not in _shared:
+            _forget(address)
+    for mapping in _mappings():
+        _copy_for_child(address_of(mapping), len(mapping))
+
+
+def _copy_for_child(address: int, nbytes: int) -> None:
+    copy, copied = _copies.get(address, (0, 0))
+    if copied == nbytes and not _libc().memcmp(copy, address, nbytes):
+        return
+    _forget(address)
+    free = free_memory()
+    try:
+        if free is not None and nbytes > free:  # the kernel would promise it, and kill for it later
+            raise OSError(f"{free / 1e6:.1f} MB are free")
+        _copies[address] = _copy(address, nbytes), nbytes
+    except OSError as error:
+        warnings.warn(
+            f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could "
+            f"not be had ({error}): the process that is forked here shares them with this one, and must not write "
+            "them; fork it before the BatchOptimizer is built or after it is closed, or give the machine or the "
+            "container more memory",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _after_fork_in_parent() -> None:
+    _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    for mapping in _mappings():
+        copy, nbytes = _copies.pop(address_of(mapping), (0, 0))
+        if copy:
+            _move(copy, nbytes, address_of(mapping))
+    for address in [*_copies]:
+        _forget(address)
+    _shared.clear()
+    _lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# A container's own control group, as it sees it: limit, usage, statistics, and the keys of memory that only caches.
+_VERSIONS = (
+    ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that the machine has free or could free, swap included, and that the container's limit allows; None where
+    that cannot be known. Rather too much than too little."""
+    try:
+        machine = _numbers(meminfo)
+        swap = 1024 * machine.get("SwapFree", 0)
+        free = 1024 * machine["MemAvailable"] + swap
+    except (OSError, ValueError, KeyError):
+        return None
+    room = _room(cgroup)
+    return free if room is None else min(free, room + swap)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Of lines such as `MemFree: 12 kB`, or without colon and unit, each name's number."""
+    fields = [line.split() for line in path.read_text().splitlines()]
+    return {name.rstrip(":"): int(number) for name, number, *_ in fields}
+
+
+def _room(cgroup: Path) -> int | None:
+    """Bytes between what the control group uses, less what only caches files, and its limit; None without one."""
+    for limit, usage, statistics, cached in _VERSIONS:
+        try:
+            most, used = (cgroup / limit).read_text().strip(), int((cgroup / usage).read_text())
+            if most == "max":
+                return None
+            found = _numbers(cgroup / statistics)
+            return max(0, int(most) - used + sum(found.get(key, 0) for key in cached))
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,210 @@
+"""Pickling with the tensors set apart, so that they cross the process boundary as shared memory.
+
+`pack` pickles any object (functions, lambdas and local classes by value, through cloudpickle) and lists the tensors
+that it met instead of writing their bytes; `place` puts those into one shared block, once, and every worker's
+`unpack` builds the object around views of that block. A trainable parameter is written as its index, and becomes a
+view of the worker's X: tied parameters stay tied, and no parameter is ever sent.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from batchopt_workers.data.memory import SharedBlock, aligned
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor lies in the block, and what it was."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_parameter: bool
+
+    def view(self, block: SharedBlock) -> torch.Tensor:
+        """The tensor's place in `block`."""
+        flat = block.tensor(self.dtype, (self.numel,), self.offset)
+        return flat.as_strided(self.shape, self.stride)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in memory: those along which the tensor is expanded once."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        return torch.Size([1 if stride == 0 and size else size for size, stride in pairs]).numel()
+
+    def empty(self) -> torch.Tensor:
+        """Memory of this process for the tensor."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
+    def dressed(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in that memory: of the kind that it was."""
+        if self.is_parameter:
+            return torch.nn.Parameter(memory, requires_grad=self.requires_grad)
+        return memory.requires_grad_() if self.requires_grad else memory
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An object apart from its tensors: `data` is sent, `tensors` are placed in shared memory."""
+
+    data: bytes
+    tensors: tuple[torch.Tensor, ...]
+    placements: tuple[Placement, ...]
+    nbytes: int
+
+    def place(self, block: SharedBlock) -> list[torch.Tensor]:
+        """Copy the tensors into `block` (at least `nbytes` long); returns its views of them, in order."""
+        views = []
+        for tensor, placement in zip(self.tensors, self.placements, strict=True):
+            view = placement.view(block)
+            copy_into(view, tensor)
+            views.append(view)
+        return views
+
+
+def copy_into(view: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write the elements of `tensor` to `view`, of the same shape: where that is expanded, once."""
+    tensor = tensor.detach()
+    for dimension, (stride, size) in enumerate(zip(view.stride(), view.shape, strict=True)):
+        if stride == 0 and size > 1:
+            view, tensor = view.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)
+    with torch.no_grad():
+        view.copy_(tensor)
+
+
+# Where a tensor may lie that is sent; a meta tensor has no elements.
+DEVICES = ("cpu", "meta")
+
+
+def _can_be_placed(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type not in DEVICES:
+            # each worker would hold a copy of its own there, and all that the accelerator's library takes
+            raise TypeError(f"a tensor is on {obj.device}, and workers run on cpu: call .cpu() on it")
+        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
+            # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
+            return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
+            # such as `torch._C._functions`, made within another: by its name there, for it cannot be sent by value
+            owner, _, name = obj.__name__.rpartition(".")
+            if getattr(sys.modules.get(owner), name, None) is obj:
+                return getattr, (sys.modules[owner], name)
+        return super().reducer_override(obj)
+
+
+class _Packer(_Pickler):
+    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._parameter_index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._tensor_index: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: object) -> tuple[str, int, bool, dict[str, object]] | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        index = self._parameter_index.get(id(obj))
+        if index is not None:
+            return "parameter", index, obj.requires_grad, vars(obj)
+        if not _can_be_placed(obj):
+            return None
+        if id(obj) not in self._tensor_index:
+            self._tensor_index[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return "tensor", self._tensor_index[id(obj)], obj.requires_grad, vars(obj)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._named = {"tensor": tensors, "parameter": parameters}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        kind, index, requires_grad, attributes = pid
+        tensor: torch.Tensor = self._named[kind][index]
+        if kind == "parameter":  # which may have been used before
+            vars(tensor).clear()
+            tensor.requires_grad_(requires_grad)
+        vars(tensor).update(attributes)
+        return tensor
+
+
+def dumps(obj: object) -> bytes:
+    """Pickle `obj` with its tensors in it: small messages, which `pickle.loads` reads. Raises as `pack` does."""
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getvalue()
+
+
+def _stride(tensor: torch.Tensor, expanded: bool) -> tuple[int, ...]:
+    """The tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it. Where it is
+    expanded, and is to stay so, 0."""
+    dense = torch.empty_like(tensor, device="meta")
+    if not expanded or 0 not in tensor.stride():
+        return dense.stride()
+    along = [stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    small = torch.empty([1 if wide else size for wide, size in zip(along, tensor.shape, strict=True)], device="meta")
+    return tuple(0 if wide else stride for wide, stride in zip(along, small.stride(), strict=True))
+
+
+def pack(obj: object, parameters: Sequence[torch.Tensor] = (), expanded: bool = False) -> Packed:
+    """Pickle `obj`; its tensors are set apart, and those in `parameters` are only named by their index. `expanded`:
+    whether expanded tensors stay so, for code that writes them; else each element gets memory of its own.
+
+    Raises `TypeError` for a tensor on an accelerator, and whatever else pickling `obj` raises.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file, parameters)
+    packer.dump(obj)
+    placements, offset = [], 0
+    for tensor in packer.tensors:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        stride = _stride(tensor, expanded)
+        placement = Placement(offset, tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, is_parameter)
+        placements.append(placement)
+        offset = aligned(offset + placement.numel * tensor.element_size())
+    return Packed(file.getvalue(), tuple(packer.tensors), tuple(placements), offset)
+
+
+def views(placements: Sequence[Placement], block: SharedBlock) -> list[torch.Tensor]:
+    """The tensors in `block`, of the kinds that they were."""
+    return [placement.dressed(placement.view(block)) for placement in placements]
+
+
+def assemble(data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = ()) -> Any:
+    """Build the object that `pack` was given around these tensors and `parameters`."""
+    return _Unpacker(data, tensors, parameters).load()
+
+
+def unpack(
+    data: bytes, placements: Sequence[Placement], block: SharedBlock | None, parameters: Sequence[torch.Tensor] = ()
+) -> Any:
+    """Build the object that `pack` was given, its tensors being views of `block`; without any, it needs no block."""
+    return assemble(data, [] if block is None else views(placements, block), parameters)

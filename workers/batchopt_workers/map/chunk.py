@@ -1,0 +1,246 @@
+"""The walk of an evaluation over the chunks of a loaded batch, and the pieces that are kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from batchopt_workers.data.batch import Batch, Columns, Piece
+from batchopt_workers.data.collation import Collation
+from batchopt_workers.data.items import Unreadable
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.contents import Contents, Undo
+from batchopt_workers.map.seeding import has_drawn, seed_draws
+from batchopt_workers.map.watch import BatchWatch, Watch, version
+from batchopt_workers.process.messages import Cut
+from batchopt_workers.worker import Worker
+
+
+class _Recipe(NamedTuple):
+    """How a piece of columns is cut out: what does not change between two evaluations. `position`: of its samples,
+    numbered through all terms."""
+
+    plain: Piece
+    position: range
+
+    def piece(self, batch: Batch) -> Piece:
+        """The piece, of new tensors: user code may set their attributes."""
+        plain = self.plain
+        samples, part = plain.indices, batch.parts[plain.term]
+        found: list[Any] = []
+        for columns in (part.inputs, part.targets):
+            assert columns is None or isinstance(columns, Columns)
+            data = None if columns is None else columns.data
+            if columns is None or (type(data) is torch.Tensor and not data.requires_grad):
+                found.append(None if data is None else data[samples.start : samples.stop])
+            else:
+                found.append(columns.slice(samples.start, samples.stop))
+        inputs, targets = found
+        return Piece(inputs, targets, plain.options, samples, plain.weight, plain.attributes.copy(), plain.term)
+
+
+class Chunk:
+    """Consecutive samples of a batch, and what does not change from one evaluation of them to the next.
+
+    `samples` are numbered through all terms; `share`: how much of the batch they are; `recipes`: of their pieces, None
+    where these are cut out anew each time.
+    """
+
+    def __init__(self, batch: Batch, start: int, stop: int, keeps: bool) -> None:
+        self.samples, self.share = range(start, stop), (stop - start) / batch.size
+        self.watch = BatchWatch(batch, self.samples)
+        self.recipes: list[_Recipe] | None = None
+        if keeps:
+            place = batch.numbering.position
+            pieces = batch.pieces(start, stop)
+            self.recipes = [
+                _Recipe(replace(piece, inputs=None, targets=None), place(piece.term, piece.indices)) for piece in pieces
+            ]
+
+
+class LoadedBatch:
+    """A batch and its cut. `keeps`: whether chunks are evaluated again and again."""
+
+    def __init__(self, batch: Batch, cut: Cut | None = None, keeps: bool = True) -> None:
+        self.batch, self._keeps = batch, keeps
+        self.cut = cut or Cut((0,))
+        self.is_of_columns = batch.is_of_columns
+        self._chunks: tuple[Cut, dict[int, Chunk]] = self.cut, {}
+        self._collation: tuple[Cut | None, Collation] = None, Collation()
+
+    def follow(self, batch: Batch) -> bool:
+        """Be this batch, if it differs in the elements of its tensors alone; returns whether it does."""
+        ours, plain = self.batch.plain, batch.plain
+        if ours is None or plain is None or not (plain.form is ours.form or plain.form == ours.form):
+            return False
+        self.batch = batch
+        for chunk in self._chunks[1].values():
+            chunk.watch.follow(batch)
+        return True
+
+    @property
+    def collation(self) -> Collation:
+        """What is collated of the batch as it is cut now."""
+        cut, found = self._collation
+        if cut is not self.cut:
+            found = Collation(self.batch.tensors(), self._keeps)
+            self._collation = self.cut, found
+        return found
+
+    def chunk(self, number: int) -> Chunk:
+        """A chunk of the batch as it is cut now."""
+        cut, chunks = self._chunks
+        if cut is not self.cut:
+            chunks = {}
+            self._chunks = self.cut, chunks
+        found = chunks.get(number)
+        if found is None:
+            start, stop = self.cut.bounds[number : number + 2]
+            found = chunks[number] = Chunk(self.batch, start, stop, self._keeps and self.is_of_columns)
+        return found
+
+
+T = TypeVar("T")
+
+
+class Walk:
+    """Seeds the random draws of a chunk, cuts it out, and sees to it that nothing is written that another chunk reads.
+
+    `current` is the range of samples, numbered through all terms, in the forward that runs, or ran last; `chunk` the
+    one that they are of. `has_hooks`: whether hooks run; what they and collate functions leave behind is
+    looked for in the first evaluation that they take part in, while they are unseen.
+    """
+
+    def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
+        self.watch = watch
+        self.place: Callable[[Piece], Piece] | None = None  # brings it to where the module is
+        self.current = range(0)
+        self.chunk = -1
+        self.has_hooks = False
+        self.hooks_unseen = self.collate_unseen = True
+        self._hooks_write = False  # whether a hook was seen to change the module
+        self._contents: Contents | None = None
+        self._undo: list[Undo] = []  # when the piece is done
+        self.worker, self._seed, self._buffers = worker, seed, buffers
+        self._device = worker.device if worker.device.type == "cuda" else None
+
+    def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
+        """The pieces of chunk `number`; once all of them were evaluated, this checks what they have written.
+
+        Raises what `Watch.check` and `BatchWatch.check` raise.
+        """
+        chunk = loaded.chunk(number)
+        watch, self.chunk = chunk.watch, number
+        seed_draws(self._seed, step, number)
+        self.current = chunk.samples  # while samples are cut out and collated
+        looks = (self.hooks_unseen and self.has_hooks) or (self.collate_unseen and loaded.batch.collates)
+        watch.versions, watch.contents = [*map(version, watch.counted)], []
+        if looks:
+            watch.look()
+        if torch._C._is_any_autocast_enabled():
+            torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
+        if chunk.recipes is None or self.place is not None:
+            yield from self._cut_out(loaded, chunk.samples)
+        else:
+            for recipe in chunk.recipes:
+                self.current = recipe.position
+                yield recipe.piece(loaded.batch)
+                if self._undo:
+                    self._put_back()
+        self.current = chunk.samples
+        if looks or [*map(version, watch.counted)] != watch.versions:
+            watch.check()
+        self.watch.check()
+
+    def _cut_out(self, loaded: LoadedBatch, samples: range) -> Iterator[Piece]:
+        """The pieces of these samples, cut out and collated anew, or as they are kept."""
+        numbering, collation = loaded.batch.numbering, loaded.collation
+        try:
+            pieces = loaded.batch.pieces(samples.start, samples.stop, collation)
+            for piece in pieces if self.place is None else map(self.place, pieces):
+                self.current = numbering.position(piece.term, piece.indices)
+                yield piece
+                if self._undo:
+                    self._put_back()
+                self.current = range(self.current.stop, samples.stop)
+        except Unreadable as error:  # an item of the term that comes next
+            term, _ = next(numbering.split(self.current))
+            self.current = numbering.position(term, range(error.index, error.index + 1))
+            raise error.error from None
+        collation.check()
+
+    def has_drawn(self, step: int) -> bool:
+        """Whether the chunk that was gone through drew random numbers; for before the next one."""
+        return has_drawn(self._seed, step, self.chunk)
+
+    def restore(self, loaded: LoadedBatch, failed: bool) -> None:
+        """See `restoring`; `failed`: whether the body raised."""
+        try:
+            if failed:
+                loaded.collation.forget()
+                self.watch.put_back()
+            elif self._device is not None:  # what was asked for is done before one says so
+                torch.cuda.synchronize(self._device)
+        finally:
+            if self._undo:
+                self._put_back()
+            self._buffers.restore()
+
+    def seen(self, batch: Batch) -> None:
+        """An evaluation has come to its end. Hooks that change the module are looked at for good."""
+        if self.has_hooks:
+            self.hooks_unseen = self._hooks_write
+        if batch.collates:
+            self.collate_unseen = False
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _now(self) -> Contents:
+        """What module and criterion hold now; kept while they do."""
+        if self._contents is None or self._contents.changes():
+            self._contents = Contents((self.worker.module, self.worker.criterion))
+        return self._contents
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """What the body changes of the module or the criterion is undone at its end."""
+        contents = self._now()
+        try:
+            yield
+        finally:
+            contents.put_back()
+
+    def hooked(self, hook: Callable[[], T]) -> T:
+        """Call a hook. Where it is looked at, what it changes of the module holds for its piece alone."""
+        if not self.hooks_unseen:
+            return hook()
+        contents = self._now()
+        try:
+            return hook()
+        finally:
+            changes = contents.changes()
+            self._undo += changes
+            self._hooks_write = self._hooks_write or bool(changes)
+
+
+class restoring:
+    """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
+
+    def __init__(self, walk: Walk, loaded: LoadedBatch) -> None:
+        self._walk, self._loaded = walk, loaded
+        self._graph = torch.is_grad_enabled()
+
+    def __enter__(self) -> None:
+        torch._C._set_grad_enabled(True)  # as in a process of its own
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        torch._C._set_grad_enabled(self._graph)
+        walk = self._walk
+        if kind is not None or walk._undo or walk._buffers.places or walk._device is not None:
+            walk.restore(self._loaded, kind is not None)

@@ -1,0 +1,151 @@
+"""The accumulators of a worker, and the partial sums that it makes in them along the tree of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add, attrgetter
+from typing import NamedTuple
+
+import torch
+
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import SharedBlock, aligned
+from batchopt_workers.map.tree import Fold, Node
+from batchopt_workers.process.messages import Report, Summary
+
+
+class Row(NamedTuple):
+    """One partial sum: `gradient` (shape `(layout.size,)`), its `views` in each parameter's shape, and
+    `changes`, float64, of the buffers that evaluation may change."""
+
+    gradient: torch.Tensor
+    views: list[torch.Tensor]
+    changes: torch.Tensor
+
+
+class Rows(list[Row]):
+    """`count` rows over a block of shared memory, or over memory of this process where there is no block. Each has
+    `changes` numbers for the changes of buffers."""
+
+    def __init__(
+        self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._layout, self.changes, self._device = layout, changes, device
+        self.grow(count, block)
+
+    def grow(self, count: int, block: SharedBlock | None) -> None:
+        """Add `count` rows over `block`, all or, if that is interrupted, none; those there keep their places."""
+        layout, changes = self._layout, self.changes
+        rows: list[Row] = []
+        stride, split = _row_bytes(layout, changes)
+        for i in range(count):
+            if block is None:
+                gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=self._device)
+                deltas = torch.empty(changes, dtype=torch.float64, device="cpu")
+            else:
+                gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)
+                deltas = block.tensor(torch.float64, (changes,), i * stride + split)
+            rows.append(Row(gradient, layout.views(gradient), deltas))
+        self.extend(rows)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` rows."""
+        del self[count:]
+
+
+def _row_bytes(layout: Layout, changes: int) -> tuple[int, int]:
+    split = aligned(layout.size * layout.sum_dtype.itemsize)
+    return split + aligned(changes * 8), split
+
+
+def rows_nbytes(layout: Layout, changes: int, count: int) -> int:
+    """Bytes of a block for `count` rows."""
+    return _row_bytes(layout, changes)[0] * count
+
+
+class PartialSum(NamedTuple):
+    """A merged run of chunks: the row that holds its vectors, the loss of each term, and which parameters had a
+    gradient."""
+
+    row: int
+    losses: tuple[float, ...]
+    used: bytes
+
+
+_row = attrgetter("row")
+
+
+class _RowMerge:
+    """Sums two partials in the row of the younger one, which nobody was told of; so whatever was reported stays as it
+    is until something else is reported."""
+
+    def __init__(self) -> None:
+        self.rows: Rows | None = None  # of the chunk that was added last, with its row
+        self.young = -1
+
+    def __call__(self, left: PartialSum, right: PartialSum) -> PartialSum:
+        young, old = (right, left) if right.row == self.young else (left, right)
+        if self.rows is not None:
+            into, of = self.rows[young.row], self.rows[old.row]
+            into.gradient.add_(of.gradient)
+            if self.rows.changes:
+                into.changes.add_(of.changes)
+        losses = tuple(map(add, left.losses, right.losses))
+        used = left.used if left.used == right.used else bytes(map(max, left.used, right.used))
+        return PartialSum(young.row, losses, used)
+
+
+class Sums:
+    """The partials of one evaluation, in rows."""
+
+    def __init__(self, evaluation: int, chunks: int) -> None:
+        """Of so many chunks."""
+        self.evaluation = evaluation
+        self._merge = _RowMerge()  # an object apart: rows are given back with the last reference to these sums
+        self._fold: Fold[PartialSum] = Fold(chunks, self._merge)
+
+    def begin(self, evaluation: int) -> None:
+        """Sum another evaluation of the same chunks."""
+        self.evaluation = evaluation
+        self._fold.held.clear()
+
+    def free_row(self) -> int:
+        """The lowest row that holds nothing that counts."""
+        row, held = 0, self._fold.held
+        if held:
+            taken = set(map(_row, held.values()))
+            while row in taken:
+                row += 1
+        return row
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The places in the tree of what is held."""
+        return tuple(node for node, _ in self._fold.partials)
+
+    @property
+    def root(self) -> PartialSum:
+        """The sum of all chunks. Raises `LookupError` while some are missing."""
+        return self._fold.root
+
+    def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
+        """Take in the partial of a chunk; without `rows`, where there is no vector to be summed."""
+        self._merge.rows, self._merge.young = rows, partial.row
+        self._fold.add((0, chunk), partial)
+
+    def again(self, before: Sequence[Summary]) -> list[tuple[float, ...]] | None:
+        """The losses of what is held now, if it is what these say, other losses aside; else None."""
+        partials, found = self._fold.partials, []
+        if len(partials) != len(before):
+            return None
+        for (node, partial), summary in zip(partials, before, strict=True):
+            if node != summary.node or partial.row != summary.row or partial.used != summary.used:
+                return None
+            found.append(partial.losses)
+        return found
+
+    def report(self, done: int, began: float, seconds: float, drew: bool) -> Report:
+        """The report once the chunks before `done` of the order, begun at `began`, were added."""
+        summaries = tuple([Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials])
+        return Report(self.evaluation, done, seconds, summaries, began, drew)

@@ -1,0 +1,260 @@
+"""Detects writes of a forward to tensors that no chunk may change: constants of the program, and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from batchopt_workers.data.batch import Batch, Columns
+from batchopt_workers.data.packing import copy_into
+from batchopt_workers.data.structures import tensors_in
+from batchopt_workers.map.buffers import Place, tensors_of, version_of
+from batchopt_workers.map.contents import Contents
+
+version = attrgetter("_version")  # of a tensor that counts
+
+
+class StateWritten(Exception):
+    """A forward writes tensors of the module that were taken for constants; `names` has them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"forward writes {', '.join(map(repr, names))}")
+        self.names = tuple(names)
+
+    def __reduce__(self) -> tuple[type[StateWritten], tuple[tuple[str, ...]]]:
+        return type(self), (self.names,)
+
+
+class _Constant(NamedTuple):
+    """`place`: where the module has it, if it has it; `registered`: as a buffer or a parameter."""
+
+    name: str
+    tensor: torch.Tensor
+    place: Place | None
+    registered: bool
+
+
+class Watch:
+    """The tensors of a program that are neither parameters of X nor state.
+
+    A tensor that is written in place is known by its version counter, one that is replaced by its identity; what goes
+    past the counter (`.data`) by comparison with originals, which is made after the first chunk alone, and where code
+    of the user runs that is no part of f.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        others: Iterable[tuple[str, torch.Tensor]],
+        variable: Iterable[torch.Tensor],
+        twins: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """`others`: tensors of the program by name, whether or not the module has them; `variable`: those that may
+        change; `twins`: originals of constants, by their identity. Without any, copies are made when they are needed.
+        """
+        known = {id(tensor) for tensor in variable}
+        self._constants: list[_Constant] = []
+        for name, place in tensors_of(module):
+            tensor = place.get()
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                registered = place.name in place.owner._buffers or place.name in place.owner._parameters
+                self._constants.append(_Constant(name, tensor, place, registered))
+        for name, tensor in others:
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                self._constants.append(_Constant(name, tensor, None, False))
+        self._none = [
+            (f"{path}.{name}".lstrip("."), owner._buffers, name)
+            for path, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is None
+        ]
+        self._counted = [constant.tensor for constant in self._constants if not constant.tensor.is_inference()]
+        placed = [c for c in self._constants if c.registered]
+        holders = [(c.place.holder(), c.place.name, c.tensor) for c in placed if c.place is not None]
+        # where a part was made by torch.jit, no dict has them
+        self._held = holders if all(type(holder) is dict for holder, _, _ in holders) else None
+        self._holds_nothing = self._held == [] and not self._none
+        self._module, self._parameters = module, {name for name, _ in module.named_parameters()}
+        self._examines = False
+        self._goes_on = False  # to compare, after one chunk
+        self._twins = twins
+        self._originals: Mapping[int, torch.Tensor] = {}
+        self._versions: list[int] = []
+
+    def compare(self) -> None:
+        """Compare the constants with their originals after the next chunk."""
+        self._examines = True
+        if self._twins is not None:
+            self._originals = self._twins
+        else:
+            tensors = [constant.tensor for constant in self._constants]
+            self._originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
+
+    def begin(self, compares: bool = False) -> None:
+        """Chunks are evaluated from here on; `compares`: after each, constants are compared with their originals."""
+        self._goes_on = compares
+        if compares:
+            self.compare()
+        self._versions = [*map(version, self._counted)]
+
+    def check(self) -> None:
+        """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put
+        back is as it was at `begin`."""
+        same = not self._examines and [*map(version, self._counted)] == self._versions
+        if same and (self._holds_nothing or self._are_in_place):
+            return
+        before = dict(zip(map(id, self._counted), self._versions, strict=True))
+        written = [
+            constant
+            for constant in self._constants
+            if version_of(constant.tensor) != before.get(id(constant.tensor), 0)
+            or self._is_replaced(constant)
+            or self._differs(constant)
+        ]
+        made = [name for name, buffers, name_there in self._none if buffers[name_there] is not None]
+        if written or made:
+            self.put_back()
+        new = (
+            [name for name, _ in self._module.named_parameters() if name not in self._parameters]
+            if self._examines
+            else []
+        )
+        if not self._goes_on:
+            self._originals, self._examines = {}, False
+        if new:
+            raise ValueError(
+                f"the parameter '{new[0]}' was made by the first forward, and is not in X: call the module once "
+                "before it is given to batchopt"
+            )
+        if made:
+            raise ValueError(
+                f"the buffer '{made[0]}' was None, and forward made it a tensor: call the module once before it is "
+                "given to batchopt, or register it with its shape"
+            )
+        others = [constant.name for constant in written if constant.place is None]
+        if others:
+            raise ValueError(
+                f"forward or loss write the tensor '{others[0]}', which is no buffer: make it one of the module "
+                "(register_buffer), so that each step begins with one value of it; or write it between steps"
+            )
+        if written:
+            raise StateWritten([constant.name for constant in written])
+
+    @property
+    def _are_in_place(self) -> bool:
+        """Whether the module has the tensors that it had, and no more."""
+        if self._held is None:
+            return False
+        for holder, name, tensor in self._held:
+            if holder.get(name) is not tensor:
+                return False
+        return not self._none or all(buffers[name] is None for _, buffers, name in self._none)
+
+    def put_back(self) -> None:
+        """Put back constants that were replaced, and those that `compare` has originals of."""
+        for constant in self._constants:
+            if self._is_replaced(constant):
+                assert constant.place is not None
+                constant.place.set(constant.tensor)
+            original = self._originals.get(id(constant.tensor))
+            if original is not None:
+                with torch.no_grad():
+                    if constant.tensor.grad_fn is not None:
+                        constant.tensor.detach_()
+                    if not _same(constant.tensor, original):
+                        copy_into(constant.tensor, original)
+        for _, buffers, name in self._none:
+            buffers[name] = None
+
+    def _is_replaced(self, constant: _Constant) -> bool:
+        return constant.registered and constant.place is not None and constant.place.now() is not constant.tensor
+
+    def _differs(self, constant: _Constant) -> bool:
+        original = self._originals.get(id(constant.tensor))
+        return original is not None and not _same(constant.tensor, original)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """In every element; NaN is as NaN."""
+    with torch.no_grad():
+        if torch.equal(one, two):
+            return True
+        if not (one.is_floating_point() or one.is_complex()):
+            return False
+        return bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+class BatchWatch:
+    """The samples of a chunk."""
+
+    def __init__(self, batch: Batch, samples: range) -> None:
+        self._samples = samples
+        self.versions: list[int] = []  # of what is `counted`, when the chunk began
+        self.contents: list[tuple[str, Contents, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self.follow(batch)
+
+    def follow(self, batch: Batch) -> None:
+        """Watch the same samples of another batch."""
+        self._batch = batch
+        if batch.plain is not None:
+            self.counted = batch.plain.tensors
+        else:
+            self.counted = [tensor for _, tensor in self._tensors() if not tensor.is_inference()]
+
+    def _forms(self) -> list[tuple[str, Any, range]]:
+        parts = self._batch.parts
+        return [
+            (name, form, samples)
+            for term, samples in self._batch.numbering.split(self._samples)
+            for name, form in (("inputs", parts[term].inputs), ("targets", parts[term].targets))
+            if form is not None
+        ]
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, tensor)
+            for name, form, samples in self._forms()
+            for tensor in tensors_in(form.held(samples.start, samples.stop))
+        ]
+
+    def look(self) -> None:
+        """The chunk is evaluated from here on, and all that the samples hold is compared, by `check`, with what it is
+        now."""
+        for name, form, samples in self._forms():
+            whole = form.slice if isinstance(form, Columns) else form.held
+            contents = Contents((whole(samples.start, samples.stop),))
+            copies = [(tensor, tensor.detach().clone()) for tensor in contents.tensors if _is_plain(tensor)]
+            self.contents.append((name, contents, copies))
+
+    def check(self) -> None:
+        """Raise `ValueError` if the chunk, which ended, wrote its own samples: the next evaluation would see other
+        ones. What was compared is put back."""
+        before = dict(zip(map(id, self.counted), self.versions, strict=True))
+        written = [
+            (name, f"a tensor of shape {tuple(tensor.shape)}")
+            for name, tensor in self._tensors()
+            if version_of(tensor) != before.get(id(tensor), 0)
+        ]
+        for name, contents, copies in self.contents:
+            if contents.changes():
+                contents.put_back()
+                written.append((name, "an object in there"))
+            for tensor, copy in copies:
+                if not _same(tensor, copy):
+                    copy_into(tensor, copy)
+                    written.append((name, f"a tensor of shape {tuple(tensor.shape)}"))
+        self.contents = []
+        for name, what in written[:1]:
+            raise ValueError(
+                f"forward, a hook or `collate_fn` writes its `{name}` in place ({what}): the next evaluation of the "
+                "step would see other data; write to a copy (x = x / 2, x.clone()), and load the batch anew"
+            )

@@ -1,0 +1,150 @@
+"""A worker on an accelerator: copies of X, constants and data there, and the transfers between it and the cpu."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.process.messages import TASKS, Kind, Order
+from batchopt_workers.tasks.task_runner import ChunkDone
+
+# The memory of this machine, which parent and workers share.
+HOST = torch.device("cpu")
+
+
+def pin(block: SharedBlock, device: torch.device) -> None:
+    """Let the accelerator copy to and from the block directly; where that is not allowed, copies are only slower."""
+    if device.type == "cuda":
+        with suppress(RuntimeError, AttributeError):
+            address = block.tensor(torch.uint8, (block.nbytes,)).data_ptr()
+            torch.cuda.cudart().cudaHostRegister(address, block.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same as a new leaf of the autograd graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -> Piece:
+    return dataclasses.replace(
+        piece,
+        inputs=map_tensors(function, piece.inputs),
+        targets=map_tensors(function, piece.targets),
+        attributes=map_tensors(function, piece.attributes),
+    )
+
+
+class Mirror:
+    """The copies that a worker keeps on its `device`: X, as `parameters`; the direction of products; the module's
+    constants; gradients; the pieces of the batch that it has evaluated.
+
+    X crosses once an order, the direction once an order for a product, each piece of the batch once, and a gradient for
+    each partial that is reported.
+    """
+
+    def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:
+        """`x`: the shared vector, shape `(layout.size,)`."""
+        self._layout, self._device, self._shared = layout, device, x
+        self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
+        self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
+        self._directions: tuple[torch.Tensor, torch.Tensor] | None = None  # the shared one, and its copy
+        self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._originals: Mapping[int, torch.Tensor] = {}
+        self._rows: Rows | None = None
+        self._pieces: dict[tuple[int, int, int], Piece] = {}
+        self._delivered: dict[int, object] = {}  # what is in each shared row
+        self._is_task = False  # whether the order is one of a task
+
+    def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
+        """Put the frozen parameters and the buffers of those `owners` that are modules on the device, in place of those
+        of earlier ones. `originals`: what they follow, by the identity of the tensor there."""
+        ours = {id(parameter) for parameter in self.parameters}
+        self._constants, self._originals = {}, originals
+        for owner in owners:
+            for part in owner.modules() if isinstance(owner, torch.nn.Module) else ():
+                for named in (part._parameters, part._buffers):
+                    for name, tensor in named.items():
+                        if tensor is not None and id(tensor) not in ours:
+                            named[name] = self._constant(tensor)
+
+    def _constant(self, tensor: Any) -> Any:
+        """Its copy on the device: one, wherever it is registered; itself if it is such a copy."""
+        if any(copy is tensor for _, copy in self._constants.values()):
+            return tensor
+        if id(tensor) not in self._constants:
+            copy = tensor.detach().to(self._device, copy=True)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=False)
+            self._constants[id(tensor)] = self._originals.get(id(tensor), tensor), copy
+        return self._constants[id(tensor)][1]
+
+    def begin_step(self) -> None:
+        """Take over what the parent has in the constants now; another batch will come."""
+        with torch.no_grad():
+            for shared, copy in self._constants.values():
+                copy.copy_(shared)
+        self.forget_pieces()
+
+    def direct(self, shared: torch.Tensor) -> torch.Tensor:
+        """The vector on the device that follows the `shared` direction."""
+        copy = torch.empty_like(shared, device=self._device)
+        self._directions = shared, copy
+        return copy
+
+    def make_rows(self, count: int, changes: int) -> None:
+        """Have `count` rows to sum in, at least, each with `changes` numbers that say how buffers change."""
+        if self._rows is None or self._rows.changes != changes:
+            self._rows = Rows(self._layout, changes, count, None, self._device)
+        else:
+            self._rows.grow(max(0, count - len(self._rows)), None)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._device, copy=True).requires_grad_(tensor.requires_grad)
+
+    def forget_pieces(self) -> None:
+        """The batch, or its cut, is another one."""
+        self._pieces = {}
+
+    def place(self, piece: Piece) -> Piece:
+        """The piece on the device; kept there for the next evaluation, if there is room and it is not a task's."""
+        if self._is_task or not piece.kept:
+            return _map_piece(self._moved, piece)
+        key = piece.term, piece.indices.start, piece.indices.stop
+        if key not in self._pieces:
+            self._pieces[key] = _map_piece(self._moved, piece)
+        return _map_piece(_leaf, self._pieces[key])
+
+    def evaluate(self, evaluator: Evaluator, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
+        """As `Evaluator.evaluate`; the sums that are reported are in the `shared` rows."""
+        with torch.no_grad():
+            self._vector.copy_(self._shared)
+            if order.kind is Kind.MULTIPLY and self._directions is not None:
+                shared_direction, copy = self._directions
+                copy.copy_(shared_direction)
+        if order.kind in TASKS:
+            self._is_task = True
+            try:
+                yield from evaluator.evaluate(order, None)
+            finally:
+                self._is_task = False
+            return
+        assert self._rows is not None and shared is not None
+        for done in evaluator.evaluate(order, self._rows):
+            report = done.report()
+            for summary in report.summaries:
+                what = report.evaluation, summary.node
+                if self._delivered.get(summary.row) != what:
+                    shared[summary.row].gradient.copy_(self._rows[summary.row].gradient)
+                    shared[summary.row].changes.copy_(self._rows[summary.row].changes)
+                    self._delivered[summary.row] = what
+            yield done

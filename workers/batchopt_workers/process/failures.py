@@ -1,0 +1,78 @@
+"""An exception of the user's code as data, which any process can read: nothing of the user's is unpickled."""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from batchopt_workers.map.watch import StateWritten
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of the user's code in a worker, as text: its type's name, its message, the traceback,
+    and the samples at hand (empty where it was none). `written`: names of tensors that a forward writes, if that is
+    what is wrong. `kinds`: of its classes."""
+
+    type_name: str
+    message: str
+    traceback: str
+    samples: range = range(0)
+    written: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    _HEAD = struct.Struct("<QQIIIII")
+    _LIMIT = 100_000  # characters of each text
+
+    def encode(self) -> bytes:
+        """The frame after its kind byte."""
+        found = (self.type_name, self.message, self.traceback, "\n".join(self.written), "\n".join(self.kinds))
+        texts = [text[-self._LIMIT :].encode("utf-8", "backslashreplace") for text in found]
+        head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
+        return head + b"".join(texts)
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Failure:
+        """The inverse of `encode`; raises `ValueError` for anything else."""
+        try:
+            start, stop, *lengths = cls._HEAD.unpack_from(frame)
+        except struct.error as error:
+            raise ValueError(f"not a frame: {error}") from error
+        if len(frame) != cls._HEAD.size + sum(lengths):
+            raise ValueError(f"a frame of {len(frame)} bytes for texts of {lengths}")
+        texts, offset = [], cls._HEAD.size
+        for length in lengths:
+            texts.append(frame[offset : offset + length].decode("utf-8", "replace"))
+            offset += length
+        written, kinds = (tuple(text.splitlines()) for text in texts[3:])
+        return cls(texts[0], texts[1], texts[2], range(start, stop), written, kinds)
+
+
+def names_of(kinds: Iterable[type]) -> tuple[str, ...]:
+    """What classes are called in every process."""
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+def kinds_of(error: BaseException) -> tuple[str, ...]:
+    """The names of the exception's classes, its own first; none of `StateWritten`, which is no error."""
+    return () if isinstance(error, StateWritten) else names_of(type(error).__mro__)
+
+
+def message_of(error: BaseException) -> str:
+    """What the exception says, whatever its own methods do, as text that can be printed."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except BaseException as inner:
+        return f"<its __str__ raised {type(inner).__name__}>"
+
+
+def describe(error: BaseException, samples: range = range(0)) -> Failure:
+    """The exception as text, whatever its own methods do."""
+    try:
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:
+        trace = "".join(traceback.format_tb(error.__traceback__))
+    written = error.names if isinstance(error, StateWritten) else ()
+    return Failure(type(error).__name__, message_of(error), trace, samples, written, kinds_of(error))

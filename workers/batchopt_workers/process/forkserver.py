@@ -1,0 +1,288 @@
+"""The process that workers are forked from.
+
+To import torch takes a second or two, and a hundred megabytes; a fork of a process that has done so takes milliseconds,
+and shares them. This one has one thread, has computed nothing, and only does what the parent asks: fork a worker, and
+say how one ended. What a worker that has ended leaves running is ended here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, NamedTuple
+
+import numpy
+
+from batchopt_workers.process import faults, loop
+
+# Seconds without a worker and without a request after which the fork server ends.
+LINGER = 60.0
+# Seconds between two looks at whether the processes that nobody asks for have ended.
+_INTERVAL = 0.1
+# Seconds that workers, and what they have left, may take to be gone once the parent is.
+_ENDING = 2.0
+_F_SETSIG = 10  # Linux; Python does not name it
+
+
+class Command(IntEnum):
+    """What the fork server is asked for."""
+
+    FORK = 1  # a worker, whose descriptors come along; answered by its process id, or less: -errno
+    REAP = 2  # the end of a worker, by its process id; answered by how it ended, as `os.waitstatus_to_exitcode` has it
+    FORGET = 3  # the same, but not answered
+
+
+class CommandMessage(NamedTuple):
+    """A message of the parent: for `FORK` the worker's rank, their number, and its threads; else `pid` and zeros."""
+
+    number: int
+    task: Command
+    subject: int
+    world_size: int = 0
+    threads: int = 0
+
+    def encode(self) -> bytes:
+        """The whole message."""
+        return REQUEST.pack(*self)
+
+    @classmethod
+    def decode(cls, message: bytes) -> CommandMessage:
+        """The inverse of `encode`."""
+        number, task, *others = REQUEST.unpack(message)
+        return cls(number, Command(task), *others)
+
+
+REQUEST = struct.Struct("!QBIII")
+# The request's number, and the answer.
+REPLY = struct.Struct("!Qi")
+
+
+class Descriptors(NamedTuple):
+    """What comes along with `FORK`: the worker's end of its pipe; what becomes readable when the parent is gone; what
+    closes with the worker; its standard output and error."""
+
+    connection: int
+    parent_alive: int
+    alive: int
+    stdout: int
+    stderr: int
+
+
+def main(connection: Connection, parent: int, leash: int = -1) -> None:
+    """Serve process `parent` until it hangs up or ends, or has not needed this process for a while. `leash`: a
+    descriptor whose signal ends this process, in whatever state, when the parent is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as inherited it may be ignored: then nobody can be waited for
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to all that it shares with the others
+    adopt()
+    if leash >= 0:  # from now on this process can clean up; if it is stopped it has to go on for that
+        fcntl.fcntl(leash, _F_SETSIG, signal.SIGCONT)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        connection.close()
+        orphans = Orphans()
+        workers = _serve(end, parent, orphans)
+    _end(workers, orphans)
+    os._exit(0)  # what was registered to run at exit is the workers' affair
+
+
+def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
+    """Returns the workers that were not reaped."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    if hasattr(os, "pidfd_open"):  # for somebody else may hold the parent's end of the socket
+        try:
+            poll.register(os.pidfd_open(parent), select.POLLIN)
+        except ProcessLookupError:
+            return set()
+        except OSError:  # not allowed in this container
+            pass
+    workers: set[int] = set()
+    forgotten: set[int] = set()
+    orphaned = False
+    while True:
+        cleans_up = bool(forgotten) or orphaned
+        ready = poll.poll(1000 * (_INTERVAL if cleans_up else LINGER))
+        for pid in [pid for pid in forgotten if has_ended(pid)]:
+            forgotten.remove(pid)
+            orphaned = True
+        orphaned = orphaned and orphans.end(workers | forgotten)
+        if not (ready or workers or cleans_up):
+            return set()
+        if any(fd != end.fileno() for fd, _ in ready):
+            return workers | forgotten
+        if ready:
+            message, fds, _, _ = socket.recv_fds(end, REQUEST.size, len(Descriptors._fields))
+            if len(message) < REQUEST.size:
+                return workers | forgotten
+            request = CommandMessage.decode(message)
+            if request.task == Command.FORK:
+                answer = _fork(end, request, Descriptors(*fds), parent)
+                workers |= {answer} if answer > 0 else set()
+            else:
+                workers.discard(request.subject)
+                if request.task == Command.FORGET:
+                    forgotten.add(request.subject)
+                    continue
+                answer = _reap(request.subject)
+                orphaned = orphans.end(workers | forgotten)
+            with suppress(OSError):  # gone; the next poll says so
+                end.sendall(REPLY.pack(request.number, answer))
+
+
+def _reap(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _end(workers: set[int], orphans: Orphans) -> None:
+    """End the workers, and what they leave."""
+    for pid in workers:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    until = time.monotonic() + _ENDING
+    while time.monotonic() < until:
+        workers = {pid for pid in workers if not has_ended(pid)}
+        if not orphans.end(workers) and not workers:
+            return
+        time.sleep(0.01)
+
+
+def _fork(end: socket.socket, request: CommandMessage, descriptors: Descriptors, parent: int) -> int:
+    """The worker's process id, or -errno. In the worker this does not return."""
+    sys.stdout.flush()  # what the user's start-up code wrote is written once
+    sys.stderr.flush()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's threads, if it has any, know what to do about a fork
+            pid = os.fork()
+    except OSError as error:
+        pid = -(error.errno or 1)
+    if pid == 0:
+        try:
+            end.close()
+            _become_worker(request, descriptors, parent)
+        finally:
+            os._exit(1)
+    for fd in descriptors:
+        os.close(fd)
+    return pid
+
+
+def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: int) -> None:
+    os.setsid()  # ended with all that it starts; Ctrl-C in a terminal reaches the parent only
+    track_apart()
+    adopt()  # so that nobody else has what its children leave, for as long as it lives
+    os.dup2(descriptors.stdout, 1)
+    os.dup2(descriptors.stderr, 2)
+    os.close(descriptors.stdout)
+    os.close(descriptors.stderr)
+    faults.rank = request.subject
+    faults.point("worker.start")
+    for fd in descriptors[:3]:
+        os.set_inheritable(fd, False)
+    numpy.random.seed()  # each its own, as Python's
+    process = SpawnProcess(  # what the user starts in it is spawned: it has threads, like any process that computes
+        target=loop.main,
+        args=(Connection(descriptors.connection), request.subject, request.world_size, request.threads),
+        name=f"batchopt-worker-{request.subject}",
+        daemon=False,
+    )
+    process._parent_pid = parent  # type: ignore[attr-defined]
+    process._parent_name = _parent_name()  # type: ignore[attr-defined]
+    process._bootstrap(parent_sentinel=descriptors.parent_alive)  # type: ignore[attr-defined]
+
+
+def _parent_name() -> str:
+    mother = multiprocessing.parent_process()
+    return mother.name if mother is not None else "MainProcess"
+
+
+def track_apart() -> None:
+    """From now on the tracker of this process starts in a session of its own, when it does. It ends by itself."""
+    resource_tracker.util = _Util()  # type: ignore[attr-defined]  # what it starts its process with
+
+
+class _Util:
+    """`multiprocessing.util`, but for how a process is started."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(util, name)
+
+    @staticmethod
+    def spawnv_passfds(path: bytes | str, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        """The id of a new process, with these descriptors beside the standard ones."""
+        before = [os.get_inheritable(fd) for fd in passfds]
+        try:
+            for fd in passfds:
+                os.set_inheritable(fd, True)
+            return os.posix_spawn(path, [os.fsencode(arg) for arg in args], os.environ, setsid=True)
+        finally:
+            for fd, inheritable in zip(passfds, before, strict=True):
+                os.set_inheritable(fd, inheritable)
+
+
+# Seconds that an orphan has to end by itself: Python's resource tracker removes what its process has left.
+GRACE = 1.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt() -> None:
+    """From now on the orphans among this process's descendants are its children. Does nothing where there is no such
+    thing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """The children of this process, which has one thread; none where the system does not tell."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return set(map(int, file.read().split()))
+    except OSError:
+        return set()
+
+
+class Orphans:
+    """Ends the children that a process did not start."""
+
+    def __init__(self) -> None:
+        """Those that are there already are not meant."""
+        self._others = children()
+        self._deadlines: dict[int, float] = {}
+
+    def end(self, own: Collection[int]) -> bool:
+        """End those that are not `own`, once they have had their time; to be called again as long as this returns True:
+        some are left, or may have left others."""
+        now = time.monotonic()
+        for pid in children() - self._others - {*own}:
+            if now >= self._deadlines.setdefault(pid, now + GRACE):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        left = bool(self._deadlines)
+        for pid in list(self._deadlines):
+            if has_ended(pid):
+                del self._deadlines[pid]
+        return left
+
+
+def has_ended(pid: int) -> bool:
+    """Whether that child is over; then it is reaped."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True

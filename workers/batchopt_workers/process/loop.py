@@ -1,0 +1,287 @@
+"""A worker process: it maps the parent's memory, obeys its messages one after the other, and ends with it."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import fcntl
+import io
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import torch
+
+from batchopt_workers.data.memory import octets
+from batchopt_workers.map.repeat import Failed
+from batchopt_workers.process import faults
+from batchopt_workers.process import loop as result_pickler
+from batchopt_workers.process.failures import describe
+from batchopt_workers.process.messages import CHUNK, HEAD, ORDERS, Kind, Order
+from batchopt_workers.process.session import WITH_DESCRIPTOR, Session
+from batchopt_workers.process.versions import versions
+from batchopt_workers.process.warned import tell_parent
+
+_F_SETSIG = 10  # Linux; Python does not name it
+# Bytes of a message: its length is sent as 4 bytes, with a sign.
+LARGEST = 2**31 - 1
+# Bytes of a message that a pipe takes if it says that there is room: where it does, a quarter of it is in use at most.
+_LITTLE = 2**15 if sys.platform == "linux" else 0
+# Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
+# takes a tenth of a millisecond.
+_SHORT = 0.01
+_NOTHING: bytes = cloudpickle.dumps(None)
+
+
+class _Mailbox:
+    """The worker's end of the pipe. Between two chunks it sees whether the parent wants less; what else comes then is
+    kept for later.
+
+    While it is `quiet` the parent does not wait for this pipe: it reads what is there whenever it is awake, and is
+    woken up through `wake` when there is no room for more, and at the end.
+    """
+
+    def __init__(self, connection: Connection, wake: Callable[[], None]) -> None:
+        self.quiet = False
+        self._bell = -1
+        self.wake = wake
+        self._connection = connection
+        self._kept: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection.fileno(), select.POLLOUT)
+
+        self._any = select.poll()  # a message, or the bell
+        self._any.register(connection.fileno(), select.POLLIN)
+
+    def listen(self, bell: int) -> None:
+        """Let this bell ring, too, from now on."""
+        if bell != self._bell:
+            if self._bell >= 0:
+                self._any.unregister(self._bell)
+            self._any.register(bell, select.POLLIN)
+            self._bell = bell
+
+    def take(self, awake: float) -> bytes | None:
+        """The next message, or None if there is none and the bell has rung; stays awake for so many seconds. Raises
+        `EOFError` or `OSError` once the parent has hung up."""
+        if self._kept:
+            return self._kept.popleft()
+        if awake:
+            until = time.perf_counter() + awake
+            while not self._any.poll(0) and time.perf_counter() < until:
+                os.sched_yield()
+        self._any.poll()
+        if self._bell >= 0 and not self._poll.poll(0):  # what was said before it rang comes first
+            os.eventfd_read(self._bell)
+            return None
+        return self._connection.recv_bytes()
+
+    def limit(self, number: int, last: int) -> int:
+        """The end of order `number`, whose end was `last`, by what the parent says now."""
+        while not self._kept and self._poll.poll(0):
+            message = self._connection.recv_bytes()
+            if HEAD.unpack_from(message) == (number, Kind.LIMIT):
+                last = min(last, *CHUNK.unpack_from(message, HEAD.size))
+            else:
+                self._kept.append(message)
+        return last
+
+    def take_descriptor(self) -> int:
+        """The descriptor that follows a message."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            _, fds, _, _ = socket.recv_fds(end, 1, 1)
+        if not fds:
+            raise EOFError
+        return fds[0]
+
+    def send(self, number: int, kind: Kind, body: bytes, chunk: int = -1) -> None:
+        """Say something about message `number`."""
+        if len(body) + HEAD.size > LARGEST:
+            raise ValueError(
+                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less "
+                "at a time, or write it to a file and return its path"
+            )
+        frame = HEAD.pack(number, kind) + body
+        faults.point("worker.send", chunk)
+        if self.quiet and (len(frame) > _LITTLE or not self._room.poll(0)):
+            self.wake()
+        self._connection.send_bytes(frame)
+        faults.point("worker.sent", chunk)
+
+
+def serve(connection: Connection, session: Session) -> None:
+    """Obey until the parent hangs up; whatever the user's code raises is reported and survived."""
+    mailbox = _Mailbox(connection, session.wake_parent)
+    awake = 0.0
+    while True:
+        try:
+            message = mailbox.take(awake)
+            awake = 0.0
+            if message is None:
+                assert session.repeat is not None
+                session.repeat.evaluate(session)
+                awake = session.awake if session.seconds < _SHORT else 0.0
+                continue
+            number, kind = HEAD.unpack_from(message)
+            if kind == Kind.LIMIT:  # of an order that is over
+                continue
+            try:
+                if kind in ORDERS:
+                    order = Order.decode(message[HEAD.size :], Kind(kind))
+                    mailbox.quiet = order.is_quiet
+                    seconds = _evaluate(mailbox, session, number, order)
+                    awake = session.awake if seconds < _SHORT else 0.0
+                else:
+                    if session.repeat is not None:
+                        session.repeat.forget()
+                    mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
+                    if session.repeat is not None:
+                        mailbox.listen(session.repeat.bell)
+            except Failed as failed:
+                mailbox.send(number, Kind.FAILED, describe(failed.error, failed.samples).encode())
+            except BaseException as error:  # of the pipe too: then this message does not get out either
+                samples = session.current if kind in ORDERS else range(0)
+                mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
+            if mailbox.quiet:
+                mailbox.quiet = False
+                mailbox.wake()
+        except (EOFError, OSError):
+            return
+
+
+def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
+    name, arguments = pickle.loads(body)
+    method = getattr(Session, name)
+    if method in WITH_DESCRIPTOR:
+        arguments = (*arguments, mailbox.take_descriptor())
+    faults.point(f"worker.{name}")
+    result = method(session, *arguments)
+    return _NOTHING if result is None else cloudpickle.dumps(result)
+
+
+def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
+    """Returns the seconds that it took."""
+    faults.point("worker.order", order.first)
+    last, report, repeat = order.last, None, session.repeat
+    for done in (repeat.answer(order, session) if repeat is not None else ()) or session.evaluate(order):
+        report, chunk = done.report(), done.next - 1
+        if done.results:
+            mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results), chunk)
+        if done.form is not None:
+            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + result_pickler.dumps(done.form), chunk)
+        if report.next < last:
+            mailbox.send(number, Kind.REPORT, report.encode(), chunk)
+            last = mailbox.limit(number, last)
+        if report.next >= last:
+            break
+    assert report is not None
+    if repeat is not None:
+        repeat.ordered(report, order.step)
+    mailbox.send(number, Kind.DONE, report.encode(), report.next - 1)
+    return report.seconds
+
+
+def _end(code: int) -> None:
+    """End this process and whatever it started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Wait for the parent's death, and do not outlive it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    watched = [parent.sentinel]
+    if hasattr(os, "pidfd_open"):  # for somebody else may hold the other end of the sentinel
+        try:
+            watched.append(os.pidfd_open(parent.pid))
+        except ProcessLookupError:
+            _end(1)
+        except OSError:  # not allowed in this container
+            pass
+    wait(watched)
+    _end(1)
+
+
+def _killed_with_parent(sentinel: int) -> None:
+    """Have the kernel kill this process's group when the parent's end of `sentinel` closes: then nobody needs Python's
+    lock, which the user's code may hold."""
+    if sys.platform == "linux":
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(sentinel, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
+    """The life of a worker process, from its first message to the parent's last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides about Ctrl-C
+    faulthandler.enable(all_threads=False)  # the others are ours, and say nothing
+    os.set_inheritable(connection.fileno(), False)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    os.set_inheritable(parent.sentinel, False)
+    if os.getpgrp() == os.getpid():
+        _killed_with_parent(parent.sentinel)
+    threading.Thread(target=_end_with_parent, name="batchopt-parent-watch", daemon=True).start()
+    torch.set_num_threads(threads)
+    faults.rank = rank
+    faults.end_copies()
+    tell_parent()
+    faults.point("worker.greet")
+    connection.send_bytes(HEAD.pack(0, Kind.READY) + versions().encode())
+    faults.point("worker.greeted")
+    serve(connection, Session(rank, world_size))
+    atexit._run_exitfuncs()  # the user's code may have registered some
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _end(0)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            return _tensor, (bytearray(octets(obj).numpy()), obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is its elements and nothing else, and alone in its memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def dumps(result: Any) -> bytes:
+    """The pickled result. Raises `TypeError` for an object that cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
+    except Exception as error:  # whatever the user's classes raise
+        raise TypeError(
+            f"the function returned an object that cannot be sent ({type(error).__name__}: {error}): return tensors, "
+            "numbers and text"
+        ) from error
+    return file.getvalue()

@@ -1,0 +1,157 @@
+"""What crosses the process boundary: the vocabulary of parent and worker.
+
+Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
+memory follow it); `EVALUATE`, `MULTIPLY`, `COLLECT` and `TOTAL` carry an `Order`, 37 bytes in all; `LIMIT` shortens
+the order that it has the number of.
+Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`), of which nothing is
+unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user returned there, pickled.
+
+Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not. Before the `DONE` of an
+order come a `REPORT` for each chunk but the last, a `HOOKED` for each chunk with a posthook, and a `FORM` for each
+chunk of a task: its result, but for the tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from batchopt_workers.map.tree import Node
+
+# Every message begins with its number (a reply with that of what it answers) and its kind.
+HEAD = struct.Struct("!QB")
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    CALL = 1
+    EVALUATE = 2
+    READY = 3
+    DONE = 4
+    RESULT = 5
+    FAILED = 6
+    HOOKED = 7
+    REPORT = 8
+    LIMIT = 9
+    MULTIPLY = 10
+    COLLECT = 11
+    TOTAL = 12
+    FORM = 13
+
+
+# The orders that are about a task, whatever that is.
+TASKS = frozenset({Kind.COLLECT, Kind.TOTAL})
+# What carries an `Order`.
+ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY}) | TASKS
+# What ends the work on a message.
+ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
+# How many chunks a LIMIT leaves; the chunk that a HOOKED or a FORM is about.
+CHUNK = struct.Struct("!I")
+_ORDER = struct.Struct("<QQII")
+_REPORT = struct.Struct("<QIddIII?")
+_SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for each parameter
+
+
+class Order(NamedTuple):
+    """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), the Hessian times the
+    current direction (`MULTIPLY`), or what the current task says (`COLLECT`, `TOTAL`). `evaluation` numbers the
+    evaluation, of which a worker may get several orders; `step` numbers the batch, for the random draws."""
+
+    evaluation: int
+    step: int
+    first: int
+    last: int
+    kind: Kind = Kind.EVALUATE
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody waits for what is said before its end: a report of each chunk, which is for the case that
+        something goes wrong, or that another worker has nothing left to do; and answers to what a task begins with."""
+        return self.last - self.first > 1 or self.kind in TASKS
+
+    def encode(self) -> bytes:
+        """The frame after its kind byte."""
+        return _ORDER.pack(self.evaluation, self.step, self.first, self.last)
+
+    @classmethod
+    def decode(cls, frame: bytes, kind: Kind = Kind.EVALUATE) -> Order:
+        """The inverse of `encode`, for a frame after this kind byte."""
+        evaluation, step, first, last = _ORDER.unpack(frame)
+        return cls(evaluation, step, first, last, kind)
+
+
+class Summary(NamedTuple):
+    """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's
+    gradients holds the sum, the loss sum of each term, and a byte for each parameter that says whether any chunk had a
+    gradient for it."""
+
+    node: Node
+    row: int
+    losses: tuple[float, ...]
+    used: bytes
+
+
+class Report(NamedTuple):
+    """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
+    came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of
+    earlier orders too. What they say stands until the next report: a row that is not named any more may be
+    overwritten. `drew`: whether a forward of this step was seen to draw random numbers."""
+
+    evaluation: int
+    next: int
+    seconds: float
+    summaries: tuple[Summary, ...]
+    began: float = 0.0
+    drew: bool = False
+
+    def encode(self) -> bytes:
+        """The frame after its kind byte."""
+        terms, width = (len(self.summaries[0].losses), len(self.summaries[0].used)) if self.summaries else (0, 0)
+        count = len(self.summaries)
+        parts = [_REPORT.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width, self.drew)]
+        for s in self.summaries:
+            parts += (
+                _SUMMARY.pack(s.node.level, s.node.position, s.row),
+                struct.pack(f"<{terms}d", *s.losses),
+                s.used,
+            )
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, frame: bytes) -> Report:
+        """The inverse of `encode`; raises `ValueError` for anything else."""
+        try:
+            evaluation, done, seconds, began, count, terms, width, drew = _REPORT.unpack_from(frame)
+            stride = _SUMMARY.size + 8 * terms + width
+            if len(frame) != _REPORT.size + count * stride:
+                raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
+            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride, terms)), began, drew)
+        except struct.error as error:
+            raise ValueError(f"not a frame: {error}") from error
+
+    @classmethod
+    def _summaries(cls, frame: bytes, stride: int, terms: int) -> list[Summary]:
+        found = []
+        for offset in range(_REPORT.size, len(frame), stride):
+            level, index, row = _SUMMARY.unpack_from(frame, offset)
+            losses = struct.unpack_from(f"<{terms}d", frame, offset + _SUMMARY.size)
+            used = frame[offset + _SUMMARY.size + 8 * terms : offset + stride]
+            found.append(Summary(Node(level, index), row, losses, used))
+        return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0."""
+
+    bounds: Sequence[int]
+
+    @cached_property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.bounds) - 1

@@ -1,0 +1,378 @@
+"""What a worker process holds, and what the parent can have it do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import spawn
+from typing import Any
+
+import torch
+
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.data.packing import Placement, assemble, unpack, views
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.chunk import LoadedBatch
+from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.repeat import Board, Repeater
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.watch import Watch
+from batchopt_workers.process.device import HOST, Mirror, pin
+from batchopt_workers.process.messages import Cut, Order
+from batchopt_workers.process.torch_settings import TorchSettings, set_module_hooks
+from batchopt_workers.tasks.output import FileOutput
+from batchopt_workers.tasks.shared_totals import SharedTotals
+from batchopt_workers.tasks.task import PrivateTotals, Task
+from batchopt_workers.tasks.task_runner import ChunkDone, of_term
+from batchopt_workers.worker import Worker
+
+# What the names of blocks begin with that belong to a part of a batch.
+PIECE = "piece "
+# And those of what belongs to a task: itself, its batch, and pieces of that.
+ASIDE = "aside "
+TASK, ASIDE_BATCH = ASIDE + "task", ASIDE + "batch"
+
+
+def batch_name(number: int) -> str:
+    """The name by which workers know the memory of a batch."""
+    return f"batch {number}"
+
+
+class Session:
+    """What a worker process holds. The methods are what the parent's `CALL`s name; `use_parameters` and `install` come
+    before those below them."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.worker = Worker(rank, world_size, HOST)
+        self._mirror: Mirror | None = None  # where this worker computes on another device
+        self.awake = 0.0
+        self.seconds = 0.0  # that the last evaluation took
+        self.repeat: Repeater | None = None
+        self._waking = -1  # what wakes the parent up
+        self._blocks: dict[str, SharedBlock] = {}
+        self._private: dict[str, SharedBlock] = {}
+        self._layout: Layout | None = None  # of X, once that is known
+        self._torch: TorchSettings | None = None
+        self._hooks = 0  # of the module and its parts, as they arrived
+        self._parameters: list[torch.nn.Parameter] = []
+        self._buffers: StepBuffers | None = None  # of the module, once there is one
+        self._rows: Rows | None = None
+        self._evaluator: Evaluator | None = None
+        self._totals: SharedTotals | None = None
+        self._loaded: dict[str, LoadedBatch] = {}  # batches by the names of their memory
+        self._aside: Batch | None = None  # of a task
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """The map function on this worker's module."""
+        if self._evaluator is None:
+            raise RuntimeError("no module was installed in this worker")
+        return self._evaluator
+
+    @property
+    def current(self) -> range:
+        """The samples in the forward that ran last, numbered through all terms, if an evaluation was cut short."""
+        return self._evaluator.current if self._evaluator is not None else range(0)
+
+    def attach(self, name: str, fd: int) -> None:
+        """Map the shared memory behind `fd` as `name`, in place of what had that name."""
+        self._private.pop(name, None)
+        block = SharedBlock(fd)
+        block.release()
+        self._blocks[name] = block
+
+    def attach_copy(self, name: str, fd: int) -> None:
+        """The same; and once more, so that what the user's code writes there stays in this process."""
+        private = SharedBlock(os.dup(fd), private=True)
+        private.release()
+        self.attach(name, fd)
+        self._private[name] = private
+        self._loaded.pop(name, None)
+
+    def detach(self, name: str) -> None:
+        """Forget the memory of that name."""
+        self._loaded.pop(name, None)
+        self._blocks.pop(name, None)
+        self._private.pop(name, None)
+
+    def wake_through(self, fd: int) -> None:
+        """Wake the parent up through the pipe `fd`."""
+        self._waking = fd
+
+    def wake_parent(self) -> None:
+        """Let the parent see what was said."""
+        with suppress(BlockingIOError):  # then it will wake up anyway
+            os.write(self._waking, b"\1")
+
+    def repeat_for(self, slot: int, workers: int, fd: int) -> None:
+        """Repeat evaluations when `fd` rings, as block "board" says, where this worker has the page `slot` of so
+        many."""
+        before, self.repeat = self.repeat, Repeater(Board(self._blocks["board"], workers), slot, fd)
+        if before is not None:
+            os.close(before.bell)
+
+    def finished(self) -> None:
+        """Nothing: it is answered once what came before is done."""
+
+    def prepare(self, environment: dict[str, str], preparation: dict[str, Any], recursion: int) -> None:
+        """Be the process that the parent would have started: its environment, path, arguments, working directory, and
+        limit of recursion."""
+        sys.setrecursionlimit(recursion)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        spawn.prepare(preparation)
+
+    def set_torch(self, settings: TorchSettings) -> None:
+        """Compute as the parent does, and in the contexts that it is in."""
+        settings.apply()
+        self._torch = settings
+
+    def use(self, devices: Mapping[int, torch.device]) -> None:
+        """Compute on the device of this worker's rank."""
+        self.worker.device = devices[self.worker.rank]
+        if self.worker.device.type == "cuda":
+            torch.cuda.set_device(self.worker.device)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the user's `function(worker, *arguments)`: precode, and what `run_on_workers` is given."""
+        return function(self.worker, *arguments)
+
+    def use_parameters(self, layout: Layout) -> None:
+        """Take X from block "parameters".
+
+        X is the parent's: writing it here is a fault of memory access, which ends the process.
+        """
+        parameters, device = self._blocks["parameters"], self.worker.device
+        pin(parameters, device)
+        parameters.protect()
+        x = parameters.tensor(layout.dtype, (layout.size,))
+        self._layout = layout
+        if device == HOST:
+            self._parameters = [torch.nn.Parameter(view) for view in layout.views(x)]
+        else:
+            self._mirror = Mirror(layout, x, device)
+            self._parameters = self._mirror.parameters
+
+    def install(
+        self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
+    ) -> None:
+        """Build the module around X and its constants and state (block "program"), in place of the one before; what
+        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`:
+        whether the first one does.
+
+        Raises `RuntimeError` where the module before was given hooks in this worker: they would be lost.
+        """
+        if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
+            raise RuntimeError(
+                "the program was changed in the parent, and workers are given it anew; but hooks were registered on "
+                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
+                "which they are sent"
+            )
+        self._loaded.clear()
+        self._private["program"].discard()
+        tensors = views(placements, self._private["program"])
+        shared = views(placements, self._blocks["program"])
+        program: Program = assemble(data, tensors, self._parameters)
+        set_module_hooks(program.module_hooks)
+        originals = {id(tensor): twin for tensor, twin in zip(tensors, shared, strict=True)}
+        if self._mirror is not None:
+            self._mirror.adopt((program.module, program.criterion, *program.loss_fns), originals)
+        self.worker.module, self.worker.criterion = program.module, program.criterion
+        self._hooks = _hooks(program.module)
+        self._buffers = StepBuffers(program.module, self._mirror is None, program.state, originals)
+        if self._rows is not None and self._rows.changes != self._buffers.size:
+            self._rows = None
+        watch = Watch(
+            program.module,
+            [(name, tensors[i]) for i, name in read_only.items()],
+            (*self._parameters, *self._buffers.tensors),
+            originals if self._mirror is None else None,
+        )
+        if examine and self._mirror is None:
+            watch.compare()
+        self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
+        self._evaluator.walk.hooks_unseen = self._evaluator.walk.collate_unseen = examine
+        self._evaluator.tasks.protected = self._mirror is None
+        if self._mirror is not None:
+            self._evaluator.walk.place = self._mirror.place
+
+    def use_hooks(self, hooked: bool) -> None:
+        """Whether prehook and posthook run."""
+        self.evaluator.hooked = hooked
+
+    def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
+        """Take the batch whose tensors are in block `name`, and begin a step."""
+        for blocks in (self._blocks, self._private):
+            for known in [known for known in blocks if known.startswith(PIECE)]:
+                del blocks[known]
+        self._private[name].discard()  # what the user's code wrote there was of the batch before
+        self.evaluator.batch = unpack(data, placements, self._private[name])
+        self._loaded[name] = self.evaluator.loaded
+        self.restart_step()
+
+    def begin_again(self, batch: int) -> None:
+        """Begin a step on a batch that was loaded before, and has other elements now."""
+        name = batch_name(batch)
+        self._private[name].discard()
+        self.evaluator.begin_again(self._loaded[name])
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Take the module's state from the parent again: that of the step's start, which evaluations go on from."""
+        if self._mirror is not None:
+            self._mirror.begin_step()
+        assert self._buffers is not None
+        self._buffers.begin_step()
+
+    def fill(self, name: str, term: int, start: int, data: bytes, placements: Sequence[Placement]) -> None:
+        """Put samples of a term, from `start` on, into the lists of the batch; their tensors are in block `name`."""
+        inputs, targets, options = unpack(data, placements, self._private[name])
+        assert self.evaluator.batch is not None
+        self.evaluator.batch.parts[term].fill(start, inputs, targets, options)
+
+    def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
+        """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
+        self._private[name].discard()
+        self._aside = unpack(data, placements, self._private[name])
+
+    def fill_aside(self, name: str, start: int, data: bytes, placements: Sequence[Placement]) -> None:
+        """The same as `fill` for the batch of a task, which has one term."""
+        assert self._aside is not None
+        (part,) = self._aside.parts
+        part.fill(start, *unpack(data, placements, self._private[name]))
+
+    def begin_task(self, data: bytes, placements: Sequence[Placement], fd: int) -> None:
+        """Let orders of tasks be about this task, whose tensors, if it has any, are in block `TASK`; the rows that it
+        yields go to the file `fd`."""
+        output = FileOutput(fd)
+        task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
+        evaluator, batch = self.evaluator, self._aside
+        if not task.aside:
+            batch = of_term(evaluator.loaded.batch, task.term)
+        assert batch is not None
+        self.restart_step()  # the parent's state, if a step has ended since
+        self._blocks["parameters"].protect(writable=task.writes)
+        evaluator.tasks.begin(task, batch)
+        evaluator.tasks.output = output
+        if self._totals is not None:
+            evaluator.tasks.totals = self._totals
+
+    def write_outputs_to(self, fd: int) -> None:
+        """Write what the module returns in evaluations to the file `fd`."""
+        self.evaluator.outputs = FileOutput(fd)
+
+    def write_no_outputs(self) -> None:
+        """Write that nowhere."""
+        self.evaluator.outputs = None
+
+    def sum_in(self, fd: int) -> None:
+        """Sum totals in the file `fd`, which grows as it has to."""
+        self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
+
+    def sum_nowhere(self) -> None:
+        """Give back the file that totals were summed in, until there is another one."""
+        self._totals, self.evaluator.tasks.totals = None, PrivateTotals()
+
+    def cut_task(self, cut: Cut) -> None:
+        """Cut the task's batch so."""
+        self.evaluator.tasks.loaded.cut = cut
+
+    def end_task(self) -> None:
+        """Hold nothing of the task any more, but for the memory of its batch."""
+        self._aside = None
+        self._blocks["parameters"].protect()
+        for name in [name for name in self._blocks if name.startswith(ASIDE) and name != ASIDE_BATCH]:
+            self.detach(name)
+        self.evaluator.tasks.end()
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Weigh the terms so in f."""
+        self.evaluator.weights = weights
+
+    def set_direction(self) -> None:
+        """Multiply Hessians with what the parent has in block "direction", which is read-only here as X is."""
+        block, layout = self._blocks["direction"], self._layout
+        assert layout is not None
+        block.protect()
+        direction = block.tensor(layout.dtype, (layout.size,))
+        if self._mirror is not None:
+            pin(block, self.worker.device)
+            direction = self._mirror.direct(direction)
+        self.evaluator.direction = layout.views(direction)
+
+    def set_cut(self, cut: Cut) -> None:
+        """Cut the batch so."""
+        self.evaluator.cut = cut
+        if self._mirror is not None:
+            self._mirror.forget_pieces()
+
+    def add_rows(self, first: int, count: int) -> None:
+        """Sum in the `count` rows of block "rows" too, which follow the `first` ones: in place of others that do."""
+        assert self._layout is not None and self._buffers is not None
+        pin(self._blocks["rows"], self.worker.device)
+        if self._rows is None:
+            self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], HOST)
+        else:
+            self._rows.cut(first)
+            self._rows.grow(count, self._blocks["rows"])
+        if self._mirror is not None:
+            self._mirror.make_rows(first + count, self._buffers.size)
+
+    def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
+        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake`
+        seconds after a short order."""
+        self.awake = awake
+        self.worker.world_size = size
+        torch.set_num_threads(threads[self.worker.rank])
+
+    def look(self, step: int) -> bool:
+        """Whether the chunk that was evaluated last drew random numbers."""
+        return self.evaluator.look(step)
+
+    def evaluate(self, order: Order) -> Iterator[ChunkDone]:
+        """Evaluate the chunks of `order`."""
+        began = time.perf_counter()
+        try:
+            if self._torch is not None and self._torch.has_contexts:
+                with self._torch.contexts():
+                    yield from self._evaluate(order)
+            else:
+                yield from self._evaluate(order)
+            self.seconds = time.perf_counter() - began
+        except Exception:  # what it wrote before
+            for block in self._private.values():
+                block.discard()
+            raise
+
+    def _evaluate(self, order: Order) -> Iterator[ChunkDone]:
+        if self._mirror is not None:
+            return self._mirror.evaluate(self.evaluator, order, self._rows)
+        return self.evaluator.evaluate(order, self._rows)
+
+
+def _hooks(module: torch.nn.Module) -> int:
+    """How many hooks a module and its parts have."""
+    found = 0
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and name.startswith(("_forward", "_backward")):
+                found += len(value)
+    return found
+
+
+# The calls that a descriptor follows through the pipe: it is their last argument.
+WITH_DESCRIPTOR = (
+    Session.attach,
+    Session.attach_copy,
+    Session.begin_task,
+    Session.write_outputs_to,
+    Session.sum_in,
+    Session.wake_through,
+    Session.repeat_for,
+)

@@ -1,0 +1,23 @@
+"""The versions that parent and worker must share to understand each other and to compute the same."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+import cloudpickle
+import torch
+
+
+@lru_cache(maxsize=1)
+def versions() -> str:
+    """Of Python, torch, cloudpickle, and the text of this package as this process would load it now."""
+    text = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        text.update(path.read_bytes())
+    return (
+        f"Python {platform.python_version()}, torch {torch.__version__}, cloudpickle {cloudpickle.__version__}, "
+        f"batchopt_workers {text.hexdigest()[:12]}"
+    )

@@ -1,0 +1,199 @@
+"""What a function returns for a chunk: its tensors, and the structure that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchopt_workers.data.layout import Layout, Slot
+from batchopt_workers.data.memory import aligned
+from batchopt_workers.data.structures import items_of, map_tensors
+
+# Integers up to here are sums of double precision without an error.
+LARGEST_INTEGER = 2**53
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for the tensor of that index."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor of the result, by its path there: `shape` is that of the row of one sample, or, in a total, the whole
+    one's."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"`result{self.path}` {tuple(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The result of a chunk without its tensors. `objects` has one entry a sample, where it is a list of such; a list
+    of as many tensors, all with as many rows, can be read both ways, until other chunks show which is meant."""
+
+    columns: tuple[Column, ...]
+    skeleton: Any
+    objects: list[Any] | None = None
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The structure with these tensors in their places."""
+        return map_tensors(lambda place: tensors[place.index], self.skeleton, _is_place)
+
+
+def _is_place(item: Any) -> bool:
+    return isinstance(item, _Place)
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) or (isinstance(item, np.ndarray) and item.dtype.kind in "biufc")
+
+
+def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
+    """What is no container, with its path; without None."""
+    if _is_array(data):
+        yield path, data
+        return
+    found = False
+    for key, item in items_of(data):
+        found = True
+        yield from _leaves(f"{path}[{key!r}]", item)
+    if not found and data is not None and not isinstance(data, (tuple, list, dict)):
+        yield path, data
+
+
+def _tensor(path: str, leaf: Any) -> torch.Tensor:
+    """In main memory, without its graph, as plain numbers."""
+    if isinstance(leaf, np.ndarray) and _is_array(leaf):
+        leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"the function returned {type(leaf).__name__} as `result{path}`: return a tensor, or a tuple, list or dict "
+            "of tensors"
+        )
+    if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_quantized:
+        raise TypeError(f"the function returned `result{path}`, which is no dense tensor: call .to_dense() on it")
+    return leaf.detach().cpu().resolve_conj().resolve_neg()
+
+
+def _stripped(result: Any, is_leaf: Any) -> Any:
+    count = iter(range(2**62))
+    return map_tensors(lambda _: _Place(next(count)), result, is_leaf)
+
+
+def _free(item: Any) -> Any:
+    """The object of a sample, which holds nothing of the worker's any more."""
+    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), item)
+
+
+def objects_form(objects: Sequence[Any]) -> Form:
+    """The form of a chunk with one object a sample."""
+    return Form((), None, [_free(item) for item in objects])
+
+
+def rows_form(result: Any, samples: int) -> tuple[Form, list[torch.Tensor]]:
+    """The form of a chunk of so many samples, and its tensors, whose first dimension is the sample.
+
+    Raises `TypeError` or `ValueError` for a result that has no row for each sample.
+    """
+    is_list = type(result) is list
+    fits_objects = is_list and len(result) == samples
+    leaves = list(_leaves("", result))
+    fits_rows = bool(leaves) and all(_has_rows(leaf, samples) for _, leaf in leaves)
+    if not fits_rows and fits_objects:
+        return objects_form(result), []
+    if not fits_rows:
+        raise _unfit(result, leaves, samples)
+    tensors = [_tensor(path, leaf) for path, leaf in leaves]
+    columns = tuple(Column(path, t.dtype, tuple(t.shape[1:])) for (path, _), t in zip(leaves, tensors, strict=True))
+    objects = objects_form(result).objects if fits_objects else None
+    return Form(columns, _stripped(result, _is_array), objects), tensors
+
+
+def _has_rows(leaf: Any, samples: int) -> bool:
+    is_nested = isinstance(leaf, torch.Tensor) and leaf.is_nested  # has no shape
+    return _is_array(leaf) and not is_nested and len(leaf.shape) > 0 and leaf.shape[0] == samples
+
+
+def _unfit(result: Any, leaves: list[tuple[str, Any]], samples: int) -> Exception:
+    path, leaf = next(((path, leaf) for path, leaf in leaves if not _has_rows(leaf, samples)), ("", result))
+    _tensor(path, leaf)  # raises for what is no tensor
+    return ValueError(
+        f"the function returned `result{path}` of shape {tuple(leaf.shape)} for {samples} samples: the first dimension "
+        "has to be the samples; else return a list with one object a sample, or use total() for what is summed over "
+        "the samples"
+    )
+
+
+def _of_number(number: complex) -> torch.Tensor:
+    double = {float: torch.float64, complex: torch.complex128}
+    return torch.as_tensor(number, dtype=double.get(type(number)))
+
+
+def sums_form(result: Any) -> tuple[Form, list[torch.Tensor]]:
+    """The form of what is summed over chunks, and its tensors; Python's numbers are tensors without dimensions.
+
+    Raises `TypeError` or `ValueError` for what cannot be summed.
+    """
+    found = map_tensors(_of_number, result, lambda item: isinstance(item, (bool, int, float, complex)))
+    leaves = list(_leaves("", found))
+    if not leaves:
+        raise TypeError(f"the function returned {type(result).__name__} without a tensor: there is nothing to sum")
+    tensors = [_tensor(path, leaf) for path, leaf in leaves]
+    columns = tuple(Column(path, t.dtype, tuple(t.shape)) for (path, _), t in zip(leaves, tensors, strict=True))
+    return Form(columns, _stripped(found, _is_array)), tensors
+
+
+def places(columns: Sequence[Column], samples: int) -> tuple[list[int], int]:
+    """The byte at which each column begins where the rows of so many samples lie one column after the other, and how
+    many bytes there are in all."""
+    offsets, nbytes = [], 0
+    for column in columns:
+        offsets.append(nbytes)
+        nbytes = aligned(nbytes + samples * torch.Size(column.shape).numel() * column.dtype.itemsize)
+    return offsets, nbytes
+
+
+def sums_layout(columns: Sequence[Column]) -> Layout:
+    """Where each tensor of a total lies in a row: all in one precision, double unless all are of single precision or
+    less. A complex one has two numbers an element."""
+    dtypes = {column.dtype for column in columns}
+    small = dtypes <= {torch.float32, torch.float16, torch.bfloat16, torch.complex64}
+    slots, offset = [], 0
+    for column in columns:
+        shape = (*column.shape, 2) if column.dtype.is_complex else column.shape
+        slots.append(Slot(column.path, shape, offset))
+        offset += slots[-1].numel
+    return Layout(tuple(slots), torch.float32 if small else torch.float64)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as real numbers, of which complex ones have two. Raises `ValueError` for integers that a sum in
+    double precision would not hold."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) > LARGEST_INTEGER:
+        raise ValueError(f"the function returned integers above 2**53, which are not summed exactly: {tensor.dtype}")
+    return tensor
+
+
+def summed(column: Column, view: torch.Tensor) -> torch.Tensor:
+    """The sum in `view`, as in its slot, as a tensor of the column's own kind: integers for booleans, which are
+    counted, and single precision for half, which could not hold it."""
+    if column.dtype.is_complex:
+        return torch.view_as_complex(view.clone()).to(column.dtype)
+    if column.dtype.is_floating_point:
+        return view.to(torch.promote_types(column.dtype, torch.float32))
+    if view.numel() and float(view.abs().max()) > LARGEST_INTEGER:
+        raise ValueError(f"the sum of {column} is above 2**53, and not exact: return it in floating point")
+    return view.to(torch.int64)

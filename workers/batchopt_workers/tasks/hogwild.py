@@ -1,0 +1,79 @@
+"""Steps of an optimizer in the worker, on parameters that all workers write: Hogwild."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from batchopt_workers.data.batch import Columns, Part, Piece, Samples
+from batchopt_workers.data.items import Items
+from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.tasks.task import Surroundings
+
+# Makes an optimizer of parameters.
+Factory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Hogwild:
+    """A step on each mini-batch of a piece, whose inputs are the numbers of samples, and that of the mini-batch that
+    each belongs to. Each worker makes an optimizer of its own, with the first step. Returns for each sample the loss
+    before the step, and the worker's rank.
+
+    Where the loss or a gradient is not finite no step is made, and none after it: the loss is NaN, and then the rank
+    -1."""
+
+    def __init__(self, data: Part, factory: Factory) -> None:
+        self._data, self._factory = data, factory
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._is_over = False
+
+    def __call__(self, piece: Piece, around: Surroundings) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._optimizer is None:
+            self._optimizer = self._factory([p for p in around.parameters if p.requires_grad])  # type: ignore[misc]
+        samples, batches = piece.inputs
+        _, counts = batches.unique_consecutive(return_counts=True)
+        losses, ranks = [], []
+        for indices in samples.split(counts.tolist()):
+            ranks.append(-1 if self._is_over else around.worker.rank)
+            if self._is_over:
+                losses.append(torch.nan)
+                continue
+            piece.inputs, piece.targets = gathered(self._data, indices)
+            self._optimizer.zero_grad()
+            loss = around.loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+            value = loss.item()
+            self._is_over = not (math.isfinite(value) and _are_finite(around.parameters))
+            if not self._is_over:
+                self._optimizer.step()
+            losses.append(torch.nan if self._is_over else value)
+        found = torch.tensor(losses, dtype=torch.float64).repeat_interleave(counts)
+        return found, torch.tensor(ranks).repeat_interleave(counts)
+
+
+def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether their gradients are."""
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [gradient._values() if gradient.is_sparse else gradient for gradient in found]
+    return all(bool(value.isfinite().all()) for value in values)
+
+
+def gathered(data: Part, indices: torch.Tensor) -> tuple[Any, Any]:
+    """Inputs and targets (or None) of these samples."""
+    inputs, targets = data.inputs, data.targets
+    if isinstance(inputs, Items):
+        assert data.collate is not None
+        return inputs.pick(indices.tolist(), data.collate)
+    if isinstance(inputs, Columns):
+        found = map_tensors(lambda tensor: tensor[indices], inputs.data)
+        return found, None if targets is None else map_tensors(lambda tensor: tensor[indices], targets.data)
+    assert isinstance(inputs, Samples) and data.collate is not None
+    some = [inputs.sample(index) for index in indices.tolist()]
+    if targets is None:
+        return data.collate(some), None
+    pairs = list(zip(some, [targets.sample(index) for index in indices.tolist()], strict=True))
+    collated, its_targets = data.collate(pairs)
+    return collated, its_targets

@@ -1,0 +1,236 @@
+"""What is done with each chunk of a batch where it is not f that is asked for: a function of the user, in its
+surroundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.copies import copy_of
+from batchopt_workers.data.layout import Layout
+from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.map.contents import Contents
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.process.messages import Cut
+from batchopt_workers.tasks.jacobian import PieceResiduals
+from batchopt_workers.worker import Worker
+
+# `function(module, inputs, targets)`, for the samples of a chunk.
+ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
+
+
+class Surroundings(NamedTuple):
+    """The worker, its module and the trainable parameters; `loss` of a piece, which the prehook has seen, as it counts
+    `weight` in f, and the `residuals` whose mean square it is; and `evaluate`: the losses of the terms, and df/dX, of
+    the loaded batch as it is cut there, at the parameters as they are."""
+
+    worker: Worker
+    module: torch.nn.Module
+    parameters: Sequence[torch.Tensor]
+    loss: Callable[[], torch.Tensor]
+    residuals: Callable[[], PieceResiduals]
+    weight: float
+    evaluate: Callable[[Cut, bool], tuple[tuple[float, ...], torch.Tensor]]
+
+
+class PieceFunction(Protocol):
+    """What is done with one piece of a batch: a chunk, or one sample of a list."""
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        """The result: rows for its samples, or what is summed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The meaning of an order to collect or to total: apply `function` to samples of the term with the index `term`
+    (None: of all terms, as they are numbered): those of the loaded batch, or (`aside`) of a batch that comes with the
+    task. `train`: the mode that the module is in meanwhile; None: its own. `whole`: whether the function evaluates the
+    loaded batch, all of it; `writes`: whether it steps, and writes parameters."""
+
+    function: PieceFunction
+    term: int | None = 0
+    aside: bool = False
+    train: bool | None = None
+    whole: bool = False
+    writes: bool = False
+
+    @property
+    def is_users(self) -> bool:
+        """Whether code of the user runs in it that is no part of f."""
+        function = self.function
+        return (isinstance(function, Applied) and function.function is not None) or (
+            isinstance(function, Predicted) and function.transform is not None
+        )
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The user's function, which is given samples of its own, without a graph unless `grad`; None: the module itself.
+    With `layers`, names of parts of the module, the outputs of those are the result, by name, beside that of the
+    function if there is one."""
+
+    function: ChunkFunction | None
+    grad: bool = False
+    layers: tuple[str, ...] = ()
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        module = around.module
+        with torch.set_grad_enabled(self.grad), _outputs_of(module, self.layers) as outputs:
+            if self.function is None:
+                result = module(piece.inputs)
+            else:
+                result = self.function(module, *copy_of((piece.inputs, piece.targets)))
+        if not self.layers:
+            return result
+        return outputs if self.function is None else (result, outputs)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The module's output, or what `transform` makes of it; with the `targets` if they are wanted."""
+
+    transform: Callable[[Any], Any] | None = None
+    targets: bool = False
+
+    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+        with torch.no_grad():
+            output = around.module(piece.inputs)
+            output = output if self.transform is None else self.transform(output)
+        if not self.targets:
+            return output
+        if piece.targets is None:
+            raise ValueError("the items have no targets: a dataset has to have (input, target)")
+        return output, piece.targets
+
+
+@contextmanager
+def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Notes what these parts of the module return meanwhile. Raises `ValueError` for one that is called twice, or, in
+    the end, was not called."""
+    found: dict[str, Any] = {}
+    handles = []
+
+    def note(name: str) -> Any:
+        def hook(_part: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            if name in found:
+                raise ValueError(
+                    f"layer {name!r} is called more than once in a forward: which output is meant? Register a hook "
+                    "inside of the function, and return what you need"
+                )
+            found[name] = map_tensors(torch.clone, output)  # what follows may write it
+
+        return hook
+
+    try:
+        for name in layers:
+            handles.append(module.get_submodule(name).register_forward_hook(note(name)))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [name for name in layers if name not in found]
+    if missing:
+        raise ValueError(f"layer {missing[0]!r} was not called by the function")
+
+
+class Modes:
+    """Brings a module into training mode or evaluation mode again and again, and each of its parts back into its own.
+
+    `module.train()` looks at every attribute, which takes longer than a small forward; so it is called only where a
+    part has a `train` of its own. That may do more than to set the mode: then all of it is undone.
+    """
+
+    def __init__(self, module: torch.nn.Module, train: bool | None) -> None:
+        """`train`: the mode; None: that in which the module is."""
+        self._module, self._train = module, train
+        self._parts = [*module.modules()]
+        self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
+        self._contents: Contents | None = None
+
+    def __enter__(self) -> None:
+        self._own = [part.training for part in self._parts]
+        if self._train is None:
+            return
+        if self.plain:
+            self._set([self._train] * len(self._parts))
+            return
+        self._contents = Contents((self._module,))
+        try:
+            self._module.train(self._train)
+        except BaseException:
+            self._contents.put_back()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._contents is None:
+            self._set(self._own)
+        else:
+            self._contents.put_back()
+
+    def _set(self, modes: list[bool]) -> None:
+        for part, mode in zip(self._parts, modes, strict=True):
+            if part.training is not mode:
+                plain = type(part).__setattr__ is torch.nn.Module.__setattr__
+                (object.__setattr__ if plain else setattr)(part, "training", mode)
+
+
+class ParameterWatch:
+    """Sees to it that a function leaves the parameters alone. Those that are mapped read-only (`protected`) cannot be
+    written; others are compared with copies."""
+
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], protected: bool) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._before = [
+            (parameter, parameter.data, None if protected else parameter.detach().clone(), parameter.requires_grad)
+            for parameter in parameters
+        ]
+
+    def check(self) -> None:
+        """Raise `ValueError` if one was changed; all are as before then."""
+        changed = ""
+        for parameter, data, copy, requires_grad in self._before:
+            if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != requires_grad:
+                changed = self._names.get(id(parameter), "")
+                parameter.data = data
+                parameter.requires_grad_(requires_grad)
+            if copy is not None and not _equal(parameter.detach(), copy):
+                changed = self._names.get(id(parameter), "")
+                with torch.no_grad():
+                    parameter.copy_(copy)
+        if changed:
+            raise ValueError(
+                f"the function changes the parameter {changed!r}: all workers share it, and f would be another one; "
+                "work on a copy (torch.func.functional_call)"
+            )
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+class Totals(Protocol):
+    """Memory for the sums of totals."""
+
+    def rows(self, layout: Layout, count: int) -> Rows:
+        """So many rows, at least, of that layout; those of before keep what they have, if their layout was the same."""
+
+
+class PrivateTotals:
+    """Memory of this process."""
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+        self._layout: Layout | None = None
+
+    def rows(self, layout: Layout, count: int) -> Rows:
+        """See `Totals`."""
+        if self._rows is None or self._layout != layout:
+            self._rows, self._layout = Rows(layout, 0, count, None, torch.device("cpu")), layout
+        elif len(self._rows) < count:
+            self._rows.grow(count - len(self._rows), None)
+        return self._rows

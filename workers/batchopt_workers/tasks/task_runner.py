@@ -1,0 +1,173 @@
+"""The map of tasks: a function of the user for each chunk of a batch, whose results are collected or summed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from batchopt_workers.data.batch import Batch, Piece
+from batchopt_workers.map.chunk import LoadedBatch, Walk, restoring
+from batchopt_workers.map.collector import grads_kept
+from batchopt_workers.map.sums import PartialSum, Rows, Sums
+from batchopt_workers.map.tree import most_held
+from batchopt_workers.process import faults
+from batchopt_workers.process.messages import Cut, Kind, Order, Report
+from batchopt_workers.tasks.forms import Form, real, sums_form, sums_layout
+from batchopt_workers.tasks.jacobian import PieceResiduals
+from batchopt_workers.tasks.output import MemoryOutput, Output, write_results
+from batchopt_workers.tasks.task import Modes, ParameterWatch, PrivateTotals, Surroundings, Task, Totals
+
+
+class ChunkDone(NamedTuple):
+    """The chunks of an order before `next` are done, which began at `began`, and took so long: what the posthook
+    returned for the last one, and the form of what a task yields."""
+
+    sums: Sums
+    next: int
+    began: float
+    seconds: float  # since then
+    drew: bool = False
+    results: Sequence[Any] = ()
+    form: Form | None = None
+
+    def report(self) -> Report:
+        """What the worker has of the evaluation, until the next chunk is begun."""
+        return self.sums.report(self.next, self.began, self.seconds, self.drew)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether a hook returned anything."""
+        for result in self.results:
+            if result is not None:
+                return True
+        return False
+
+
+class F(Protocol):
+    """The function that is minimised, as far as tasks may use it."""
+
+    def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
+        """The loss of a piece, of that term, with its graph."""
+
+    def residuals_of(self, piece: Piece, term: int) -> PieceResiduals:
+        """The residuals whose mean square is the loss of a piece, of that term."""
+
+    def weight_of(self, term: int) -> float:
+        """The weight of that term in f."""
+
+    def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        """The loss of each term of the loaded batch, cut so, and df/dX (shape `(n,)`; empty, if it is not wanted)."""
+
+
+class TaskRunner:
+    """Carries out orders to collect and to total, of the task that was begun last.
+
+    Rows are written to `output`, sums to rows of `totals`. `protected`: whether the parameters cannot be written.
+    """
+
+    def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        self.output: Output = MemoryOutput()
+        self.totals: Totals = PrivateTotals()
+        self.protected = False
+        self._walk, self._module, self._parameters = walk, module, parameters
+        self._task: Task | None = None
+        self._loaded: LoadedBatch | None = None
+        self._sums: Sums | None = None
+        self._form: Form | None = None  # of the present evaluation
+        self._rows: Rows | None = None
+
+    def begin(self, task: Task, batch: Batch) -> None:
+        """Do this with chunks of `batch`, whose only part is the term, from now on."""
+        self._task, self._loaded, self._sums = task, LoadedBatch(batch, keeps=False), None
+
+    def end(self) -> None:
+        """Hold nothing of the task any more, nor of its batch."""
+        self._task = self._loaded = self._sums = self._form = self._rows = None
+        self.output = MemoryOutput()
+
+    @property
+    def loaded(self) -> LoadedBatch:
+        """The task's batch, as it is cut."""
+        if self._loaded is None:
+            raise RuntimeError("no task was begun in this worker")
+        return self._loaded
+
+    def evaluate(self, order: Order, f: F) -> Iterator[ChunkDone]:
+        """Do the task with the chunks of `order`, one after the other."""
+        loaded, task = self.loaded, self._task
+        assert task is not None
+        if self._sums is None or self._sums.evaluation != order.evaluation:
+            self._sums, self._form = Sums(order.evaluation, loaded.cut.chunks), None
+        sums, totals = self._sums, order.kind is Kind.TOTAL
+        needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
+        began = time.perf_counter()
+        watch = None if task.writes else ParameterWatch(self._module, self._parameters, self.protected)
+        modes = Modes(self._module, task.train)
+        self._walk.watch.begin(compares=task.is_users or not modes.plain)
+        for chunk in range(order.first, order.last):
+            row = sums.free_row()
+            with restoring(self._walk, loaded), grads_kept(self._parameters):
+                results = []
+                try:
+                    for number, piece in enumerate(self._walk.pieces(loaded, order.step, chunk)):
+                        faults.point("worker.forward", chunk)
+                        with modes, self._walk.undone() if task.is_users else nullcontext():
+                            result = task.function(piece, self._around(piece, order.step, f))
+                        faults.point("worker.returned", chunk)
+                        if totals:
+                            form = self._total(result, needed, row, number == 0)
+                        else:
+                            results.append(result)
+                finally:
+                    if watch is not None:
+                        watch.check()
+                if not totals:
+                    form = write_results(self.output, results, loaded.batch.parts[0], self._walk.current)
+            faults.point("worker.merge", chunk)
+            sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
+            self._walk.current = range(0)
+            yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, form=form)
+
+    def _around(self, piece: Piece, step: int, f: F) -> Surroundings:
+        assert self._task is not None
+        term = piece.term if self._task.term is None else self._task.term
+        return Surroundings(
+            self._walk.worker,
+            self._module,
+            self._parameters,
+            partial(f.loss_of, piece, term),
+            partial(f.residuals_of, piece, term),
+            piece.weight * f.weight_of(term),
+            partial(f.evaluate_all, step),
+        )
+
+    def _total(self, result: Any, needed: int, row: int, first: bool) -> Form:
+        """Add the result of a piece, the first of its chunk or not, to a row, and return its form."""
+        form, tensors = sums_form(result)
+        if self._form is None:
+            self._form, self._rows = form, None
+        if form.columns != self._form.columns:
+            raise ValueError(
+                f"the function returned {_listed(form)} here, and {_listed(self._form)} for other samples: sums "
+                "need one structure, with the same shapes and dtypes"
+            )
+        if self._rows is None or len(self._rows) < needed:
+            self._rows = self.totals.rows(sums_layout(form.columns), needed)
+        with torch.no_grad():
+            for view, tensor in zip(self._rows[row].views, tensors, strict=True):
+                view.copy_(real(tensor)) if first else view.add_(real(tensor))
+        return self._form
+
+
+def _listed(form: Form) -> str:
+    return ", ".join(map(str, form.columns))
+
+
+def of_term(batch: Batch, term: int | None) -> Batch:
+    """The samples of one term as a batch of their own; None: of all."""
+    return batch if term is None else Batch((batch.parts[term],))
