@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.backends.nodes.group import Group
+from batchopt import BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
+from batchopt.backends.nodes.group import Group, dist
 from batchopt.backends.nodes.members import Members
+from batchopt.errors import NodeLostError
 from tests.nodes import local
 from tests.nodes.disturbance import Disturbance, steps
 from tests.workloads import Mlp, cnn, mlp
@@ -366,3 +368,18 @@ def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
         threading.Event().wait(2.0)
         opt.step(case.inputs, case.targets)
         assert [worker.restarts for worker in opt.workers] == [0, 0]
+
+
+def test_whatever_is_begun_with_a_member_that_has_gone_says_so() -> None:
+    """Also where the library below raises at once, since it knows already."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(Group, store, "group", place, 2, 10.0, "127.0.0.1") for place in range(2)]
+        one, other = (each.result() for each in made)
+    other.close()
+    with pytest.raises(NodeLostError, match="node 1"):
+        for _ in range(1000):
+            one.send(torch.zeros(3), 1)
+            one.wait()
+    with pytest.raises(BatchoptError, match="do not work together any more"):
+        one.receive(torch.zeros(3), 1)

@@ -139,15 +139,21 @@ class Group:
 
     def send(self, vector: torch.Tensor, to: int, tag: int = 0) -> None:
         """Begin to send a contiguous tensor, which must not change before `wait` returns."""
-        self._check_open()
-        self._posted.append((to, self._group.send([vector], to, tag or _VECTOR + vector.nbytes % 2**30)))
+        self._posted.append((to, self._begin("send", vector, to, tag or _VECTOR + vector.nbytes % 2**30)))
 
     def receive(self, vector: torch.Tensor, origin: int, tag: int = 0) -> Posted:
         """Begin to receive into a contiguous tensor, which has its elements when `wait` returns."""
-        self._check_open()
-        posted = origin, self._group.recv([vector], origin, tag or _VECTOR + vector.nbytes % 2**30)
+        posted = origin, self._begin("recv", vector, origin, tag or _VECTOR + vector.nbytes % 2**30)
         self._posted.append(posted)
         return posted
+
+    def _begin(self, what: str, vector: torch.Tensor, place: int, tag: int) -> Any:
+        self._check_open()
+        try:
+            return getattr(self._group, what)([vector], place, tag)
+        except RuntimeError as error:  # it is known already that the other end is gone
+            self.close()
+            raise NodeLostError(self._described(place, str(error)), place) from None
 
     def broadcast(self, vector: torch.Tensor) -> None:
         """Have at everybody what the member at place 0 has in this contiguous tensor: it is passed on along a tree."""
@@ -221,11 +227,10 @@ class Group:
 
     def open(self) -> None:
         """Open the inboxes: best some time before something is sent to them."""
-        self._check_open()
         for other in self.others:
             if other not in self._boxes:
                 box = self._memory.setdefault(other, torch.empty(BLOCK, dtype=torch.uint8))
-                self._boxes[other] = self._group.recv([box], other, _OBJECT)
+                self._boxes[other] = self._begin("recv", box, other, _OBJECT)
 
     def give(self, values: Mapping[int, Any]) -> None:
         """Send objects to members that `take` them."""
