@@ -373,8 +373,9 @@ def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
 def test_whatever_is_begun_with_a_member_that_has_gone_says_so() -> None:
     """Also where the library below raises at once, since it knows already."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [store, dist.TCPStore("127.0.0.1", store.port, is_master=False)]
     with ThreadPoolExecutor(2) as threads:
-        made = [threads.submit(Group, store, "group", place, 2, 10.0, "127.0.0.1") for place in range(2)]
+        made = [threads.submit(Group, stores[i], "group", i, 2, 10.0, "127.0.0.1") for i in range(2)]
         one, other = (each.result() for each in made)
     other.close()
     with pytest.raises(NodeLostError, match="node 1"):
