@@ -1,4 +1,4 @@
-"""The arguments of the user's hooks: the worker that they run in, and the samples of the forward."""
+"""The arguments of the user's hooks: the worker that runs them, and the samples of the forward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass
 class Worker:
-    """The process that a hook runs in, as the hook sees it.
+    """The process that runs a hook, as the hook sees it.
 
     `rank` counts from 0 to `world_size - 1`. `module` and `criterion` are the worker's own (None in precode, which runs
-    before they arrive); the module's parameters are views of the shared X. `state` is a dict of the hook's
-    own, kept for as long as the worker lives.
+    before they arrive); the module's parameters are views of the shared X. `state` is a dict for the hook's own use,
+    kept for the life of the worker.
     """
 
     rank: int
@@ -28,12 +28,12 @@ class Worker:
 
 @dataclass
 class Sample:
-    """The samples of one forward: `indices` are their positions in the batch or, where there are terms, in that of
-    their `term`, whose name it is.
+    """The samples of one forward; `indices` are their positions in the batch or, if there are terms, in the batch of
+    the term named `term`.
 
-    A prehook may put other `inputs` and `targets` in place. `output` (what the module returned; None with `loss_fn`)
-    and `loss` (what the criterion returned, a float; of cross entropy with label smoothing and class weights of 0 the
-    sum, in place of the mean) are there for the posthook.
+    A prehook may replace `inputs` and `targets`. `output` (returned by the module; None with `loss_fn`) and `loss`
+    (returned by the criterion, as a float; for cross entropy with label smoothing and class weights of 0 the sum
+    instead of the mean) are set for the posthook.
     """
 
     inputs: Any

@@ -1,9 +1,9 @@
-"""The module's state during a step: every chunk starts from the same values, and what it changed is reported.
+"""The module's state during a step: every chunk starts from the same values, and its changes are reported.
 
-One process would run the batch through the module once and update its running statistics once. Here each chunk starts
-from the values of the step's start. At the step's end an element that no chunk changed stays as it was; another
-becomes the mean of the chunks' values, weighted by samples, in floating-point tensors, and what the first chunk left
-in others (counters, up to 2**53).
+A single process would run the batch through the module once and update its running statistics once. Here each chunk
+starts from the values at the start of the step. At the end of the step, an element that no chunk changed keeps its
+value; any other becomes, in floating-point tensors, the mean of the chunks' values weighted by samples, and in other
+tensors (counters, up to 2**53) the value after the first chunk.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from typing import Any
 
 import torch
 
-# Elements. What is larger is a constant (data kept with the module): all workers share one copy of it, and a forward
-# that writes it is refused.
+# In elements. A larger tensor is a constant (data kept with the module): all workers share one copy, and a forward
+# that writes it raises an error.
 LARGEST_STATISTIC = 2**20
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of times that it was written in place; 0 where that is not counted."""
+    """Return how often the tensor was written in place; 0 if that is not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module has a tensor: as a buffer, a frozen parameter or an attribute."""
+    """The place of a tensor in a module: a buffer, a frozen parameter or an attribute."""
 
     owner: torch.nn.Module
     name: str
 
     def holder(self) -> dict[str, Any]:
-        """The dict of the module that has it."""
+        """Return the dict of the module that contains it."""
         for holder in (self.owner._buffers, self.owner._parameters):
             if self.name in holder:
                 return holder
         return vars(self.owner)
 
     def get(self) -> torch.Tensor:
-        """Raises `ValueError` where there is none."""
+        """Return the tensor; raise `ValueError` if there is none."""
         tensor = self.now()
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{self} became {type(tensor).__name__} during an evaluation")
         return tensor
 
     def now(self) -> object:
-        """The object that is there now."""
+        """Return the current object."""
         holder = self.holder()
         return holder[self.name] if self.name in holder else None  # a part made by torch.jit holds them in no dict
 
     def set(self, tensor: object) -> None:
-        """Put another one there."""
+        """Replace the object."""
         self.holder()[self.name] = tensor
 
     def __str__(self) -> str:
@@ -62,8 +62,8 @@ class Place:
 
 
 def statistics(module: torch.nn.Module, state: Collection[str] = ()) -> list[list[Place]]:
-    """For each tensor that evaluation may change, the places where it is: small buffers of real numbers, and what
-    `state` names."""
+    """Return the places of each tensor that evaluation may change: small buffers of real numbers, and the tensors named
+    in `state`."""
     found: dict[int, list[Place]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -78,8 +78,8 @@ def statistics(module: torch.nn.Module, state: Collection[str] = ()) -> list[lis
 
 
 def tensors_of(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Place]]:
-    """Every tensor that a part of `module` has as a buffer, as a parameter or as an attribute, by its name; tied ones
-    in each place."""
+    """Yield the name and place of every tensor that a part of `module` has as a buffer, parameter or attribute; tied
+    tensors once per place."""
     for path, owner in module.named_modules(prefix=prefix):
         for holder in (owner._buffers, owner._parameters, vars(owner)):
             for name, value in holder.items():
@@ -88,7 +88,7 @@ def tensors_of(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 
 def _may_change(buffer: torch.Tensor) -> bool:
-    """Whether it can be a running statistic or a counter: small, real, and each element in memory of its own."""
+    """Tell whether it can be a running statistic or a counter: small, real, and each element in memory of its own."""
     return (
         buffer.numel() <= LARGEST_STATISTIC
         and not buffer.is_complex()
@@ -98,7 +98,7 @@ def _may_change(buffer: torch.Tensor) -> bool:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements, each once, as a view of real numbers: without the dimensions along which it is expanded."""
+    """Return a view of its elements, each once, as real numbers: without the dimensions along which it is expanded."""
     if 0 not in tensor.stride() and not tensor.is_complex():
         return tensor
     tensor = tensor.detach()
@@ -109,7 +109,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same kind, expanded as it is."""
+    """Return a copy of the same kind, expanded in the same way."""
     small = compact(tensor).detach().clone()
     small = torch.view_as_complex(small) if tensor.is_complex() else small
     copy = small.expand(tensor.shape) if small.shape != tensor.shape else small
@@ -131,9 +131,9 @@ class StepBuffers:
         state: Collection[str] = (),
         originals: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """`state`: names of what evaluation changes beside small buffers. `shared`: the tensors found in the module are
-        those of the step's start, in memory that others read too; the module gets copies of its own to work on. Instead
-        of those found there, `originals` has those to start from, by the identity of the one found."""
+        """`state`: names of tensors that evaluation changes in addition to small buffers. `shared`: the module's
+        tensors are the values at the start of the step, in memory that others read too; the module gets its own copies
+        to work on. `originals`: start values to use instead of the module's tensors, by the identity of the latter."""
         self._module, self._shared, self.state = module, shared, frozenset(state)
         self._originals = originals or {}
         self._find()
@@ -157,13 +157,12 @@ class StepBuffers:
         self._note()
 
     def _note(self) -> None:
-        self._versions: list[int] | None  # None: it is being written here
+        self._versions: list[int] | None  # None while it is written here
         self._versions, self._is_written = [version_of(own) for own in self._own], False
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody else has written the module's state, or put other tensors there, since it was last as the
-        step has it."""
+        """Tell whether the module's state was written or replaced from outside since the step last set it."""
         return (
             bool(self.places)
             and self._versions is not None
@@ -176,12 +175,12 @@ class StepBuffers:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that the module works on."""
+        """The tensors that the module works on."""
         return self._own
 
     def include(self, names: Collection[str]) -> None:
-        """From now on evaluation may change these, too: they are as at the step's start now. Raises `ValueError` for
-        one that is too large to be copied for each chunk."""
+        """Let evaluation change these tensors too, starting from their current values. Raise `ValueError` if one is too
+        large to be copied for each chunk."""
         for name, place in tensors_of(self._module):
             if name in names and (elements := compact(place.get()).numel()) > LARGEST_STATISTIC:
                 raise ValueError(
@@ -192,16 +191,17 @@ class StepBuffers:
         self._find()
 
     def begin_step(self) -> None:
-        """Take the module's present state as the step's start; or the shared start as the module's state."""
+        """Take the module's current state as the start of the step; if the start is shared, take that as the module's
+        state."""
         if self._shared:
             self.restore()
         elif self.places or self.state or statistics(self._module):
             self._find()
 
     def restore(self) -> None:
-        """Put the values of the step's start back.
+        """Restore the values of the start of the step.
 
-        All of them: batch normalisation updates its statistics without a trace in their version counters.
+        All of them: batch normalisation updates its statistics without changing their version counters.
         """
         if not self.places:
             return
@@ -216,7 +216,7 @@ class StepBuffers:
 
     @contextmanager
     def at_start(self) -> Iterator[None]:
-        """For the body, the module's state is that of the step's start; afterwards it is what it was before."""
+        """Set the module's state to that of the start of the step in the body, and back afterwards."""
         left = [compact(own).detach().clone() for own in self._own]
         own = self._own
         there = [(place, place.now()) for places in self.places for place in places]
@@ -232,8 +232,7 @@ class StepBuffers:
 
     @contextmanager
     def as_now(self) -> Iterator[None]:
-        """For the body, a step starts from the module's present state; afterwards it is the step of before that goes
-        on."""
+        """Start a step from the module's current state in the body; afterwards the previous step continues."""
         before = {tuple(places): i for i, places in enumerate(self.places)}
         sizes, own, start, was_written = self._sizes, self._own, self._start, self.is_written
         self._find()
@@ -248,9 +247,9 @@ class StepBuffers:
             self._is_written = was_written
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
-        """Write to `out` (shape `(size,)`, float64) what a chunk made of the state: first each element, times
-        `share` (its part of the batch), or in tensors of integers as it is if this is the `first` chunk; then 1 where
-        it differs from the start, else 0."""
+        """Write what a chunk made of the state to `out` (shape `(size,)`, float64): first each element, times `share`
+        (the chunk's part of the batch), or in integer tensors unscaled and only for the `first` chunk; then 1 where it
+        differs from the start, else 0."""
         if not self.size:
             return
         out.zero_()
@@ -265,7 +264,7 @@ class StepBuffers:
             flag.copy_((now != before) & ~(now.isnan() & before.isnan()))
 
     def _current(self, places: list[Place], own: torch.Tensor) -> torch.Tensor:
-        """The tensor now, which the module may have replaced in one of its places."""
+        """Return the current tensor, which the module may have replaced in one of its places."""
         for place in places:
             now = place.get()
             if now is not own:
@@ -278,7 +277,7 @@ class StepBuffers:
         return own
 
     def take_over(self, changes: torch.Tensor) -> None:
-        """Move the module's state from the step's start to what the summed `changes` say, and leave the rest."""
+        """Move the module's state from the start of the step to the summed `changes`; unchanged elements are kept."""
         if not self.size:
             return
         self._versions = None

@@ -1,4 +1,4 @@
-"""The walk of an evaluation over the chunks of a loaded batch, and the pieces that are kept of them."""
+"""Iterating over the chunks of a loaded batch, and the pieces that are cached for them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from batchopt_workers.worker import Worker
 
 
 class _Recipe(NamedTuple):
-    """How a piece of columns is cut out: what does not change between two evaluations. `position`: of its samples,
-    numbered through all terms."""
+    """The constant part of cutting a piece out of columns. `position`: its samples, numbered through all terms."""
 
     plain: Piece
     position: range
 
     def piece(self, batch: Batch) -> Piece:
-        """The piece, of new tensors: user code may set their attributes."""
+        """Return the piece, with new tensors: user code may set their attributes."""
         plain = self.plain
         samples, part = plain.indices, batch.parts[plain.term]
         found: list[Any] = []
@@ -44,10 +43,10 @@ class _Recipe(NamedTuple):
 
 
 class Chunk:
-    """Consecutive samples of a batch, and what does not change from one evaluation of them to the next.
+    """Consecutive samples of a batch, and what stays the same from one of their evaluations to the next.
 
-    `samples` are numbered through all terms; `share`: how much of the batch they are; `recipes`: of their pieces, None
-    where these are cut out anew each time.
+    `samples` are numbered through all terms; `share`: their fraction of the batch; `recipes`: of their pieces, None if
+    these are cut out again each time.
     """
 
     def __init__(self, batch: Batch, start: int, stop: int, keeps: bool) -> None:
@@ -63,7 +62,7 @@ class Chunk:
 
 
 class LoadedBatch:
-    """A batch and its cut. `keeps`: whether chunks are evaluated again and again."""
+    """A batch and its cut. `keeps`: chunks will be evaluated repeatedly, so what they need is cached."""
 
     def __init__(self, batch: Batch, cut: Cut | None = None, keeps: bool = True) -> None:
         self.batch, self._keeps = batch, keeps
@@ -73,7 +72,7 @@ class LoadedBatch:
         self._collation: tuple[Cut | None, Collation] = None, Collation()
 
     def follow(self, batch: Batch) -> bool:
-        """Be this batch, if it differs in the elements of its tensors alone; returns whether it does."""
+        """Switch to this batch if it differs in the elements of its tensors only; return whether it does."""
         ours, plain = self.batch.plain, batch.plain
         if ours is None or plain is None or not (plain.form is ours.form or plain.form == ours.form):
             return False
@@ -84,7 +83,7 @@ class LoadedBatch:
 
     @property
     def collation(self) -> Collation:
-        """What is collated of the batch as it is cut now."""
+        """The cached collation of the batch with its current cut."""
         cut, found = self._collation
         if cut is not self.cut:
             found = Collation(self.batch.tensors(), self._keeps)
@@ -92,7 +91,7 @@ class LoadedBatch:
         return found
 
     def chunk(self, number: int) -> Chunk:
-        """A chunk of the batch as it is cut now."""
+        """Return a chunk of the batch with its current cut."""
         cut, chunks = self._chunks
         if cut is not self.cut:
             chunks = {}
@@ -108,30 +107,30 @@ T = TypeVar("T")
 
 
 class Walk:
-    """Seeds the random draws of a chunk, cuts it out, and sees to it that nothing is written that another chunk reads.
+    """Seeds the random state for a chunk, cuts it out, and ensures that nothing is written that another chunk reads.
 
-    `current` is the range of samples, numbered through all terms, in the forward that runs, or ran last; `chunk` the
-    one that they are of. `has_hooks`: whether hooks run; what they and collate functions leave behind is
-    looked for in the first evaluation that they take part in, while they are unseen.
+    `current` is the range of samples, numbered through all terms, of the running or last forward, and `chunk` their
+    chunk. `has_hooks`: hooks run. `hooks_unseen`, `collate_unseen`: the effects of hooks and of collate functions are
+    looked for, in the first evaluation that they take part in.
     """
 
     def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
         self.watch = watch
-        self.place: Callable[[Piece], Piece] | None = None  # brings it to where the module is
+        self.place: Callable[[Piece], Piece] | None = None  # moves a piece to the module's device
         self.current = range(0)
         self.chunk = -1
         self.has_hooks = False
         self.hooks_unseen = self.collate_unseen = True
         self._hooks_write = False  # whether a hook was seen to change the module
         self._contents: Contents | None = None
-        self._undo: list[Undo] = []  # when the piece is done
+        self._undo: list[Undo] = []  # at the end of the piece
         self.worker, self._seed, self._buffers = worker, seed, buffers
         self._device = worker.device if worker.device.type == "cuda" else None
 
     def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
-        """The pieces of chunk `number`; once all of them were evaluated, this checks what they have written.
+        """Yield the pieces of chunk `number`; after the last one was evaluated, check what they have written.
 
-        Raises what `Watch.check` and `BatchWatch.check` raise.
+        Raise what `Watch.check` and `BatchWatch.check` raise.
         """
         chunk = loaded.chunk(number)
         watch, self.chunk = chunk.watch, number
@@ -157,7 +156,7 @@ class Walk:
         self.watch.check()
 
     def _cut_out(self, loaded: LoadedBatch, samples: range) -> Iterator[Piece]:
-        """The pieces of these samples, cut out and collated anew, or as they are kept."""
+        """Yield the pieces of these samples, newly cut out and collated, or as cached."""
         numbering, collation = loaded.batch.numbering, loaded.collation
         try:
             pieces = loaded.batch.pieces(samples.start, samples.stop, collation)
@@ -167,23 +166,23 @@ class Walk:
                 if self._undo:
                     self._put_back()
                 self.current = range(self.current.stop, samples.stop)
-        except Unreadable as error:  # an item of the term that comes next
+        except Unreadable as error:  # an item of the next term
             term, _ = next(numbering.split(self.current))
             self.current = numbering.position(term, range(error.index, error.index + 1))
             raise error.error from None
         collation.check()
 
     def has_drawn(self, step: int) -> bool:
-        """Whether the chunk that was gone through drew random numbers; for before the next one."""
+        """Tell whether the last chunk drew random numbers; call it before the next one starts."""
         return has_drawn(self._seed, step, self.chunk)
 
     def restore(self, loaded: LoadedBatch, failed: bool) -> None:
-        """See `restoring`; `failed`: whether the body raised."""
+        """Clean up after a chunk, for `restoring`; `failed`: whether the body raised."""
         try:
             if failed:
                 loaded.collation.forget()
                 self.watch.put_back()
-            elif self._device is not None:  # what was asked for is done before one says so
+            elif self._device is not None:  # the work must be finished before it is reported
                 torch.cuda.synchronize(self._device)
         finally:
             if self._undo:
@@ -191,7 +190,7 @@ class Walk:
             self._buffers.restore()
 
     def seen(self, batch: Batch) -> None:
-        """An evaluation has come to its end. Hooks that change the module are looked at for good."""
+        """Note the end of an evaluation. Hooks that change the module are checked in all later ones, too."""
         if self.has_hooks:
             self.hooks_unseen = self._hooks_write
         if batch.collates:
@@ -202,14 +201,14 @@ class Walk:
             self._undo.pop()()
 
     def _now(self) -> Contents:
-        """What module and criterion hold now; kept while they do."""
+        """Return what module and criterion hold now, cached until they change."""
         if self._contents is None or self._contents.changes():
             self._contents = Contents((self.worker.module, self.worker.criterion))
         return self._contents
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """What the body changes of the module or the criterion is undone at its end."""
+        """Undo, at the end of the body, what it changed in the module or the criterion."""
         contents = self._now()
         try:
             yield
@@ -217,7 +216,7 @@ class Walk:
             contents.put_back()
 
     def hooked(self, hook: Callable[[], T]) -> T:
-        """Call a hook. Where it is looked at, what it changes of the module holds for its piece alone."""
+        """Call a hook. While hooks are checked, its changes to the module last for its piece only."""
         if not self.hooks_unseen:
             return hook()
         contents = self._now()
@@ -230,7 +229,7 @@ class Walk:
 
 
 class restoring:
-    """The body evaluates a chunk: afterwards the module's state is that of the step's start."""
+    """A context whose body evaluates a chunk: afterwards the module's state is that of the start of the step."""
 
     def __init__(self, walk: Walk, loaded: LoadedBatch) -> None:
         self._walk, self._loaded = walk, loaded

@@ -10,18 +10,18 @@ import torch
 from batchopt_workers.map.sums import Row
 from batchopt_workers.process import faults
 
-# Elements of all gradients together from which on each is collected as soon as it is there: more are not in the
-# processor's cache any more when the backward is over.
+# Total elements of all gradients from which each one is collected as soon as it exists: they would no longer be in the
+# processor's cache at the end of the backward.
 LARGE = 2**18
 
 
 def collect(
     parameters: Iterable[tuple[int, torch.Tensor]], row: Row, weight: float, used: bytearray, chunk: int
 ) -> None:
-    """Add the gradients of these parameters, each with its index, times `weight` to a row, in the row's precision,
-    which is at least single; and take them away. In a backward, or where no graph is made.
+    """Add the gradients of these parameters (each given with its index) times `weight` to a row, in the row's
+    precision, which is at least single, and clear them. Call it in a backward, or with gradients disabled.
 
-    A first gradient overwrites what the row held: cheaper than zeroing the row and accumulating there.
+    A first gradient overwrites the row: cheaper than zeroing the row and accumulating there.
     """
     views = row.views
     for i, parameter in parameters:
@@ -46,7 +46,7 @@ def collect(
 
 
 def is_large(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether `collecting` pays."""
+    """Tell whether `collecting` is worthwhile."""
     return sum(parameter.numel() for parameter in parameters) >= LARGE
 
 
@@ -54,7 +54,7 @@ def is_large(parameters: Sequence[torch.Tensor]) -> bool:
 def collecting(
     parameters: Sequence[torch.Tensor], row: Row, weight: float, used: bytearray, chunk: int
 ) -> Iterator[None]:
-    """In the body, which is a backward, `collect` each gradient when it is made, which frees its memory for the next
+    """`collect` each gradient as soon as the backward in the body has made it, which frees its memory for the next
     one."""
     handles = []
     try:
@@ -73,7 +73,7 @@ def collecting(
 
 @contextmanager
 def grads_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Have no `.grad` inside, and afterwards those of before."""
+    """Clear all `.grad` for the body, and restore them afterwards."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""What the parts of a program hold, by identity: what the user's code changed of it can be undone."""
+"""A record of what the parts of a program hold, by identity, so that changes by the user's code can be undone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Undo = Callable[[], object]
 
 
 class Contents:
-    """The attributes of modules and other objects, the items of their containers, which of their tensors require grad,
+    """The attributes of modules and other objects, the items of their containers, the `requires_grad` of their tensors,
     and the elements of NumPy arrays of up to `LARGEST_STATISTIC`. What functions capture, and the elements of tensors,
-    are not looked at; `tensors` has those that were met."""
+    are not recorded; `tensors` lists the tensors found."""
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._empty: list[Any] = []
@@ -35,7 +35,7 @@ class Contents:
         self._slots: list[tuple[object, dict[str, Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self.tensors: list[torch.Tensor] = []
-        self._seen: dict[int, object] = {}  # kept alive, so that no identity is used again
+        self._seen: dict[int, object] = {}  # kept alive, so that no identity is reused
         self._todo = [*roots]
         while self._todo:
             obj = self._todo.pop()
@@ -78,7 +78,7 @@ class Contents:
             self._empty.append(mapping)
 
     def changes(self) -> list[Undo]:
-        """What undoes each change since."""
+        """Return a function for each change since, which undoes it."""
         found: list[Undo] = [mapping.clear for mapping in self._empty if mapping]
         for mapping, kept in self._dicts:
             if 2 * len(mapping) != len(kept) or not all(map(is_, chain(mapping, mapping.values()), kept)):
@@ -103,7 +103,8 @@ class Contents:
 
 
 def _of_dict(mapping: dict[Any, Any], kept: tuple[Any, ...]) -> Iterable[Undo]:
-    """What brings it back, item by item where it has the same keys: others may be changed before that is done."""
+    """Yield what restores the dict, item by item if its keys are the same: other items may change before that is
+    done."""
     keys, values = kept[: len(kept) // 2], kept[len(kept) // 2 :]
     if len(mapping) == len(keys) and all(map(is_, mapping, keys)):
         for key, value in zip(keys, values, strict=True):
@@ -130,7 +131,7 @@ def _in_slots(obj: object, names: Iterable[str]) -> dict[str, Any]:
 def _set_slot(obj: object, name: str, value: Any) -> None:
     if value is not _MISSING:
         object.__setattr__(obj, name, value)
-    elif hasattr(obj, name):  # a class that was sent by value may keep it in a dict
+    elif hasattr(obj, name):  # a class that was pickled by value may keep it in a dict
         object.__delattr__(obj, name)
 
 

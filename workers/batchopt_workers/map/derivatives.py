@@ -1,4 +1,4 @@
-"""Derivatives of f that are no gradient with respect to X, as functions of a piece of the batch."""
+"""Derivatives of f other than the gradient with respect to X, as functions of a piece of the batch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _layout(parameters: Any) -> Layout:
 
 @dataclass(frozen=True)
 class InputGradients:
-    """df/d(inputs): the gradient of f with respect to the inputs of the samples, in their structure; None for tensors
-    of integers. `denominators`: the user's function, where only workers read the inputs that it is given."""
+    """df/d(inputs): the gradient of f with respect to the inputs of the samples, in their structure; None for integer
+    tensors. `denominators`: the user's function, if only workers read the inputs that are passed to it."""
 
     denominators: Denominators | None = None
 
@@ -76,7 +76,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class HessianProducts:
-    """The Hessian of f times each of the `directions` (shape `(k, n)`): the first backward is made once for all."""
+    """The product of the Hessian of f with each of the `directions` (shape `(k, n)`); the first backward is shared."""
 
     directions: torch.Tensor
 
@@ -112,8 +112,9 @@ class HessianProducts:
 
 @dataclass(frozen=True)
 class AtPoints:
-    """The losses of the terms of the loaded batch, cut so, at each of some points in the place of X, which are the
-    inputs; and, if asked for, df/dX there. Where an exception of one of those `kinds` is raised, they are infinite."""
+    """The losses of the terms of the loaded batch, with this cut, at several points that replace X and are given as
+    inputs; and, on request, df/dX there. Where an exception of one of the `kinds` is raised, the losses are
+    infinite."""
 
     cut: Cut
     gradients: bool

@@ -1,5 +1,4 @@
-"""The map: evaluating a run of chunks. One function, wherever it runs: in the parent, in a child, on another
-machine."""
+"""The map: evaluating a run of chunks. The same function runs in the parent, in a child and on another machine."""
 
 from __future__ import annotations
 
@@ -30,17 +29,17 @@ from batchopt_workers.tasks.output import Output, write_results
 from batchopt_workers.tasks.task_runner import ChunkDone, TaskRunner
 from batchopt_workers.worker import Hook, Sample, Worker
 
-# Where the gradients of a piece go: the row, the weight of the piece, which parameters had one, the chunk.
+# Target of a piece's gradients: the row, the weight of the piece, which parameters had a gradient, the chunk.
 _Into = tuple[Row, float, bytearray, int]
 
 
 @dataclass(frozen=True)
 class Program:
-    """The program that every worker evaluates: a function for each term, None where the loss is the criterion's or the
-    module's own.
+    """The program that every worker evaluates. `loss_fns`: a function per term, None if the loss is the criterion's or
+    the module's own.
 
-    Hooks belong to it, for they may share objects with the module and the losses. `module_hooks` are those of all
-    modules of a process; `state` names the tensors of the module that a forward writes, beside small buffers.
+    Hooks belong to it, because they may share objects with the module and the losses. `module_hooks` are those of all
+    modules of a process; `state` names the tensors of the module, in addition to small buffers, that a forward writes.
     """
 
     module: torch.nn.Module
@@ -56,9 +55,9 @@ class Program:
 class Evaluator:
     """Evaluates chunks of the loaded batch on one module.
 
-    `parameters` are the module's trainable ones, in the order of the layout, and `direction` what their Hessian is
-    multiplied with, in their shapes. `weights` are those of the terms in f. Hooks run only if `hooked`. `tasks` does
-    with chunks what is no evaluation.
+    `parameters` are the module's trainable ones, in the order of the layout; `direction`, in their shapes, is what
+    their Hessian is multiplied by. `weights` are those of the terms in f. Hooks run only if `hooked`. `tasks` runs
+    everything else on chunks.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Evaluator:
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
         self._sums = self._cut, Sums(-1, 0)
-        # whether the first forward here of a step, with or without hooks, drew random numbers
+        # the step and `hooked` for which `_drew` was determined: random numbers were drawn
         self._looked: tuple[int, bool] | None = None
         self._drew = False
         self._parameters = parameters
@@ -92,7 +91,7 @@ class Evaluator:
 
     @property
     def batch(self) -> Batch | None:
-        """Use this batch from now on."""
+        """The loaded batch; set it to use another one."""
         return None if self._loaded is None else self._loaded.batch
 
     @batch.setter
@@ -109,14 +108,14 @@ class Evaluator:
 
     @property
     def loaded(self) -> LoadedBatch:
-        """The batch, as it is cut."""
+        """The loaded batch with its cut. Raise `RuntimeError` if there is none."""
         if self._loaded is None:
             raise RuntimeError("no batch was loaded in this worker")
         return self._loaded
 
     @property
     def cut(self) -> Cut:
-        """Cut the batch so from now on."""
+        """The cut of the loaded batch, and of later ones."""
         return self._cut
 
     @cut.setter
@@ -127,14 +126,14 @@ class Evaluator:
 
     @property
     def current(self) -> range:
-        """The samples, numbered through all terms, in the forward that runs, or ran last."""
+        """The samples, numbered through all terms, of the running or last forward."""
         return self.walk.current
 
     def evaluate(self, order: Order, rows: Rows | None) -> Iterator[ChunkDone]:
         """Evaluate the chunks of `order` one after the other into `rows`.
 
-        Rows that were merged away are used again only when the next report is asked for. `rows` may grow from order to
-        order, but has to be the same for all chunks of one. Orders of tasks have memory of their own.
+        Rows that were merged into others are reused only when the next report is requested. `rows` may grow from order
+        to order, but must be the same for all chunks of one. Orders of tasks have memory of their own.
         """
         self.walk.has_hooks = self.hooked and (self.prehook or self.posthook) is not None
         if order.kind in TASKS:
@@ -174,7 +173,7 @@ class Evaluator:
         self, loaded: LoadedBatch, order: Order, chunk: int, row: Row, results: list[Any], outputs: list[Any]
     ) -> tuple[tuple[float, ...], bytes]:
         names = loaded.batch.numbering.names
-        looks = order.evaluation >= -1 and self._looked != (order.step, self.hooked)  # not where it was rung for
+        looks = order.evaluation >= -1 and self._looked != (order.step, self.hooked)  # not in a repetition
         losses, used = [0.0] * len(self.weights), bytearray(len(row.views))
         with restoring(self.walk, loaded):
             for piece in self.walk.pieces(loaded, order.step, chunk):
@@ -206,7 +205,7 @@ class Evaluator:
         return tuple(losses), bytes(used)
 
     def look(self, step: int) -> bool:
-        """Find out, once a step, whether the chunk that was evaluated last drew random numbers."""
+        """Tell whether the chunk that was evaluated last drew random numbers; determined once per step."""
         if self._looked != (step, self.hooked):
             self._looked, self._drew = (step, self.hooked), self.walk.has_drawn(step)
         return self._drew
@@ -216,7 +215,7 @@ class Evaluator:
             parameter.grad = None
         posthook = self.posthook if self.hooked else None
         loss = self._forward(piece, sample)
-        if into[1] != 0.0:  # the weight; else nothing of it counts, and the mean of nothing is NaN
+        if into[1] != 0.0:  # the weight; otherwise nothing counts, and a mean over nothing is NaN
             if posthook is None and self._collects_early:  # a posthook may look at the gradients
                 with collecting(self._parameters, *into):
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -228,7 +227,7 @@ class Evaluator:
         return found
 
     def _multiply(self, piece: Piece, sample: Sample, into: _Into) -> float:
-        """The gradient's own gradient along `direction`; leaves each `.grad` as it was."""
+        """Accumulate the gradient's own gradient along `direction`; each `.grad` is left unchanged."""
         with differentiable_twice():
             loss = self._forward(piece, sample)
         if into[1] != 0.0:
@@ -247,20 +246,20 @@ class Evaluator:
         return loss.item()
 
     def look_again(self) -> None:
-        """The program was changed: what was found out of it may be no more."""
+        """Forget what was derived from the program, because it was changed."""
         self._jacobians.clear()
 
     # ---- for tasks
 
     def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
-        """The loss of a piece, of that term, with its graph."""
+        """Return the loss of a piece for that term, with its graph."""
         return self._forward(replace(piece, term=term), self._sample(piece, term))
 
     def residuals_of(self, piece: Piece, term: int) -> PieceResiduals:
-        """The residuals whose mean square is the loss of a piece, of that term."""
+        """Return the residuals whose mean square is the loss of a piece for that term."""
         objective, jacobian = self._objectives[term], self._jacobians.get(term)
         squares = squares_of(objective.criterion, objective.loss_fn)
-        assert squares is not None  # else nobody would have asked
+        assert squares is not None  # otherwise the parent does not request residuals
         if jacobian is None or not jacobian.serves(squares, self._parameters):
             jacobian = self._jacobians[term] = Jacobian(self._module, self._parameters, squares)
         sample = self._sample(piece, term)
@@ -273,13 +272,13 @@ class Evaluator:
         return Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=names[term])
 
     def weight_of(self, term: int) -> float:
-        """The weight of that term in f."""
+        """Return the weight of that term in f."""
         return self.weights[term]
 
     def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
-        """The loss of each term of the loaded batch, cut so, and df/dX (shape `(n,)`; empty, if it is not wanted): with
-        the bits of an evaluation. The posthook does not run."""
-        is_cut_so = self.loaded.cut.bounds == cut.bounds  # then what is kept of it serves here, too
+        """Return the loss of each term of the loaded batch, with this cut, and df/dX (shape `(n,)`; empty without
+        `gradient`), with the bits of an evaluation. The posthook does not run."""
+        is_cut_so = self.loaded.cut.bounds == cut.bounds  # then its cache can be used
         loaded = self.loaded if is_cut_so else LoadedBatch(self.loaded.batch, cut, keeps=False)
         layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
         count = most_held(0, cut.chunks, cut.chunks) if gradient else 0
@@ -314,7 +313,7 @@ class Evaluator:
             self.walk.hooked(lambda: prehook(self.worker, sample))
 
     def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
-        """The loss of what the prehook makes of the sample."""
+        """Return the loss of the sample, as modified by the prehook."""
         if self.prehook is not None and self.hooked:
             self._before(sample)
             torch._C._set_grad_enabled(True)

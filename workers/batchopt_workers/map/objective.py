@@ -34,10 +34,10 @@ LossFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """`loss_fn(module, inputs, targets)`, or `criterion(module(inputs), targets)`; without both, the module is its
+    """`loss_fn(module, inputs, targets)`, or `criterion(module(inputs), targets)`; with neither, the module returns its
     own loss.
 
-    A batch without targets calls `criterion(output)`; a module that is its own loss is called with `(inputs)` or
+    Without targets `criterion(output)` is called; a module that returns its own loss is called with `(inputs)` or
     `(inputs, targets)`.
     """
 
@@ -48,13 +48,14 @@ class Objective:
     def __call__(
         self, inputs: Any, targets: Any, attributes: Mapping[str, Any] = MappingProxyType({}), keeps: bool = False
     ) -> tuple[Any, torch.Tensor]:
-        """The module's output (None where only `loss_fn` sees it) and the loss, a scalar that depends on parameters.
+        """Return the module's output (None if only `loss_fn` sees it) and the loss, a scalar that depends on
+        parameters.
 
-        `attributes`: what the criterion has for these samples in place of its own: its rows of a weight of each sample,
-        another reduction; and the weights of the samples themselves. `keeps`: whether the output is kept, a copy then,
-        which the criterion does not write.
+        `attributes`: what replaces the criterion's own for these samples: its rows of a weight of each sample, another
+        reduction; and the weights of the samples themselves. `keeps`: the output is kept, so a copy of it is returned,
+        which the criterion cannot write.
 
-        Raises `TypeError` or `ValueError`, with what to do, for anything else.
+        Raise `TypeError` or `ValueError`, saying what to do, for any other loss.
         """
         arguments = (inputs,) if targets is None else (inputs, targets)
         output = None
@@ -83,7 +84,7 @@ class Objective:
     def _weighted(
         self, output: Any, targets: tuple[Any, ...], attributes: Mapping[str, Any], sample_weight: torch.Tensor
     ) -> torch.Tensor:
-        """The loss of samples with weights, of one of torch's criteria."""
+        """Return the loss of weighted samples, for one of torch's criteria."""
         given = {"reduction": getattr(self.criterion, "reduction", "mean"), **attributes}
         reduction = given["reduction"]
         del given[SAMPLE_WEIGHT]
@@ -96,11 +97,11 @@ class Objective:
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether the criterion compares each element of the output with one of the targets."""
+        """Tell whether the criterion compares each element of the output with one of the targets."""
         return self.loss_fn is None and getattr(getattr(self.criterion, "forward", None), "__func__", None) in _OF_PAIRS
 
     def check_pairs(self, output: Any, targets: Any) -> None:
-        """Raise `ValueError` where these are broadcast so that elements meet those of other samples."""
+        """Raise `ValueError` if broadcasting pairs elements of different samples."""
         if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor):
             return
         one, two = output.shape, targets.shape
@@ -117,7 +118,7 @@ class Objective:
 
 @contextmanager
 def _having(criterion: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """With `attributes` in place of the criterion's own."""
+    """Replace the criterion's own `attributes` in the body."""
     own = {name: getattr(criterion, name) for name in attributes}
     try:
         for name, value in attributes.items():

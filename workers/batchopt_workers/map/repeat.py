@@ -1,4 +1,4 @@
-"""The evaluation that repeats, in a worker: no message, but numbers in shared memory that both sides read and write."""
+"""Repeated evaluations in a worker: instead of messages, numbers in shared memory that both sides read and write."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Order, Report
 from batchopt_workers.tasks.task_runner import ChunkDone
 
-# Numbers of 8 bytes in a page: the first one is the parent's, the others are one for each worker.
+# 8-byte numbers per page. The first page is the parent's, the others belong to one worker each.
 PAGE = 512
-# In a worker's page: the number it is done with, whether that was by the book, whether it takes part, the order's
-# first and last chunk and step, when it began, how long it took; then the losses, of each term and partial.
+# A worker's page: the number of the last evaluation done, whether that was odd, whether the worker takes part, the
+# order's first and last chunk and step, the start time, the duration; then the losses of each term and partial.
 DONE, ODD, ACTIVE, FIRST, LAST, STEP, BEGAN, SECONDS, LOSSES = range(9)
 
 
 class Board:
-    """The pages of `workers` workers in shared memory, as arrays of NumPy."""
+    """The pages of `workers` workers in shared memory, as NumPy arrays."""
 
     def __init__(self, block: SharedBlock, workers: int) -> None:
         self.block, self.workers = block, workers
         whole = block.tensor(torch.int64, (workers + 1, PAGE)).numpy()
         floats = block.tensor(torch.float64, (workers + 1, PAGE)).numpy()
-        self.head = whole[0, :3]  # the number of the evaluation; the last one that was given up; which batch
+        self.head = whole[0, :3]  # the evaluation's number; the last abandoned one's; the batch
         self.done, self.odd, self.active = (whole[1:, i] for i in (DONE, ODD, ACTIVE))
         self.orders = whole[1:, FIRST : STEP + 1]
         self.times = floats[1:, BEGAN : SECONDS + 1]
@@ -35,7 +35,7 @@ class Board:
 
     @classmethod
     def create(cls, workers: int) -> Board:
-        """A new one."""
+        """Create a board in new memory."""
         return cls(SharedBlock.create(8 * PAGE * (workers + 1)), workers)
 
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Failed(Exception):
-    """What the user's code raised in evaluation `number`, about these samples; the order that follows raises it."""
+    """An exception of the user's code in evaluation `number`, about these samples; the order that follows raises it."""
 
     def __init__(self, number: int, error: BaseException, samples: range) -> None:
         super().__init__(number)
@@ -52,11 +52,11 @@ class Failed(Exception):
 
 
 class Repeater:
-    """Evaluates once more what was ordered, when `bell` rings (a descriptor of events that is read then).
+    """Evaluates the last order again when `bell` (an event descriptor, which is read then) rings.
 
-    What an order found last, its partials and rows, has to be found again, other losses aside, and hooks return
-    nothing: else, and where something is raised, the evaluation is odd, and the parent orders it. What was found is the
-    answer to that order.
+    The partials and rows must be those of the last order, except for the losses, and hooks must return nothing;
+    otherwise, or if something is raised, the evaluation is marked odd, and the parent orders it. The results then
+    answer that order.
     """
 
     def __init__(self, board: Board, slot: int, bell: int) -> None:
@@ -65,14 +65,14 @@ class Repeater:
         self._found: tuple[Order, list[ChunkDone]] | None = None  # last
         self._board, self._slot = board, slot
         self._ordered: Report | None = None
-        self._number, self._step = 0, -1  # of the last one
+        self._number, self._step = 0, -1  # of the last evaluation
 
     def ordered(self, report: Report, step: int) -> None:
-        """An order of that step was evaluated to its end."""
+        """Note the report of an order of that step, evaluated to its end."""
         self._ordered, self._step = report, step
 
     def evaluate(self, session: Session) -> None:
-        """Evaluate what the board says, unless that was done, or given up."""
+        """Evaluate what the board requests, unless that is done or was abandoned."""
         board, slot = self._board, self._slot
         number, given_up, batch = board.head.tolist()
         if number == self._number or number <= given_up:
@@ -84,11 +84,11 @@ class Repeater:
             if faults.hook is not None:
                 faults.point("worker.rung", first)
             if step != self._step:
-                self._step = -1  # if it is interrupted
+                self._step = -1  # in case of an interrupt
                 session.begin_again(batch)
                 self._step = step
             found = []
-            for done in session.evaluate(Order(-1 - number, step, first, last)):  # no order goes on from here
+            for done in session.evaluate(Order(-1 - number, step, first, last)):  # no order continues these sums
                 if board.head[1] >= number:
                     return
                 found.append(done)
@@ -99,12 +99,12 @@ class Repeater:
             self.failed, odd = Failed(number, error, session.current), True
         board.odd[slot] = odd
         board.done[slot] = number
-        # Two workers may each believe that the other one is not done: the parent looks by itself, too.
+        # Two workers may each see the other one as not done: therefore the parent also checks by itself.
         if ((board.done == number) | (board.active == 0)).all():
             session.wake_parent()
 
     def _write(self, found: Sequence[ChunkDone]) -> bool:
-        """Write the losses and the time; False if something else is another, or there is more to tell."""
+        """Write the losses and the time; return False if anything else differs, or if there is more to report."""
         before, board, slot = self._ordered, self._board, self._slot
         for done in found:
             if done.form is not None or (done.results and done.says_something):
@@ -120,16 +120,17 @@ class Repeater:
         return True
 
     def forget(self) -> None:
-        """Something was said to this worker: nothing that was found answers an order that follows."""
+        """Discard the results, since a message came: they do not answer a later order."""
         self._found = None
 
     def answer(self, order: Order, session: Session) -> list[ChunkDone]:
-        """What was found when the evaluation of this order was rung for; nothing if it was not. Raises `Failed`."""
+        """Return the results if the evaluation of this order was already run as a repetition, else nothing. Raise
+        `Failed` if it failed."""
         failed, self.failed, found, self._found = self.failed, None, self._found, None
         if failed is not None and failed.number == order.evaluation:
             raise failed
         if found is None or found[0] != order:
             return []
         drew = session.look(order.step)
-        found[1][-1].sums.evaluation = order.evaluation  # which goes on from here
+        found[1][-1].sums.evaluation = order.evaluation  # which is continued from here
         return [done._replace(drew=drew) for done in found[1]]

@@ -13,25 +13,25 @@ import torch
 
 # The state of MT19937 in memory: 624 words, and the position among them.
 _State = ctypes.c_char * (625 * 4)
-# Generators that nobody uses now.
+# Unused generators.
 _spare: list[Any] = []
 
 
 class NumpyDraws:
-    """NumPy's global generator as it was when this was made, put aside and put back.
+    """The state of NumPy's global generator when this was made, to be set aside and restored.
 
-    `get_state` and `set_state` go through 624 numbers one by one, which takes a tenth of a millisecond each. To put
-    another bit generator in its place takes a microsecond, but lets NumPy forget the second one of a pair of normal
-    draws, which it keeps for the next call. So that one is asked for first.
+    `get_state` and `set_state` go through 624 numbers one by one, which takes a tenth of a millisecond each. Replacing
+    the bit generator takes a microsecond, but NumPy then forgets the second of a pair of normal draws, which it keeps
+    for the next call. Hence that one is requested first.
     """
 
     def __init__(self) -> None:
         self._generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        self._state: Any = None  # where the generator alone is not all of it
-        self._other: Any = None  # what is in its place
+        self._state: Any = None  # if the generator alone is not the complete state
+        self._other: Any = None  # the generator in its place
 
     def put_aside(self) -> None:
-        """Let another one be in its place."""
+        """Put another generator in its place."""
         if type(self._generator) is not np.random.MT19937:
             self._state = np.random.get_state(legacy=False)
         elif (second := _second_of_pair(self._generator)) is not None:
@@ -40,7 +40,7 @@ class NumpyDraws:
         np.random.set_bit_generator(self._other)  # type: ignore[attr-defined]
 
     def put_back(self) -> None:
-        """Let it go on where it was."""
+        """Restore the generator and its state."""
         np.random.set_bit_generator(self._generator)  # type: ignore[attr-defined]
         if self._state is not None:
             np.random.set_state(self._state)
@@ -49,8 +49,8 @@ class NumpyDraws:
 
 
 def _second_of_pair(generator: Any) -> float | None:
-    """The normal draw that NumPy keeps, which is taken from it; None if there is none. A draw moves the generator only
-    then, which is undone."""
+    """Take the normal draw that NumPy keeps, and return it; None if there is none. Only then a draw moves the
+    generator, which is undone."""
     state = _State.from_address(generator.ctypes.state_address)
     before = state.raw
     draw = float(np.random.standard_normal())
@@ -64,7 +64,7 @@ def _second_of_pair(generator: Any) -> float | None:
 def seed_draws(seed: int, step: int, chunk: int) -> None:
     """Seed torch, NumPy's global generator and `random` from `(seed, step, chunk)` alone.
 
-    The same in each evaluation of a step and wherever the chunk is evaluated; another in the next step.
+    So the state is the same in each evaluation of a step, in any process, and differs in the next step.
     """
     digest = hashlib.blake2b(struct.pack("<QQQ", seed % 2**64, step, chunk), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
@@ -76,14 +76,14 @@ def seed_draws(seed: int, step: int, chunk: int) -> None:
 
 
 def has_drawn(seed: int, step: int, chunk: int) -> bool:
-    """Whether a random number was drawn since `seed_draws` of the same; seeds anew to find out."""
+    """Tell whether a random number was drawn since `seed_draws` with the same arguments; this seeds again."""
     after = _next_draws()
     seed_draws(seed, step, chunk)
     return after != _next_draws()
 
 
 def _next_draws() -> tuple[object, ...]:
-    """The next numbers of Python's and NumPy's generators, whose states are slow to read, and the states of torch's."""
+    """Return the next numbers of Python's and NumPy's generators, whose states are slow to read, and torch's states."""
     states = [torch.get_rng_state(), *_cuda_states()]
     return random.getrandbits(64), np.random.random_sample(), *(state.numpy().tobytes() for state in states)
 
@@ -93,8 +93,8 @@ def _cuda_states() -> list[torch.Tensor]:
 
 
 class draws_kept:
-    """Leave the random states of torch, NumPy and `random` as they were found. In the body, which seeds what it draws,
-    NumPy's has a state of its own."""
+    """Restores the random states of torch, NumPy and `random` at the end of the body. The body must seed what it draws;
+    NumPy uses another generator there."""
 
     def __enter__(self) -> None:
         self._torch, self._numpy, self._python = torch.get_rng_state(), NumpyDraws(), random.getstate()

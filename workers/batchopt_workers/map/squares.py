@@ -16,7 +16,7 @@ ResidualFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
 
 class Robust(NamedTuple):
     """A function rho of z = u², as functions of u: `value` rho, `slope` drho/dz, and `curvature`, the slope plus 2 z
-    times the second derivative. The first can be differentiated twice, and none overflows where rho does not."""
+    times the second derivative. `value` can be differentiated twice, and none overflows where rho does not."""
 
     value: Callable[[torch.Tensor], torch.Tensor]
     slope: Callable[[torch.Tensor], torch.Tensor]
@@ -27,7 +27,7 @@ def _root(u: torch.Tensor) -> torch.Tensor:
     return torch.hypot(torch.ones_like(u), u)
 
 
-# As SciPy's `least_squares` defines them. Curvatures are divided so that powers that overflow make them 0.
+# The definitions of SciPy's `least_squares`. Curvatures are divided such that overflowing powers make them 0.
 ROBUST = {
     "soft_l1": Robust(lambda u: 2 * u * (u / (1 + _root(u))), lambda u: 1 / _root(u), lambda u: _root(u) ** -3),
     "huber": Robust(
@@ -51,8 +51,8 @@ LOSSES = ("linear", *ROBUST)
 
 @dataclass(frozen=True)
 class MeanSquare:
-    """A loss function: the mean over all numbers r that `residual` returns of scale² rho((r / scale)²), where rho is
-    that of `loss`, of `"linear"` the square itself; with the reduction `"sum"`, their sum."""
+    """A loss function: the mean (with the reduction `"sum"`, the sum) over all numbers r that `residual` returns of
+    scale² rho((r / scale)²). rho is that of `loss`; for `"linear"` the square itself is used."""
 
     residual: ResidualFunction
     reduction: str = "mean"
@@ -68,14 +68,14 @@ class MeanSquare:
         return found.mean() if self.reduction == "mean" else found.sum()
 
     def of(self, residuals: torch.Tensor) -> torch.Tensor:
-        """What each residual adds to the sum."""
+        """Return what each residual adds to the sum."""
         if self.loss == "linear":
             return residuals.square()
         return ROBUST[self.loss].value(residuals / self.scale) * self.scale**2
 
     def weight(self, weight: float, residuals: int, sample_weight: torch.Tensor | None = None) -> float:
-        """The weight in f of what a residual of a sample of weight 1 adds, where the loss of so many residuals counts
-        `weight`."""
+        """Return the weight in f of a residual's contribution, for a sample of weight 1, if the loss of `residuals`
+        residuals has the weight `weight`."""
         if self.reduction == "sum" or not residuals:
             return weight
         if sample_weight is None:
@@ -84,21 +84,22 @@ class MeanSquare:
         return weight / total if total else 0.0
 
     def slope(self, residuals: torch.Tensor) -> torch.Tensor | float:
-        """What the residual is multiplied with in half of the derivative of `of`."""
+        """Return the factor of the residual in half of the derivative of `of`."""
         return 1.0 if self.loss == "linear" else ROBUST[self.loss].slope(residuals / self.scale)
 
     def curvature(self, residuals: torch.Tensor) -> torch.Tensor | float:
-        """What is taken as half of the second derivative of `of`: never negative.
+        """Return an approximation to half of the second derivative of `of` that is never negative.
 
         The correction of Triggs, McLauchlan, Hartley and Fitzgibbon ("Bundle adjustment: a modern synthesis", 2000,
-        section 4.3), bounded from below as SciPy does.
+        section 4.3), bounded from below as in SciPy.
         """
         if self.loss == "linear":
             return 1.0
         return ROBUST[self.loss].curvature(residuals / self.scale).clamp(min=torch.finfo(residuals.dtype).eps)
 
     def roots(self, residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers whose squares are those of `of`, with the signs of the residuals, and their derivatives by them."""
+        """Return numbers whose squares are those of `of`, with the signs of the residuals, and their derivatives with
+        respect to these."""
         if self.loss == "linear":
             return residuals, torch.ones_like(residuals)
         u, robust = residuals / self.scale, ROBUST[self.loss]
@@ -107,8 +108,8 @@ class MeanSquare:
 
 
 def of_residuals(sample_weight: torch.Tensor | None, residuals: torch.Tensor) -> torch.Tensor | float:
-    """The weights of samples, of each of their residuals: in the shape of these, as many for each sample; 1 where there
-    are none."""
+    """Return the weight of the sample of each residual, in the shape of `residuals`, with equally many per sample; 1
+    without weights."""
     if sample_weight is None:
         return 1.0
     weights = sample_weight.reshape(-1).to(residuals)
@@ -117,13 +118,13 @@ def of_residuals(sample_weight: torch.Tensor | None, residuals: torch.Tensor) ->
 
 
 def difference(module: torch.nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
-    """The residual whose mean square is `torch.nn.MSELoss`: output less target."""
+    """Return the residual whose mean square is `torch.nn.MSELoss`: output minus target."""
     found: torch.Tensor = module(inputs) - targets
     return found
 
 
 def squares_of(criterion: Any, loss_fn: Any) -> MeanSquare | None:
-    """The residuals of a criterion, or of a loss function; None if they are not known."""
+    """Return the residuals of a criterion or a loss function; None if they are unknown."""
     if isinstance(loss_fn, MeanSquare):
         return loss_fn
     if loss_fn is None and type(criterion) is torch.nn.MSELoss and criterion.reduction in ("mean", "sum"):
@@ -132,8 +133,8 @@ def squares_of(criterion: Any, loss_fn: Any) -> MeanSquare | None:
 
 
 def checked(residuals: Any, samples: int | None = None) -> torch.Tensor:
-    """What a residual function returned. Raises `TypeError` or `ValueError` for what is no real tensor with a row for
-    each of so many samples (None: any number)."""
+    """Return what a residual function returned. Raise `TypeError` or `ValueError` if it is not a real tensor with a row
+    for each of the `samples` samples (None: any number)."""
     if not isinstance(residuals, torch.Tensor):
         raise TypeError(f"`residual` must return a tensor, one row a sample; got {type(residuals).__name__}")
     if not residuals.is_floating_point():

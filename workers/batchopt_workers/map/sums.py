@@ -1,4 +1,4 @@
-"""The accumulators of a worker, and the partial sums that it makes in them along the tree of chunks."""
+"""The accumulators of a worker, and the partial sums that it computes in them along the tree of chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batchopt_workers.process.messages import Report, Summary
 
 
 class Row(NamedTuple):
-    """One partial sum: `gradient` (shape `(layout.size,)`), its `views` in each parameter's shape, and
-    `changes`, float64, of the buffers that evaluation may change."""
+    """One partial sum: `gradient` (shape `(layout.size,)`), its `views` in each parameter's shape, and `changes`
+    (float64) of the buffers that evaluation may change."""
 
     gradient: torch.Tensor
     views: list[torch.Tensor]
@@ -24,8 +24,8 @@ class Row(NamedTuple):
 
 
 class Rows(list[Row]):
-    """`count` rows over a block of shared memory, or over memory of this process where there is no block. Each has
-    `changes` numbers for the changes of buffers."""
+    """`count` rows over a block of shared memory or, without a block, over memory of this process. Each has `changes`
+    numbers for the changes of buffers."""
 
     def __init__(
         self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
@@ -35,7 +35,7 @@ class Rows(list[Row]):
         self.grow(count, block)
 
     def grow(self, count: int, block: SharedBlock | None) -> None:
-        """Add `count` rows over `block`, all or, if that is interrupted, none; those there keep their places."""
+        """Add `count` rows over `block`: all or, if interrupted, none. Existing rows keep their places."""
         layout, changes = self._layout, self.changes
         rows: list[Row] = []
         stride, split = _row_bytes(layout, changes)
@@ -60,13 +60,12 @@ def _row_bytes(layout: Layout, changes: int) -> tuple[int, int]:
 
 
 def rows_nbytes(layout: Layout, changes: int, count: int) -> int:
-    """Bytes of a block for `count` rows."""
+    """Return the bytes of a block for `count` rows."""
     return _row_bytes(layout, changes)[0] * count
 
 
 class PartialSum(NamedTuple):
-    """A merged run of chunks: the row that holds its vectors, the loss of each term, and which parameters had a
-    gradient."""
+    """A merged run of chunks: the row with its vectors, the loss of each term, and which parameters had a gradient."""
 
     row: int
     losses: tuple[float, ...]
@@ -77,11 +76,11 @@ _row = attrgetter("row")
 
 
 class _RowMerge:
-    """Sums two partials in the row of the younger one, which nobody was told of; so whatever was reported stays as it
-    is until something else is reported."""
+    """Sums two partials in the row of the younger one, which was not reported; so reported rows stay unchanged until
+    the next report."""
 
     def __init__(self) -> None:
-        self.rows: Rows | None = None  # of the chunk that was added last, with its row
+        self.rows: Rows | None = None  # of the last chunk added; `young` is its row
         self.young = -1
 
     def __call__(self, left: PartialSum, right: PartialSum) -> PartialSum:
@@ -100,18 +99,18 @@ class Sums:
     """The partials of one evaluation, in rows."""
 
     def __init__(self, evaluation: int, chunks: int) -> None:
-        """Of so many chunks."""
+        """`chunks`: the number of chunks."""
         self.evaluation = evaluation
-        self._merge = _RowMerge()  # an object apart: rows are given back with the last reference to these sums
+        self._merge = _RowMerge()  # a separate object: rows are released with the last reference to these sums
         self._fold: Fold[PartialSum] = Fold(chunks, self._merge)
 
     def begin(self, evaluation: int) -> None:
-        """Sum another evaluation of the same chunks."""
+        """Start another evaluation of the same chunks."""
         self.evaluation = evaluation
         self._fold.held.clear()
 
     def free_row(self) -> int:
-        """The lowest row that holds nothing that counts."""
+        """Return the lowest row that is not in use."""
         row, held = 0, self._fold.held
         if held:
             taken = set(map(_row, held.values()))
@@ -121,7 +120,7 @@ class Sums:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The places in the tree of what is held."""
+        """The places in the tree of the partials held."""
         return tuple(node for node, _ in self._fold.partials)
 
     @property
@@ -130,12 +129,12 @@ class Sums:
         return self._fold.root
 
     def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
-        """Take in the partial of a chunk; without `rows`, where there is no vector to be summed."""
+        """Add the partial of a chunk; without `rows` if there are no vectors to be summed."""
         self._merge.rows, self._merge.young = rows, partial.row
         self._fold.add((0, chunk), partial)
 
     def again(self, before: Sequence[Summary]) -> list[tuple[float, ...]] | None:
-        """The losses of what is held now, if it is what these say, other losses aside; else None."""
+        """Return the losses of the partials held now, if these equal `before` except for the losses; else None."""
         partials, found = self._fold.partials, []
         if len(partials) != len(before):
             return None
@@ -146,6 +145,6 @@ class Sums:
         return found
 
     def report(self, done: int, began: float, seconds: float, drew: bool) -> Report:
-        """The report once the chunks before `done` of the order, begun at `began`, were added."""
+        """Return the report once the chunks before `done` of the order, begun at `began`, were added."""
         summaries = tuple([Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials])
         return Report(self.evaluation, done, seconds, summaries, began, drew)

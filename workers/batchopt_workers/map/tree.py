@@ -1,9 +1,9 @@
 """The fixed binary tree along which the partials of chunks are merged.
 
-Floating-point sums depend on their order. Here the order is that of a binary tree over the chunk index and
-nothing else: node `(level, position)` stands for chunks `position * 2**level` up to `(position + 1) * 2**level`, and is
-its left child plus its right child. Whoever holds both children may merge them, in whatever order they came, and
-the root has the same bits. A node whose sibling lies past the last chunk is its own parent.
+Floating-point sums depend on their order. Here the order depends only on a binary tree over the chunk index: node
+`(level, position)` stands for chunks `position * 2**level` up to `(position + 1) * 2**level`, and is its left child
+plus its right child. Any process that holds both children may merge them, in whatever order they came, and the root has
+the same bits. A node whose sibling lies past the last chunk is its own parent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Node(NamedTuple):
         return self.position << self.level
 
     def chunks(self, count: int) -> int:
-        """How many of `count` chunks are below this node."""
+        """Return how many of `count` chunks are below this node."""
         return min((self.position + 1) << self.level, count) - self.first_chunk
 
 
@@ -40,8 +40,8 @@ class Fold(Generic[T]):
     """Partials of some of `count` chunks, merged as far as the tree allows.
 
     `merge(left, right)` returns the merged partial; it may reuse the memory of either (a worker that adds chunks in
-    order reuses that of `right`, which nobody was told of). Chunks that come in order leave at most about `2 *
-    log2(count)` partials unmerged.
+    order reuses that of `right`, which was not reported). Chunks added in order leave at most about `2 * log2(count)`
+    partials unmerged.
     """
 
     def __init__(self, count: int, merge: Callable[[T, T], T]) -> None:
@@ -52,7 +52,7 @@ class Fold(Generic[T]):
         self.held: dict[Node, T] = {}
 
     def add(self, node: tuple[int, int], partial: T) -> None:
-        """Take in the partial of `node`, and merge upwards while its sibling is here."""
+        """Add the partial of `node`, and merge upwards while the sibling is held."""
         level, position = node
         while level < self._top:
             sibling = position ^ 1
@@ -77,7 +77,7 @@ class Fold(Generic[T]):
 
     @property
     def root(self) -> T:
-        """The whole sum; raises `LookupError` while chunks are missing."""
+        """The total; raises `LookupError` while chunks are missing."""
         if self._root not in self.held:
             raise LookupError("the partials of some chunks are missing")
         return self.held[self._root]
@@ -85,8 +85,8 @@ class Fold(Generic[T]):
 
 @lru_cache(maxsize=1024)
 def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = ()) -> int:
-    """The most partials at one time while chunks `first` up to `last` of `count` are evaluated in order by a worker
-    that holds `held`, the one being evaluated included: the rows that it needs."""
+    """Return the largest number of partials, including the one being evaluated, while a worker that holds `held`
+    evaluates chunks `first` up to `last` of `count` in order: the rows that it needs."""
     fold: Fold[None] = Fold(count, lambda left, right: None)
     for node in held:
         fold.add(node, None)
@@ -98,8 +98,8 @@ def most_held(first: int, last: int, count: int, held: tuple[Node, ...] = ()) ->
 
 
 def maximal(nodes: Iterable[Node], count: int) -> set[Node]:
-    """Those of `nodes` (of a tree over `count` chunks) that lie below no other: each chunk is below one at most, since
-    of two nodes one contains the other or they have nothing in common."""
+    """Return those of `nodes` (of a tree over `count` chunks) that lie below no other. Each chunk is below at most one
+    of them: of two nodes one contains the other, or they are disjoint."""
     top = max(count - 1, 0).bit_length()
     kept: set[Node] = set()
     for node in sorted(set(nodes), reverse=True):

@@ -1,4 +1,4 @@
-"""Detects writes of a forward to tensors that no chunk may change: constants of the program, and the batch."""
+"""Detection of writes in a forward to tensors that no chunk may change: constants of the program, and the batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.map.buffers import Place, tensors_of, version_of
 from batchopt_workers.map.contents import Contents
 
-version = attrgetter("_version")  # of a tensor that counts
+version = attrgetter("_version")  # of a tensor that has a version counter
 
 
 class StateWritten(Exception):
-    """A forward writes tensors of the module that were taken for constants; `names` has them."""
+    """A forward writes tensors of the module that were taken for constants, called `names`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(f"forward writes {', '.join(map(repr, names))}")
@@ -29,7 +29,7 @@ class StateWritten(Exception):
 
 
 class _Constant(NamedTuple):
-    """`place`: where the module has it, if it has it; `registered`: as a buffer or a parameter."""
+    """A constant tensor. `place`: its place in the module, or None; `registered`: it is a buffer or a parameter."""
 
     name: str
     tensor: torch.Tensor
@@ -40,9 +40,9 @@ class _Constant(NamedTuple):
 class Watch:
     """The tensors of a program that are neither parameters of X nor state.
 
-    A tensor that is written in place is known by its version counter, one that is replaced by its identity; what goes
-    past the counter (`.data`) by comparison with originals, which is made after the first chunk alone, and where code
-    of the user runs that is no part of f.
+    In-place writes are detected by version counters, replacements by identity. Writes that bypass the counter (`.data`)
+    are detected by comparison with originals, only after the first chunk and where code of the user runs that is not
+    part of f.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Watch:
         variable: Iterable[torch.Tensor],
         twins: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """`others`: tensors of the program by name, whether or not the module has them; `variable`: those that may
-        change; `twins`: originals of constants, by their identity. Without any, copies are made when they are needed.
-        """
+        """`others`: tensors of the program by name, inside or outside the module; `variable`: those that may change;
+        `twins`: originals of constants, by the identity of these. Without `twins`, copies are made when they are
+        needed."""
         known = {id(tensor) for tensor in variable}
         self._constants: list[_Constant] = []
         for name, place in tensors_of(module):
@@ -76,12 +76,12 @@ class Watch:
         self._counted = [constant.tensor for constant in self._constants if not constant.tensor.is_inference()]
         placed = [c for c in self._constants if c.registered]
         holders = [(c.place.holder(), c.place.name, c.tensor) for c in placed if c.place is not None]
-        # where a part was made by torch.jit, no dict has them
+        # parts made by torch.jit hold them in no dict
         self._held = holders if all(type(holder) is dict for holder, _, _ in holders) else None
         self._holds_nothing = self._held == [] and not self._none
         self._module, self._parameters = module, {name for name, _ in module.named_parameters()}
         self._examines = False
-        self._goes_on = False  # to compare, after one chunk
+        self._goes_on = False  # comparing after each chunk, not only the next one
         self._twins = twins
         self._originals: Mapping[int, torch.Tensor] = {}
         self._versions: list[int] = []
@@ -96,15 +96,16 @@ class Watch:
             self._originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
 
     def begin(self, compares: bool = False) -> None:
-        """Chunks are evaluated from here on; `compares`: after each, constants are compared with their originals."""
+        """Note that chunks are evaluated from here on. `compares`: constants are compared with their originals after
+        each."""
         self._goes_on = compares
         if compares:
             self.compare()
         self._versions = [*map(version, self._counted)]
 
     def check(self) -> None:
-        """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; what is put
-        back is as it was at `begin`."""
+        """Raise `StateWritten`, or `ValueError` for what cannot be state, if the chunk wrote something; constants are
+        put back as they were at `begin`."""
         same = not self._examines and [*map(version, self._counted)] == self._versions
         if same and (self._holds_nothing or self._are_in_place):
             return
@@ -147,7 +148,7 @@ class Watch:
 
     @property
     def _are_in_place(self) -> bool:
-        """Whether the module has the tensors that it had, and no more."""
+        """Tell whether the module has the tensors that it had, and no more."""
         if self._held is None:
             return False
         for holder, name, tensor in self._held:
@@ -184,7 +185,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """In every element; NaN is as NaN."""
+    """Tell whether all elements are equal; NaN equals NaN."""
     with torch.no_grad():
         if torch.equal(one, two):
             return True
@@ -194,11 +195,11 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 class BatchWatch:
-    """The samples of a chunk."""
+    """Detects writes to the samples of a chunk."""
 
     def __init__(self, batch: Batch, samples: range) -> None:
         self._samples = samples
-        self.versions: list[int] = []  # of what is `counted`, when the chunk began
+        self.versions: list[int] = []  # of `counted`, when the chunk began
         self.contents: list[tuple[str, Contents, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         self.follow(batch)
 
@@ -227,8 +228,7 @@ class BatchWatch:
         ]
 
     def look(self) -> None:
-        """The chunk is evaluated from here on, and all that the samples hold is compared, by `check`, with what it is
-        now."""
+        """Record all that the samples hold, at the beginning of a chunk; `check` compares it."""
         for name, form, samples in self._forms():
             whole = form.slice if isinstance(form, Columns) else form.held
             contents = Contents((whole(samples.start, samples.stop),))
@@ -236,8 +236,8 @@ class BatchWatch:
             self.contents.append((name, contents, copies))
 
     def check(self) -> None:
-        """Raise `ValueError` if the chunk, which ended, wrote its own samples: the next evaluation would see other
-        ones. What was compared is put back."""
+        """Raise `ValueError` if the chunk, which has ended, wrote its own samples: the next evaluation would see other
+        data. What was compared is put back."""
         before = dict(zip(map(id, self.counted), self.versions, strict=True))
         written = [
             (name, f"a tensor of shape {tuple(tensor.shape)}")

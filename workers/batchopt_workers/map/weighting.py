@@ -1,5 +1,4 @@
-"""How much the loss of some samples counts in f: so that the weighted losses of all pieces sum to the loss of the
-whole."""
+"""The weight in f of the loss of some samples: the weighted losses of all pieces sum to the loss of the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# The name of the weights of samples, among what a part has a row of for each sample.
+# The name of the samples' weights among the attributes of a part that have a row for each sample.
 SAMPLE_WEIGHT = "sample_weight"
 
 
@@ -15,9 +14,9 @@ SAMPLE_WEIGHT = "sample_weight"
 class Weighting:
     """The meaning of a loss of `size` samples: their `"sum"`, or their `"mean"`.
 
-    A mean divides by the sum of the samples' denominators: 1 each, or as `running` says (shape `(size + 1,)`,
-    float64: the sum over the samples before each). `divided_once`: the losses of pieces are sums, and only the whole is
-    divided; so samples whose denominators are 0 may have a loss that counts.
+    A mean divides by the sum of the samples' denominators: 1 each, or given by `running` (shape `(size + 1,)`, float64:
+    the sum over the samples before each). `divided_once`: the losses of pieces are sums, and only the total is divided;
+    so samples whose denominators are 0 may contribute to the loss.
     """
 
     reduction: str
@@ -33,8 +32,8 @@ class Weighting:
         return float(self.size) if self.running is None else float(self.running[-1].item())
 
     def of(self, start: int, stop: int) -> float:
-        """The weight of the loss of samples `start` up to `stop`: exactly 1 for all of them, unless `divided_once`; NaN
-        if all denominators are 0."""
+        """Return the weight of the loss of samples `start` up to `stop`: exactly 1 for all of them, unless
+        `divided_once`; NaN if all denominators are 0."""
         if self.reduction == "sum":
             return 1.0
         if self.divided_once:
@@ -46,11 +45,11 @@ class Weighting:
 
 
 def weighted(elements: torch.Tensor, sample_weight: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The loss of samples that count as much as `sample_weight` says: shape `(samples,)`, with a row of elements each;
-    or no dimension, of one sample's elements.
+    """Return the loss of samples with weights. `sample_weight`: shape `(samples,)`, and `elements` has a row for each;
+    or no dimension, if `elements` are those of one sample.
 
     With the reduction `"sum"` the sum of the weighted sums of the rows; `"mean"`, the mean of the rows' means, and
-    `"batchmean"`, of their sums. NaN where all weights are 0.
+    `"batchmean"`, of their sums. NaN if all weights are 0. Raise `ValueError` if the rows do not match.
     """
     weights = sample_weight.double().reshape(-1)
     if sample_weight.dim() and elements.shape[:1] != sample_weight.shape:
