@@ -1,4 +1,4 @@
-"""Where evaluations run: one module or folder a backend, imported when it is asked for."""
+"""The places where evaluations run: one module or folder for each backend, imported on demand."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a backend needs to start.
+    """All that a backend needs to start.
 
     `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be all that the bits
     depend on. `restarts` None: 4 for each worker. `threads` None: as many as the backend thinks right. `options` are
@@ -70,7 +70,7 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def restarts_of(self, workers: int) -> int:
-        """How many of `workers` may be replaced."""
+        """Return how many of `workers` may be replaced."""
         return 4 * workers if self.restarts is None else self.restarts
 
 
@@ -133,7 +133,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def workers(self) -> list[WorkerInfo]:
-        """What the user may know of each worker, in rank order."""
+        """Public records of the workers, in rank order."""
 
     @abstractmethod
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
@@ -203,7 +203,7 @@ class Backend(ABC):
         """Hold nothing of the task any more."""
 
     def room(self) -> int:
-        """How many more workers there is room for; 0 where that does not change, as it does when machines join."""
+        """Return how many more workers would fit; 0 for backends whose room never changes."""
         return 0
 
     @abstractmethod
@@ -215,8 +215,8 @@ class Backend(ABC):
         """Call `function(worker, *arguments)` in each worker; returns the values in rank order."""
 
     def once(self, function: Callable[[], T]) -> T:
-        """What `function` returns, or raises, where it is called: here or, of several processes that do the same, in
-        the one that writes files."""
+        """Call `function` in one process only (the one that writes files) and return, or raise, its outcome
+        everywhere."""
         return function()
 
     def stop(self) -> None:  # noqa: B027  # of use only where a call waits
@@ -240,13 +240,13 @@ class CompressingBackend(Backend):
         kept: int,
         meanwhile: Meanwhile | None = None,
     ) -> list[Answer]:
-        """As `evaluate`, with gradients compressed as `Setup.compression` says. What compression has left in the
-        evaluation of number `taken` is added to them; 0 for nothing. Later ones may go on from this one, from `taken`
-        or from `kept`: so nothing is lost if this one turns out not to count. Raises `DoesNotFit`, too."""
+        """Evaluate with gradients compressed by `Setup.compression`, after adding the residuals of evaluation `taken`
+        (0: none). Later calls may continue from this one, from `taken` or from `kept`, so that nothing is lost if this
+        one turns out not to count. Raises what `evaluate` raises, and `DoesNotFit`."""
 
     @abstractmethod
     def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
-        """What compression has left in the evaluation of that number, of each part of the sum."""
+        """Return the residuals that compression left in an evaluation, by part of the sum."""
 
     @abstractmethod
     def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:

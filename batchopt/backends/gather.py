@@ -79,7 +79,7 @@ class FunctionResults(Generic[PeerT]):
         self._waiting.add(peer)
 
     def is_awaited(self, peer: PeerT) -> bool:
-        """Whether this peer was asked, and has not answered."""
+        """Tell whether the peer was asked and has not answered."""
         return peer in self._waiting
 
     def returned(self, peer: PeerT, results: Mapping[int, bytes]) -> None:
@@ -113,7 +113,7 @@ class FunctionResults(Generic[PeerT]):
 
 
 def unpickled(rank: int, what: str, body: bytes) -> Any:
-    """What the user's function returned in a worker. Raises `WorkerError` if it cannot be made again here."""
+    """Unpickle the value of the user's function in a worker. Raises `WorkerError` if it cannot be unpickled here."""
     try:
         return pickle.loads(body)
     except Exception as error:

@@ -119,7 +119,7 @@ class LocalWorker:
             self._rows = self._make_rows(count)
 
     def _rows_of_task(self, forms: Mapping[int, Form]) -> Rows:
-        """Those that the last total was summed in, of which there are enough."""
+        """Return the rows of the last total if there are enough of them."""
         form = next(iter(forms.values()))
         return self.evaluator.tasks.totals.rows(sums_layout(form.columns), 1)
 

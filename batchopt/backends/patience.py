@@ -1,4 +1,4 @@
-"""How long to wait for others. Time in which this process itself did not run counts for nobody's silence."""
+"""Timeouts for other processes. Time during which this process was stopped does not count against them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be sent to workers, or cannot be shared by them, is refused by name."""
+"""Refuses, by name, what cannot be sent to workers or shared with them."""
 
 from __future__ import annotations
 

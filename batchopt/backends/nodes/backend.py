@@ -95,11 +95,11 @@ class NodesBackend(CompressingBackend):
         """Whoever starts nodes."""
 
     def threads(self) -> int:
-        """Of each worker."""
+        """Return the number of threads of each worker."""
         return self._setup.threads or 1
 
     def devices(self, workers: int) -> tuple[torch.device, ...] | None:
-        """Of so many workers of a node; None where all compute on its processor."""
+        """Return the devices of a node's workers; None: all compute on its CPU."""
         return None
 
     @property
@@ -186,7 +186,7 @@ class NodesBackend(CompressingBackend):
         return self._desired.updates(member, self._members.world)
 
     def _meet(self, what: str, *arguments: Any) -> list[Any]:
-        """What each node answers to a command, of those that live."""
+        """Send a command, and return the answers of all living nodes."""
         while True:
             team = self._members.gather(self._start)
             try:

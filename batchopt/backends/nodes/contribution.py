@@ -20,7 +20,7 @@ Call = Mapping[str, Any]
 
 
 class Work(NamedTuple):
-    """What one worker did: as in `Answer`, but spans count from when the member began, and results are pickled."""
+    """The work of one worker: an `Answer` with spans relative to the member's start, and pickled results."""
 
     rank: int
     samples: int
@@ -40,7 +40,7 @@ class Summed(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What a member has done of an evaluation. `partials` have vectors of `size` elements, `is_coded` if they are
+    """A member's part of an evaluation. `partials` have vectors of `size` elements, `is_coded` if they are
     compressed; `vectors` has the elements of short ones. `forms` of results are pickled, by chunk; `infos` of its
     workers come when they are others than before."""
 
@@ -59,7 +59,7 @@ class Contribution(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether the vectors are in it."""
+        """Tell whether the vectors travel inside this record."""
         return self.size * self.dtype.itemsize <= WHOLE
 
     def read(self) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ class Infos:
         return iter([self._all[rank] for rank in sorted(self._all)])
 
     def of(self, ranks: range) -> list[WorkerInfo]:
-        """Those of these ranks."""
+        """Return the records of these ranks."""
         return [self._all[rank] for rank in ranks if rank in self._all]
 
     def expect(self, ranks: range) -> None:

@@ -35,8 +35,8 @@ class Vectors(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the members hold: the place in the tree of each vector, by member; `chunks` are below the root, and vectors
-    have `size` elements."""
+    """The vectors that the members hold: the place in the tree of each vector, by member; `chunks` are below the root,
+    and vectors have `size` elements."""
 
     places: Sequence[Sequence[Node]]
     chunks: int

@@ -217,7 +217,8 @@ class Group:
     # ---- objects
 
     def exchange(self, value: Any, brief: Any = None, takers: Sequence[int] | None = None) -> list[Any]:
-        """What each member gives, by its place; to members that are no `takers`, if these are given, `brief`."""
+        """Exchange values with all members; returns them by place. Members that are not among `takers` (if given) get
+        `brief`."""
         self.open()
         datas = [_Data.of(value), None if takers is None else _Data.of(brief)]
         for other in self.others:
@@ -274,7 +275,7 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Whether this member is still in it."""
+        """Tell whether this member still belongs to the group."""
         return self._group is not None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes there are: they are placed, join the group, are lost and replaced, generation by generation.
+"""The nodes of a backend: placed, joined, lost and replaced, generation by generation.
 
 A generation is a group of the nodes that live. It ends when a member is lost, or when there are others to join: then
 all that are left say that they are there, and make the next one. What a node was sent is known as long as it says that
@@ -75,7 +75,7 @@ class Members:
 
     @property
     def present(self) -> list[Member]:
-        """Those that belong to the group, in the order of their places, which is that of their ranks."""
+        """The members of the present group, in the order of their places, which is that of their ranks."""
         return sorted((member for member in self.all if member.is_in), key=lambda member: member.ranks.start)
 
     # ---- placing
@@ -113,8 +113,8 @@ class Members:
         self.all.append(Member(number, placed, ranks))
 
     def _room_for(self, workers: int) -> list[Room]:
-        """Where so many more workers fit. Room that somebody has just left is free a moment later, on one node sooner
-        than on another: so this waits for enough, and until no more comes."""
+        """Find room for more workers. Room that was just released is free a moment later, on one node sooner than on
+        another: so wait until there is enough and no more comes."""
         free: list[Room] | None = None
         since = time.monotonic()
         until = since + FREEING
@@ -130,7 +130,7 @@ class Members:
             time.sleep(0.02)
 
     def room(self) -> int:
-        """How many more workers there is room for."""
+        """Return how many more workers would fit."""
         free = sum(room.workers for room in self._placer.rooms())
         return max(0, free - sum(map(len, self._homeless())))
 
@@ -153,7 +153,7 @@ class Members:
             time.sleep(0.005)
 
     def _has_come(self, member: Member) -> bool:
-        """Whether it has said that it is there. Raises `WorkerStartError` if it is not as this process."""
+        """Tell whether the node has reported. Raises `WorkerStartError` if its versions differ from ours."""
         key = f"new/{member.number}"
         if not self._store.check([key]):
             return False

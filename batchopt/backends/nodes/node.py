@@ -47,8 +47,7 @@ LISTENING = 600.0
 
 
 class Membership(NamedTuple):
-    """Who belongs to a generation: the node at each place but the parent's, its workers' ranks, and how many workers
-    all have."""
+    """The members of a generation: the node at each place but the parent's, its workers' ranks, and the timeout."""
 
     numbers: tuple[int, ...]
     ranks: tuple[range, ...]
@@ -78,8 +77,8 @@ class Update(NamedTuple):
 
 
 class NodeCommand(NamedTuple):
-    """What a node is to do, once it has taken in the updates. `vectors`: the bytes of X and of the direction where they
-    are other ones; None for a long one, which the parent sends after this."""
+    """A command to a node, to be carried out after its updates. `vectors`: the bytes of X and of the direction where
+    they are other ones; None for a long one, which the parent sends after this."""
 
     what: str
     updates: Sequence[Update] = ()
@@ -88,7 +87,7 @@ class NodeCommand(NamedTuple):
 
 
 class NodeSession:
-    """What there is of the parent's program on this machine."""
+    """The parent's program on this machine."""
 
     def __init__(self) -> None:
         self.workers: NodeWorkers | None = None
@@ -224,7 +223,7 @@ class NodeSession:
         self._use()
 
     def use_hooks(self, hooked: bool) -> None:
-        """Whether hooks run from now on."""
+        """Run hooks from now on, or none."""
         self._workers.group.use_hooks(hooked)
 
     def set_torch(self, settings: TorchSettings) -> None:
@@ -258,7 +257,7 @@ class NodeSession:
             self._workers.fill(part)
 
     def keep_outputs(self, keep: bool) -> None:
-        """Whether evaluations return what the module does."""
+        """Let evaluations return the module's outputs, or not."""
         self._workers.group.results.keep_outputs(keep)
 
     def begin_task(self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering, reads: bool) -> None:

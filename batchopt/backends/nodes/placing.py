@@ -1,4 +1,4 @@
-"""Where nodes run, for the parent: whoever can start a process on a machine, and tell whether it is still there."""
+"""The interface of whoever starts nodes on machines, and the arithmetic of distributing workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Placer(Protocol):
     address: str  # of this machine, for them
 
     def rooms(self, whole: bool = False) -> list[Room]:
-        """Where more workers fit; on the `whole` machine, whoever else uses it, if that is asked."""
+        """List the room for more workers; with `whole`, as if nobody else used the machines."""
 
     def place(self, machine: str, workers: int, address: str, port: int, number: int) -> Placed:
         """Start `serve(address, port, number)` on that machine, with cores for so many workers."""
@@ -41,7 +41,7 @@ class Placer(Protocol):
 
 
 def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
-    """How many of `workers` go to each machine, in proportion to their room; machines that get none are left out.
+    """Distribute `workers` over machines in proportion to their room; machines that get none are omitted.
 
     Raises `ValueError` if they do not fit.
     """
@@ -65,8 +65,8 @@ def free_ranks(taken: Sequence[range], workers: int) -> list[range]:
 
 
 def placements(homeless: Sequence[range], rooms: Sequence[Room], most: int) -> list[tuple[str, range]]:
-    """Where to start the workers of these ranks, `most` of them at most, as far as there is room: each node gets some
-    that follow each other."""
+    """Choose machines for at most `most` workers of these ranks, as far as there is room; each node gets consecutive
+    ranks."""
     free, found = {room.machine: room.workers for room in rooms}, []
     for ranks in homeless:
         at, stop = ranks.start, min(ranks.stop, ranks.start + most)

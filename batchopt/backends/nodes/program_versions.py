@@ -23,7 +23,7 @@ class ProgramVersion(NamedTuple):
 
 
 class ProgramUpdate(NamedTuple):
-    """What a node lacks of a version: all of it or, where `data` is None, the elements of some tensors, by their
+    """The part of a version that a node lacks: all of it or, where `data` is None, the elements of some tensors, by
     place."""
 
     data: bytes | None

@@ -24,7 +24,7 @@ class Round(NamedTuple):
 
 
 class GradientResiduals:
-    """Those of this member, by the number of the evaluation that has left them; gradients have `size` elements."""
+    """This member's residuals, by the number of the evaluation that left them; gradients have `size` elements."""
 
     def __init__(self, compression: Compression, size: int, dtype: torch.dtype) -> None:
         self._compression, self._size, self._dtype = compression, size, dtype
@@ -49,7 +49,7 @@ class GradientResiduals:
             self._left[of.evaluation] = self._left[of.taken]
 
     def after(self, evaluation: int) -> torch.Tensor | None:
-        """What that evaluation has left; None if it left nothing."""
+        """Return the residual of an evaluation; None if there is none."""
         return self._left.get(evaluation)
 
     def restore(self, evaluation: int, of_all: Mapping[int, torch.Tensor], place: int, size: int) -> None:

@@ -241,7 +241,8 @@ class Team:
     def exchange(
         self, call: Call, value: Any = None, failure: BaseException | None = None, is_behind: bool = False
     ) -> list[Any]:
-        """What each member gives, all of which were called alike. Raises as `evaluate`."""
+        """Exchange values with all members, after checking that all were called alike. Raises what `evaluate`
+        raises."""
         failed = None if failure is None else NodeFailure.of(failure)
         mine = Contribution(call, failed, infos=self._news(), value=value, is_behind=is_behind)
         found: list[Contribution] = self.group.exchange(mine)
@@ -249,7 +250,7 @@ class Team:
         return [each.value for each in found]
 
     def residuals_after(self, call: Call, evaluation: int) -> dict[int, torch.Tensor]:
-        """What compression has left in the evaluation of that number, of each member that has workers."""
+        """Return the residuals of an evaluation, of each member that has workers."""
         mine = None if self.residuals is None else self.residuals.after(evaluation)
         found = [value for ranks, value in zip(self.ranks, self.exchange(call, mine), strict=True) if ranks]
         return {i: value for i, value in enumerate(found) if value is not None}
@@ -333,7 +334,7 @@ def _rows(columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
 
 
 def _held(found: Sequence[Contribution], chunks: int | None) -> Held:
-    """What the members hold: places in the tree of so many chunks or, if it is None, in one of the members."""
+    """Return the places of the members' vectors: in the tree of `chunks` or, if that is None, in one of the members."""
     size, dtype = next(((each.size, each.dtype) for each in found if each.partials), (0, torch.float64))
     if chunks is not None:
         return Held([[summed.node for summed in each.partials] for each in found], chunks, size, dtype)

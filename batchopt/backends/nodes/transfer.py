@@ -1,4 +1,4 @@
-"""What crosses the network: packed objects, and batches of which each node gets only its shard.
+"""The data that crosses the network: packed objects, and batches of which each node gets only its shard.
 
 A batch travels as a manifest, once, and as slices: the samples that a node lacks. A node lays the whole batch
 out in memory of which it has only the pages that it was sent samples for: so each sample lies where it would lie on any
@@ -154,7 +154,7 @@ def _hollow(part: Part) -> Part:
 
 
 def _listed(part: Part, samples: range) -> tuple[Any, Any, Any]:
-    """What `samples` have in the lists of inputs, targets and options; None for what is no list."""
+    """Return the `samples` of the lists among inputs, targets and options; None in place of tensors."""
     inputs, targets = (
         list(data.data[samples.start : samples.stop]) if isinstance(data, Samples) else None
         for data in (part.inputs, part.targets)
@@ -200,7 +200,7 @@ class SendableBatch:
         return before if before.digest == found else replace(cls.of(batch), digest=found)
 
     def slices(self, samples: range) -> Iterator[BatchSlice]:
-        """What a node needs to evaluate `samples`, numbered through all terms. Raises what pickling raises."""
+        """Yield the slices for `samples`, numbered through all terms. Raises what pickling raises."""
         for term, part in self.batch.numbering.split(samples):
             rows = [(i, to_bytes(tensor[part.start : part.stop])) for i, tensor in self.columns[term].items()]
             lists = _listed(self.batch.parts[term], part)
@@ -244,7 +244,7 @@ def _offset(tensor: torch.Tensor, rows: slice) -> int:
 
 
 def lacking(held: Sequence[range], wanted: range) -> list[range]:
-    """What of `wanted` is in none of the ranges `held`."""
+    """Return the parts of `wanted` that are in none of the ranges `held`."""
     missing, at = [], wanted.start
     for have in sorted(held, key=lambda have: have.start):
         if have.start < wanted.stop and have.stop > at:

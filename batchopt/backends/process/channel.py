@@ -28,11 +28,11 @@ _TOGETHER = 2**14  # bytes up to which messages that wait leave as one
 
 
 class ProtocolError(Exception):
-    """What a worker said is no message, or cannot be true."""
+    """Raised for bytes from a worker that are no message, or a message that cannot be true."""
 
 
 class WorkerReply(NamedTuple):
-    """What a worker says about the message with that number."""
+    """A worker's reply to the message with that number."""
 
     number: int
     kind: Kind
@@ -40,7 +40,7 @@ class WorkerReply(NamedTuple):
 
 
 class HasDescriptor(Protocol):
-    """What goes to a worker as a descriptor: shared memory, a file, a pipe."""
+    """Anything that travels to a worker as a file descriptor: shared memory, a file, a pipe."""
 
     @property
     def fd(self) -> int:
@@ -145,7 +145,7 @@ class Channel:
             pass
 
     def replies(self) -> Iterator[WorkerReply]:
-        """What the worker said, oldest first; one that an interrupt kept from being dealt with comes again.
+        """Yield the replies, oldest first; one that an interrupt kept from being handled comes again.
 
         Raises `ProtocolError` for what is no message.
         """
@@ -183,18 +183,18 @@ class Channel:
 
     @property
     def unread(self) -> bool:
-        """Whether something came that was not handed out."""
+        """Tell whether a reply has come that was not yielded."""
         stream, at = self._incoming
         return stream.tell() > at
 
     @property
     def pending(self) -> bool:
-        """Whether something is left to send."""
+        """Tell whether something remains to be sent."""
         return bool(self._outgoing)
 
     @property
     def idle(self) -> bool:
-        """Whether the last message is answered."""
+        """Tell whether the last message was answered."""
         return self.answered >= self.sent
 
     def close(self) -> None:

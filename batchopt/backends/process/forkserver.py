@@ -103,7 +103,7 @@ class ForkedProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is over; one that is gets reaped."""
+        """Tell whether the process has ended, and reap it then."""
         self.join(0.0)
         return self._life.ended
 
@@ -173,7 +173,7 @@ class ForkServer:
 
     @property
     def lives(self) -> bool:
-        """Whether it can be asked."""
+        """Tell whether it can fork workers."""
         return self._owner == os.getpid() and self._process.exitcode is None
 
     def call(

@@ -61,7 +61,7 @@ class ProcessGather:
 
     @property
     def is_task(self) -> bool:
-        """Whether its orders are about a task."""
+        """Tell whether its orders are about a task."""
         return self._order.kind in TASKS
 
     def order(self, worker: WorkerProcess, run: Assign) -> Order:
@@ -148,19 +148,18 @@ class ProcessGather:
             self.poison = PoisonChunkError(chunk, samples, ending, terms, deaths)
 
     def went_as(self, orders: Sequence[Order | None]) -> bool:
-        """Whether each worker was given these orders, no more and no less, and has done all of its own."""
+        """Tell whether each worker carried out exactly these orders."""
         spans = {worker.rank: (span.first, span.last) for (worker, _), span in self._spans.items()}
         given = {rank: (order.first, order.last) for rank, order in enumerate(orders) if order is not None}
         return len(self._spans) == len(given) and spans == given
 
     @property
     def has_reports(self) -> bool:
-        """Whether anybody has evaluated a chunk."""
+        """Tell whether any chunk was reported."""
         return bool(self._reports)
 
     def answers(self) -> list[Answer]:
-        """What each worker contributed, in rank order. Partials of two workers may contain the same chunk; there are
-        none if everything was handed over to other nodes before it was done."""
+        """Return the workers' contributions, in rank order. Partials of two workers may contain the same chunk."""
         if not self._reports:
             return []
         found = []
@@ -183,8 +182,8 @@ class ProcessGather:
     def _by_worker(
         self, bodies: Mapping[int, tuple[WorkerProcess, bytes]], what: str
     ) -> dict[WorkerProcess, dict[int, Any]]:
-        """What was said of each chunk, unpickled, by who said it; by another one if that worker has reported nothing:
-        it died between the two, and somebody evaluated the chunk again."""
+        """Unpickle what was sent for each chunk, grouped by sender; by another worker if the sender has reported
+        nothing: it died in between, and the chunk was evaluated again."""
         found: dict[WorkerProcess, dict[int, Any]] = {worker: {} for worker in self._reports}
         somebody = next(iter(found))
         for chunk, (worker, body) in bodies.items():
@@ -192,7 +191,7 @@ class ProcessGather:
         return found
 
     def _rows(self, worker: WorkerProcess, report: Report, form: Form | None) -> Rows | None:
-        """Where the worker's sums are."""
+        """Return the rows that hold the worker's sums."""
         if not self.is_task:
             return worker.rows
         if form is None or worker.totals is None or self._order.kind is Kind.COLLECT:
@@ -243,7 +242,7 @@ def explain(gone: Sequence[WorkerProcess]) -> None:
 
 
 def _place(standard_error: str) -> str:
-    """Where a process ended, by what Python's faulthandler wrote of its own thread: the last of the user's calls."""
+    """Return the place where a process crashed, as Python's faulthandler wrote it: the last of the user's calls."""
     _, found, stack = standard_error.rpartition("(most recent call first):\n")
     calls = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
     return f"at {'; called from '.join(calls[:3])}" if found and calls else "nobody knows where"

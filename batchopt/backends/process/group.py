@@ -119,16 +119,16 @@ class WorkerGroup:
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """What the user may know of each worker, in rank order."""
+        """Public records of the workers, in rank order."""
         return self._pool.roster.infos
 
     @property
     def is_free(self) -> bool:
-        """Whether no worker evaluates anything or runs a function."""
+        """Tell whether no worker evaluates anything or runs a function."""
         return self._ringer.is_current or all(worker.free for worker in self._pool.workers.values())
 
     def may_read_earlier_batch(self) -> bool:
-        """Whether a worker is late, and may still read the batch before the present one."""
+        """Tell whether a late worker may still read the batch before the present one."""
         return any(worker.is_behind("batch") for worker in self._pool.workers.values())
 
     def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
@@ -243,8 +243,8 @@ class WorkerGroup:
         reading: bool,
         writing: bool = False,
     ) -> None:
-        """As `Results.begin_task`; `numbering` is that of the task's batch. `reading`: whether workers read samples for
-        it; `writing`: whether they write parameters: then `evaluate` ends when nobody does any more."""
+        """Send a task (see `Results.begin_task`); `numbering` is that of its batch. `reading`: whether workers read
+        samples for it; `writing`: whether they write parameters: then `evaluate` ends when nobody does any more."""
         self._enter()
         self._of_task = numbering
         self._deadlines.reading_for_task, self._writing = reading, writing
@@ -320,8 +320,8 @@ class WorkerGroup:
     # ---- repeating
 
     def _can_be_repeated(self, orders: Sequence[Order | None], gather: ProcessGather) -> bool:
-        """Whether the evaluation went by the book, and so would another one: no outputs, nobody
-        late, and each worker did what it was to do."""
+        """Tell whether the evaluation went as planned and can be repeated: no outputs, nobody late, every worker did
+        exactly its order."""
         return (
             not self.results.keeps_outputs
             and not self._overdue.workers

@@ -1,4 +1,4 @@
-"""Which chunks of an evaluation have no result yet, and how many workers were lost with each."""
+"""The ledger of an evaluation: the chunks without a result, and how many workers were lost with each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ledger:
     """The missing chunks of one evaluation, and the losses with each chunk."""
 
     def __init__(self, chunks: int, runs: Iterable[ChunkRun]) -> None:
-        """Of so many chunks, those in `runs` are missing."""
+        """Begin with the chunks in `runs` missing, of `chunks` in all."""
         self._missing = bytearray(chunks)
         for run in runs:
             self._missing[run.first : run.last] = b"\1" * (run.last - run.first)
@@ -32,7 +32,7 @@ class Ledger:
         self.losses: Counter[int] = Counter()
 
     def is_missing(self, chunk: int) -> bool:
-        """Whether nobody has reported the chunk."""
+        """Tell whether the chunk has no result."""
         return bool(self._missing[chunk])
 
     def settle(self, first: int, last: int) -> None:
@@ -55,6 +55,6 @@ class Ledger:
 
 
 def due(since: float, seconds: float | None, patience: float) -> float:
-    """When somebody is late who began at `since` something that should take so many seconds: after `patience` at the
-    earliest, and never if nobody knows how long it should take."""
+    """Return the time from which work begun at `since` is late, given its expected seconds: after `patience` at the
+    earliest, and never if the expectation is unknown."""
     return math.inf if seconds is None else since + max(patience, LATE * seconds)

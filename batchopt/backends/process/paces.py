@@ -1,4 +1,4 @@
-"""How long workers take: what a slow one shows when it was not waited for, and after how long it counts as hung."""
+"""Measured paces of workers: measurements from stragglers, and the deadlines after which a worker counts as hung."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Overdue:
         self._left.pop(worker, None)
 
     def take(self, kind: Kind, living: Iterable[WorkerProcess]) -> dict[int, Pace]:
-        """What was shown about orders of that kind since it was asked for, by rank: of those who have ended, how long
-        they took; of the others, how long they have taken so far."""
+        """Return, by rank, the measurements of orders of that kind since the last call: how long finished ones took,
+        and how long the others have taken so far."""
         now, there = time.monotonic(), set(living)
         self._left = {worker: left for worker, left in self._left.items() if worker in there and not worker.free}
         for worker, left in self._left.items():

@@ -136,11 +136,11 @@ class Pool:
 
     @property
     def is_calm(self) -> bool:
-        """Whether all is as it should be, and nobody has anything to do."""
+        """Tell whether nothing needs reconciling and no worker has anything to do."""
         return not self._amiss and all(worker.calm for worker in self.workers.values())
 
     def watched(self, waking: int) -> select.epoll:
-        """What tells of each worker's pipe and end, and of `waking`."""
+        """Return an epoll of every worker's pipe and exit, and of `waking`."""
         found = select.epoll()
         found.register(waking, select.EPOLLIN)
         for worker in self.workers.values():

@@ -70,8 +70,8 @@ class Repeat:
             faults.point("parent.rung")
 
     def wait(self, number: int, poll: select.epoll, waking: int) -> bool:
-        """Whether all workers are done with it, each by the book. False, too, if something else happens that `poll`
-        tells, or it takes too long. `waking`: what they wake this process up through."""
+        """Wait until all workers are done; False if one deviates, if `poll` reports anything else, or if it takes too
+        long. `waking`: the pipe through which they wake this process."""
         board, until, pause = self._board, time.perf_counter() + self._longest, self._longest - PATIENCE
         while True:
             events = poll.poll(max(pause / LONGER, LOOK))
@@ -86,7 +86,7 @@ class Repeat:
             pause = 0.0
 
     def found(self) -> Repeated:
-        """What the workers have written."""
+        """Read the workers' results."""
         losses, terms = [], self._terms
         rows = self._board.losses[self._slots, : terms * max(self._counts)].tolist()
         for numbers, count in zip(rows, self._counts, strict=True):
@@ -119,7 +119,7 @@ class Ringer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the last evaluation can be repeated now."""
+        """Tell whether the last evaluation can be repeated now."""
         return self.last is not None and self.last.stamp == self._pool.stamp
 
     def hang_bell(self, worker: WorkerProcess, workers: int) -> None:

@@ -1,4 +1,4 @@
-"""Which worker processes should be there, and who is missing, hung or given up: decisions without input or output.
+"""The roster of worker processes: which should exist, and which are missing, hung or abandoned. No input or output.
 
 The pool tells the roster what has happened and asks it what to do. What the pool can see for itself at any time (which
 processes it has, which of them can work) is not kept here a second time but handed over with each question: an
@@ -96,11 +96,11 @@ class Roster:
             yield rank
 
     def is_amiss(self, present: Collection[int]) -> bool:
-        """Whether somebody is missing who is not given up."""
+        """Tell whether a worker is missing that was not abandoned."""
         return len(present) + len(self.given_up) < len(self.infos)
 
     def is_complete(self, joined: Collection[int]) -> bool:
-        """Whether everybody can work who ever will; `joined` can."""
+        """Tell whether every worker that will ever work has `joined`."""
         ranks = [info.rank for info in self.infos if info.rank not in self.given_up]
         return all(rank in joined for rank in ranks) and (len(ranks) > 0 or not self.infos)
 
@@ -114,8 +114,8 @@ class Roster:
 
 
 class Progress(NamedTuple):
-    """When a worker that was asked something gave its last sign, and after how many seconds without one it counts as
-    hung. `killed_at`: when it was killed, if it was."""
+    """The time of a busy worker's last sign of progress, and the seconds without one after which it counts as hung.
+    `killed_at`: when it was killed, if it was."""
 
     rank: int
     since: float
@@ -124,7 +124,7 @@ class Progress(NamedTuple):
 
 
 class Checkup(NamedTuple):
-    """Who is to be killed because it hangs, who was killed and is to be taken for dead, and when to look again."""
+    """The workers to be killed because they hang, those killed that count as dead, and the time of the next check."""
 
     hung: list[Progress]
     dead: list[int]

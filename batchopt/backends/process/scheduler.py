@@ -1,4 +1,4 @@
-"""Who evaluates which chunk during one evaluation, whatever workers do: decisions without input or output.
+"""The assignment of chunks to workers during one evaluation, whatever happens to them. No input or output.
 
 Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
 order: a run that nobody evaluates (its worker died, or is still busy with something else); half of what the slowest
@@ -46,7 +46,7 @@ class Limit(NamedTuple):
 
 
 class Death(Enum):
-    """What a worker died of, as far as that can be known."""
+    """The cause of a worker's death, as far as it can be known."""
 
     FAULT = "fault"  # its own code: a fault of memory access, abort, exit, nonsense
     HANG = "hang"  # killed, since it made no progress
@@ -105,7 +105,7 @@ class WorkerScheduler:
 
     @property
     def all_begun(self) -> bool:
-        """Whether no chunk waits for a worker to begin it: then only one that is late can be given to another."""
+        """Tell whether every missing chunk has been begun: then only a late one can be given to another worker."""
         return not self._pending and all(task.next + 1 >= task.last for task in self._tasks.values())
 
     def current(self, worker: int) -> tuple[int, float] | None:
@@ -149,11 +149,11 @@ class WorkerScheduler:
         return chunk if is_to_blame and self.ledger.is_missing(chunk) else None
 
     def patience(self, chunk: int) -> float:
-        """How many times as long as usual a worker may take for the chunk: doubled by each trial in which one hung."""
+        """Return the factor by which a worker may exceed its usual time: doubled by each trial in which one hung."""
         return self._patience.get(chunk, 1.0)
 
     def _is_suspect(self, chunk: int) -> bool:
-        """Whether one more death may show that the chunk is to blame. Such a chunk is in a run by itself."""
+        """Tell whether one more death may show that the chunk is to blame. Such a chunk is in a run by itself."""
         return self._blame.get(chunk, 0.0) >= POISONOUS - 1
 
     def _leave(self, run: ChunkRun, first: bool) -> None:
@@ -223,7 +223,7 @@ class WorkerScheduler:
         return [Limit(victim, middle), *self._give(worker, ChunkRun(middle, run.last), now)]
 
     def _portion(self, thief: int, victim: int, run: ChunkRun, estimate: ChunkEstimate, now: float) -> int:
-        """How many of the run's chunks the thief should take so that both are done soonest; half at most."""
+        """Return how many of the run's chunks the thief takes so that both finish soonest; half at most."""
         task, chunks = self._tasks[victim], run.last - run.first
         half = chunks - chunks // 2
         ours, theirs, current = estimate(thief, run.first), estimate(victim, run.first), estimate(victim, task.next)
@@ -238,12 +238,12 @@ class WorkerScheduler:
         return portion + 1 if portion < half and ends(portion + 1) < ends(portion) else portion
 
     def _behind(self, worker: int) -> ChunkRun | None:
-        """What the worker has not begun and nobody has done; None if there is nothing."""
+        """Return the part of a worker's run that it has not begun and nobody has done; None if there is none."""
         task = self._tasks[worker]
         return self.ledger.trimmed(ChunkRun(task.next + 1, task.last))
 
     def _due(self, worker: int, estimate: ChunkEstimate) -> float:
-        """When the worker is late with the chunk at hand."""
+        """Return the time from which the worker is late with its current chunk."""
         task = self._tasks[worker]
         return due(task.since, estimate(worker, task.next), PATIENCE)
 
@@ -257,7 +257,7 @@ class WorkerScheduler:
         return None
 
     def _dues(self, estimate: ChunkEstimate) -> dict[int, float]:
-        """When each missing chunk at hand becomes late with the last of its workers; never if it is a suspect."""
+        """Return the time at which each running chunk is overdue on every worker that runs it; never for a suspect."""
         dues: dict[int, float] = {}
         for worker, task in self._tasks.items():
             if task.next < task.last and self.ledger.is_missing(task.next) and not self._is_suspect(task.next):
@@ -266,7 +266,7 @@ class WorkerScheduler:
         return dues
 
     def next_late(self, estimate: ChunkEstimate) -> float:
-        """When something can be given to an idle worker because it becomes late; infinity if that cannot be known."""
+        """Return the next time at which a late chunk can be given to an idle worker; infinity if unknown."""
         blocked = [self._due(worker, estimate) for worker in self._tasks if self._behind(worker) is not None]
         copied = self._dues(estimate).values() if self._copies else ()
         return min([*copied, *blocked], default=math.inf)

@@ -84,7 +84,7 @@ class SharedProgram:
         self._placed = packed
 
     def _have_moved(self, packed: Packed) -> bool:
-        """Whether a tensor lies in the block at another place than its own."""
+        """Tell whether a bound tensor lies in the block at another place than its own."""
         places = {id(constant.tensor): constant.view.data_ptr() for constant in self._constants if constant.bound}
         found = (
             (places.get(id(tensor)), constant) for tensor, constant in zip(packed.tensors, self._constants, strict=True)
@@ -191,6 +191,6 @@ def _alone(module: torch.nn.Module, bound: Collection[int]) -> set[int]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of torch's to itself."""
+    """Tell whether the tensor owns its storage, which torch allocated."""
     storage = tensor.untyped_storage()
     return storage.resizable() and storage.nbytes() == tensor.numel() * tensor.element_size()

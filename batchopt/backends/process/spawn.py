@@ -93,7 +93,7 @@ class LaunchedProcess(SpawnProcess):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, where the system tells."""
+        """Tell whether a signal has stopped the process, if the system can tell."""
         with suppress(AttributeError, OSError):  # macOS, or it has ended
             return os.waitid(os.P_PID, self.pid or 0, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False
@@ -113,8 +113,8 @@ def _tie(leash: int, pid: int) -> None:
 
 @contextmanager
 def apart_from_streams() -> Iterator[None]:
-    """What is opened inside has no number of a standard stream, though this process may have been started without some:
-    for a child has these at their numbers."""
+    """Keep descriptors opened inside off the numbers of the standard streams, even if this process was started without
+    some: a child has its own at these numbers."""
     taken = []
     try:
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -135,7 +135,7 @@ def standard_output() -> int:
 
 
 def preparation() -> dict[str, Any]:
-    """What the child's start-up code reads; without `__main__`, and without a start method."""
+    """Return multiprocessing's preparation data without `__main__` and without a start method."""
     if getattr(mp_process.current_process(), "_inheriting", False):
         raise RuntimeError(
             "batchopt was started while a spawned child was importing the main script: "

@@ -1,4 +1,4 @@
-"""What starting worker processes takes: whether there is room, and what each must have been sent before the program."""
+"""The start of worker processes: the check for room, and the calls that precede the program."""
 
 from __future__ import annotations
 

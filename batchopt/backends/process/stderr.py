@@ -1,5 +1,4 @@
-"""What a worker writes to its standard error: passed on to ours, and its tail kept for error messages. Warnings are
-given here, once."""
+"""A worker's standard error: passed on to ours, its tail kept for error messages; warnings are issued here, once."""
 
 from __future__ import annotations
 

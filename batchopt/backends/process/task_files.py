@@ -52,5 +52,5 @@ class TotalsFile:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the last total used so little of it that another one should take its place."""
+        """Tell whether the last total used so little of it that a smaller one should replace it."""
         return os.fstat(self.file.fd).st_size > max(_KEPT, 8 * self._used)

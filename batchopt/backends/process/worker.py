@@ -41,7 +41,7 @@ P = ParamSpec("P")
 
 
 class Activity(Enum):
-    """What a worker was asked to do, and how error messages say it."""
+    """The activities of a worker, as error messages name them."""
 
     STARTING = "starting"
     PRECODE = "running precode"
@@ -94,7 +94,7 @@ _FINISHED = call(Activity.EVALUATING, Session.finished)
 
 
 class Bell:
-    """What a worker is rung for with: a descriptor of events."""
+    """The eventfd on which a worker waits for a repeated evaluation."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -163,12 +163,12 @@ class WorkerProcess:
 
     @property
     def idle(self) -> bool:
-        """Whether it has answered everything."""
+        """Tell whether it has answered everything."""
         return self.channel.idle
 
     @property
     def calm(self) -> bool:
-        """Whether it can work, has answered everything, and every answer was dealt with."""
+        """Tell whether it can work and every message was answered and handled."""
         return self.joined and self.channel.idle and not self.channel.unread
 
     @property
@@ -184,17 +184,17 @@ class WorkerProcess:
 
     @property
     def free(self) -> bool:
-        """Whether it evaluates nothing and runs nothing for the user: it can be given an order, though it may still
-        have something to take in."""
+        """Tell whether it can be given an order: it evaluates nothing and runs no function, though it may still have
+        state to take in."""
         return self.channel.answered >= self._engaged
 
     @property
     def quiet(self) -> bool:
-        """Whether it is at an order of which nothing but the end is waited for, which the waking pipe tells."""
+        """Tell whether only its DONE is awaited, which the waking pipe announces."""
         return self.channel.answered < self._quiet
 
     def is_behind(self, state: str) -> bool:
-        """Whether it still evaluates an order that it was given before the latest version of that state."""
+        """Tell whether it still evaluates an order that is older than the latest version of that state."""
         self.forget_answered()
         before = list(takewhile(lambda asked: asked.state != state, self._asked))
         return len(before) < len(self._asked) and any(asked.order is not None for asked in before)

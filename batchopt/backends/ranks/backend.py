@@ -141,7 +141,7 @@ class RanksBackend(CompressingBackend):
     # ---- what all ranks do alike
 
     def _call(self, name: str, **others: Any) -> dict[str, Any]:
-        """What this rank was called for, for the others to compare."""
+        """Describe this call, for the other ranks to compare."""
         return {"call": name, "which is its number": next(self._calls), **others}
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
@@ -167,7 +167,7 @@ class RanksBackend(CompressingBackend):
         self._digests |= {"weights of terms": weights}
 
     def _state_digest(self) -> str:
-        """Of all tensors of the module but those in X; computed again when they were written."""
+        """Return a checksum of the module's tensors outside X; computed again after they were written."""
         module, trained = self._setup.program.module, {id(p) for p in self._setup.parameters}
         tensors = [p for p in module.parameters() if id(p) not in trained] + list(module.buffers())
         marks = [(tensor.data_ptr(), tensor._version) for tensor in tensors]

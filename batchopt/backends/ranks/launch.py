@@ -1,4 +1,4 @@
-"""Which of the ranks this process is, and where they meet: as whoever started the script says it."""
+"""The rank of this process and the meeting place of all, as the launcher of the script states them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HERE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZ
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """As torchrun, srun or mpirun has set the variables. Raises `BatchoptError` where none of them has."""
+    """Read the variables that torchrun, srun or mpirun sets. Raises `BatchoptError` if there are none."""
     local = ranks_here(environment)
     if all(name in environment for name in _TORCHRUN):
         rank, size, address, port = (environment[name] for name in _TORCHRUN)
@@ -59,7 +59,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def ranks_here(environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks run on this machine, as their launcher says; 1 where it does not."""
+    """Return the number of ranks on this machine, as the launcher states it; 1 by default."""
     return next((_count(environment[name]) for name in _HERE if name in environment), 1)
 
 

@@ -30,7 +30,7 @@ _OURS = frozenset(
 
 @dataclass(frozen=True)
 class Needs:
-    """What a worker takes of a machine, and `others`: options of the actor that holds the workers of one."""
+    """The resources of one worker, and `others`: options of the actor that holds a machine's workers."""
 
     cores: float = CORES
     gpus: float = GPUS
@@ -40,7 +40,7 @@ class Needs:
 
     @classmethod
     def read(cls, options: Any) -> Needs:
-        """Of what the user gave as `ray_options`; raises `TypeError` or `ValueError` for what cannot be used."""
+        """Read `ray_options`; raises `TypeError` or `ValueError` for what cannot be used."""
         if options is None:
             return cls()
         if not isinstance(options, Mapping):
@@ -57,17 +57,17 @@ class Needs:
 
     @property
     def each(self) -> dict[str, float]:
-        """What a worker takes, by Ray's names."""
+        """The resources of a worker, by Ray's names."""
         state = {"CPU": self.cores, "GPU": self.gpus, "memory": self.memory, **self.resources}
         return {name: amount for name, amount in state.items() if amount > 0}
 
     @property
     def threads(self) -> int:
-        """Of a worker, that it has cores for."""
+        """Threads of a worker: as many as it has cores."""
         return max(1, int(self.cores))
 
     def options(self, workers: int) -> dict[str, Any]:
-        """Of the actor that holds so many workers."""
+        """Return the options of an actor that holds `workers` workers."""
         found: dict[str, Any] = {"num_cpus": self.cores * workers, **self.others}
         if self.gpus:
             found["num_gpus"] = self.gpus * workers
@@ -79,7 +79,7 @@ class Needs:
 
 
 def fitting(available: Mapping[str, float], each: Mapping[str, float]) -> int:
-    """How many workers that take `each` fit into what is available."""
+    """Return how many workers that take `each` fit into the available resources."""
     return int(min((available.get(name, 0.0) / amount + 1e-9 for name, amount in each.items()), default=0.0))
 
 
@@ -112,7 +112,7 @@ def connect() -> ModuleType:
 
 
 def _address() -> str | None:
-    """What to connect to; None where Ray finds it. Ray itself would try for minutes where nobody listens.
+    """Return the address to connect to; None: Ray finds it. Ray itself would try for minutes where nobody listens.
 
     Raises `ConnectionError` if nobody listens at `RAY_ADDRESS`. An address that a cluster has left behind on this
     machine is passed over.
@@ -172,8 +172,7 @@ def _warn_without_token() -> None:
 
 
 def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
-    """How many workers fit on each machine that lives, beside what others have there; on the `whole` machine, if that
-    is asked."""
+    """List how many workers fit on each living machine besides its other users; with `whole`, as if there were none."""
     found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if not whole:
         free = import_module("ray._private.state").available_resources_per_node()  # there is no public way
