@@ -1,1 +1,1 @@
-"""The life of a worker process, and what it exchanges with its parent."""
+"""The life of a worker process, and the messages between it and its parent."""

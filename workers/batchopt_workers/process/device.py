@@ -1,4 +1,4 @@
-"""A worker on an accelerator: copies of X, constants and data there, and the transfers between it and the cpu."""
+"""A worker on an accelerator: copies of X, constants and data there, and the transfers from and to the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pin(block: SharedBlock, device: torch.device) -> None:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as a new leaf of the autograd graph."""
+    """Return the tensor as a new leaf of the autograd graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -48,8 +48,8 @@ class Mirror:
     """The copies that a worker keeps on its `device`: X, as `parameters`; the direction of products; the module's
     constants; gradients; the pieces of the batch that it has evaluated.
 
-    X crosses once an order, the direction once an order for a product, each piece of the batch once, and a gradient for
-    each partial that is reported.
+    X is transferred once per order, the direction once per order for a product, each piece of the batch once, and one
+    gradient per reported partial.
     """
 
     def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:
@@ -57,17 +57,18 @@ class Mirror:
         self._layout, self._device, self._shared = layout, device, x
         self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
         self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
-        self._directions: tuple[torch.Tensor, torch.Tensor] | None = None  # the shared one, and its copy
+        self._directions: tuple[torch.Tensor, torch.Tensor] | None = None  # the shared direction, and its copy
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._originals: Mapping[int, torch.Tensor] = {}
         self._rows: Rows | None = None
         self._pieces: dict[tuple[int, int, int], Piece] = {}
-        self._delivered: dict[int, object] = {}  # what is in each shared row
+        self._delivered: dict[int, object] = {}  # evaluation and node in each shared row
         self._is_task = False  # whether the order is one of a task
 
     def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
-        """Put the frozen parameters and the buffers of those `owners` that are modules on the device, in place of those
-        of earlier ones. `originals`: what they follow, by the identity of the tensor there."""
+        """Replace the frozen parameters and the buffers of those `owners` that are modules by copies on the device;
+        earlier ones are dropped. `originals`: the tensors that the copies follow, by the identity of the replaced
+        ones."""
         ours = {id(parameter) for parameter in self.parameters}
         self._constants, self._originals = {}, originals
         for owner in owners:
@@ -78,7 +79,7 @@ class Mirror:
                             named[name] = self._constant(tensor)
 
     def _constant(self, tensor: Any) -> Any:
-        """Its copy on the device: one, wherever it is registered; itself if it is such a copy."""
+        """Return the copy on the device, one per tensor; the tensor itself if it is such a copy."""
         if any(copy is tensor for _, copy in self._constants.values()):
             return tensor
         if id(tensor) not in self._constants:
@@ -89,20 +90,20 @@ class Mirror:
         return self._constants[id(tensor)][1]
 
     def begin_step(self) -> None:
-        """Take over what the parent has in the constants now; another batch will come."""
+        """Copy the parent's current constants, and forget the pieces: another batch will come."""
         with torch.no_grad():
             for shared, copy in self._constants.values():
                 copy.copy_(shared)
         self.forget_pieces()
 
     def direct(self, shared: torch.Tensor) -> torch.Tensor:
-        """The vector on the device that follows the `shared` direction."""
+        """Return the vector on the device that follows the `shared` direction."""
         copy = torch.empty_like(shared, device=self._device)
         self._directions = shared, copy
         return copy
 
     def make_rows(self, count: int, changes: int) -> None:
-        """Have `count` rows to sum in, at least, each with `changes` numbers that say how buffers change."""
+        """Ensure at least `count` rows to sum in, each with `changes` numbers for the changes of buffers."""
         if self._rows is None or self._rows.changes != changes:
             self._rows = Rows(self._layout, changes, count, None, self._device)
         else:
@@ -112,11 +113,11 @@ class Mirror:
         return tensor.detach().to(self._device, copy=True).requires_grad_(tensor.requires_grad)
 
     def forget_pieces(self) -> None:
-        """The batch, or its cut, is another one."""
+        """Forget the pieces, because the batch or its cut was changed."""
         self._pieces = {}
 
     def place(self, piece: Piece) -> Piece:
-        """The piece on the device; kept there for the next evaluation, if there is room and it is not a task's."""
+        """Return the piece on the device; it is cached for the next evaluation if it is kept and is not a task's."""
         if self._is_task or not piece.kept:
             return _map_piece(self._moved, piece)
         key = piece.term, piece.indices.start, piece.indices.stop
@@ -125,7 +126,7 @@ class Mirror:
         return _map_piece(_leaf, self._pieces[key])
 
     def evaluate(self, evaluator: Evaluator, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
-        """As `Evaluator.evaluate`; the sums that are reported are in the `shared` rows."""
+        """Evaluate like `Evaluator.evaluate`; the reported sums are in the `shared` rows."""
         with torch.no_grad():
             self._vector.copy_(self._shared)
             if order.kind is Kind.MULTIPLY and self._directions is not None:

@@ -1,4 +1,4 @@
-"""An exception of the user's code as data, which any process can read: nothing of the user's is unpickled."""
+"""Exceptions of the user's code as plain data, which any process can read: no user object is unpickled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchopt_workers.map.watch import StateWritten
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of the user's code in a worker, as text: its type's name, its message, the traceback,
-    and the samples at hand (empty where it was none). `written`: names of tensors that a forward writes, if that is
-    what is wrong. `kinds`: of its classes."""
+    """An exception of the user's code in a worker, as text: the name of its type, its message, the traceback, and the
+    current samples (empty if there were none). `written`: names of tensors that a forward writes, if that is the error.
+    `kinds`: the names of its classes."""
 
     type_name: str
     message: str
@@ -27,7 +27,7 @@ class Failure:
     _LIMIT = 100_000  # characters of each text
 
     def encode(self) -> bytes:
-        """The frame after its kind byte."""
+        """Return the frame after its kind byte."""
         found = (self.type_name, self.message, self.traceback, "\n".join(self.written), "\n".join(self.kinds))
         texts = [text[-self._LIMIT :].encode("utf-8", "backslashreplace") for text in found]
         head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
@@ -35,7 +35,7 @@ class Failure:
 
     @classmethod
     def decode(cls, frame: bytes) -> Failure:
-        """The inverse of `encode`; raises `ValueError` for anything else."""
+        """Invert `encode`; raise `ValueError` for any other frame."""
         try:
             start, stop, *lengths = cls._HEAD.unpack_from(frame)
         except struct.error as error:
@@ -51,17 +51,17 @@ class Failure:
 
 
 def names_of(kinds: Iterable[type]) -> tuple[str, ...]:
-    """What classes are called in every process."""
+    """Return the names of classes, which are the same in every process."""
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def kinds_of(error: BaseException) -> tuple[str, ...]:
-    """The names of the exception's classes, its own first; none of `StateWritten`, which is no error."""
+    """Return the names of the exception's classes, its own first; empty for `StateWritten`, which is no error."""
     return () if isinstance(error, StateWritten) else names_of(type(error).__mro__)
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says, whatever its own methods do, as text that can be printed."""
+    """Return the exception's message as printable text, even if its own methods raise."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except BaseException as inner:
@@ -69,7 +69,7 @@ def message_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException, samples: range = range(0)) -> Failure:
-    """The exception as text, whatever its own methods do."""
+    """Return the exception as text, even if its own methods raise."""
     try:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException:

@@ -1,7 +1,7 @@
-"""Named points at which tests make things go wrong: a death, a stop, an error, in the middle of anything.
+"""Named points at which tests inject faults: a death, a stop, an error, in the middle of anything.
 
-In workers there is one wherever the user's code has come to an end, before anything of it is written: there a copy of
-the worker ends, too. Off, as always but in these cases, a point is one comparison with None.
+Workers have one wherever the user's code has returned, before any of its results is written: a forked copy of the
+worker ends there, too. Without a hook, the usual case, a point is one comparison with None.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-# Called with a point's name, and the number of the chunk that it is about (-1: about none).
+# Called with a point's name, and the number of its chunk (-1: none).
 hook: Callable[[str, int], None] | None = None
-# Of this process, if it is a worker.
+# The rank of this process, if it is a worker.
 rank = -1
 
 
 def point(name: str, chunk: int = -1) -> None:
-    """Something may go wrong here."""
+    """Call the hook, if there is one."""
     if hook is not None:
         hook(name, chunk)
 
 
 def end_copies() -> None:
-    """From now on a process that the user's code forks from this worker, and that comes back from there, ends: two
-    would read the orders of one. What it does there is its own."""
+    """End, from now on, every process that the user's code forks from this worker and that returns from there: two
+    processes would read the orders of one. Until it returns, it may do anything."""
 
     def end(*_: object) -> None:
         os._exit(1)

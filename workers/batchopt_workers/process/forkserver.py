@@ -1,8 +1,8 @@
 """The process that workers are forked from.
 
-To import torch takes a second or two, and a hundred megabytes; a fork of a process that has done so takes milliseconds,
-and shares them. This one has one thread, has computed nothing, and only does what the parent asks: fork a worker, and
-say how one ended. What a worker that has ended leaves running is ended here.
+Importing torch takes a second or two, and a hundred megabytes; a fork of a process that has done so takes milliseconds,
+and shares them. This process has one thread, has computed nothing, and only does what the parent requests: fork a
+worker, and report how one ended. Processes that an ended worker leaves running are killed here.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from batchopt_workers.process import faults, loop
 
 # Seconds without a worker and without a request after which the fork server ends.
 LINGER = 60.0
-# Seconds between two looks at whether the processes that nobody asks for have ended.
+# Seconds between checks whether forgotten workers and orphans have ended.
 _INTERVAL = 0.1
-# Seconds that workers, and what they have left, may take to be gone once the parent is.
+# Seconds for workers, and the processes that they leave, to end once the parent is gone.
 _ENDING = 2.0
 _F_SETSIG = 10  # Linux; Python does not name it
 
 
 class Command(IntEnum):
-    """What the fork server is asked for."""
+    """A request to the fork server."""
 
-    FORK = 1  # a worker, whose descriptors come along; answered by its process id, or less: -errno
-    REAP = 2  # the end of a worker, by its process id; answered by how it ended, as `os.waitstatus_to_exitcode` has it
+    FORK = 1  # a worker, with its descriptors; answered by its process id, or -errno
+    REAP = 2  # a worker, by its process id; answered by its exit code (`os.waitstatus_to_exitcode`)
     FORGET = 3  # the same, but not answered
 
 
 class CommandMessage(NamedTuple):
-    """A message of the parent: for `FORK` the worker's rank, their number, and its threads; else `pid` and zeros."""
+    """A message of the parent: for `FORK` the worker's rank, the number of workers, and its threads; otherwise `pid`
+    and zeros."""
 
     number: int
     task: Command
@@ -58,12 +59,12 @@ class CommandMessage(NamedTuple):
     threads: int = 0
 
     def encode(self) -> bytes:
-        """The whole message."""
+        """Return the complete message."""
         return REQUEST.pack(*self)
 
     @classmethod
     def decode(cls, message: bytes) -> CommandMessage:
-        """The inverse of `encode`."""
+        """Invert `encode`."""
         number, task, *others = REQUEST.unpack(message)
         return cls(number, Command(task), *others)
 
@@ -74,8 +75,8 @@ REPLY = struct.Struct("!Qi")
 
 
 class Descriptors(NamedTuple):
-    """What comes along with `FORK`: the worker's end of its pipe; what becomes readable when the parent is gone; what
-    closes with the worker; its standard output and error."""
+    """The descriptors sent with `FORK`: the worker's end of its pipe; one that becomes readable when the parent is
+    gone; one that closes with the worker; its standard output and error."""
 
     connection: int
     parent_alive: int
@@ -85,27 +86,27 @@ class Descriptors(NamedTuple):
 
 
 def main(connection: Connection, parent: int, leash: int = -1) -> None:
-    """Serve process `parent` until it hangs up or ends, or has not needed this process for a while. `leash`: a
-    descriptor whose signal ends this process, in whatever state, when the parent is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as inherited it may be ignored: then nobody can be waited for
+    """Serve process `parent` until it hangs up or ends, or has not needed this process for `LINGER` seconds. `leash`: a
+    descriptor whose signal ends this process, in any state, when the parent is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored: then no child can be waited for
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to all that it shares with the others
+    gc.freeze()  # a collection in a worker would write to the memory that it shares with the others
     adopt()
-    if leash >= 0:  # from now on this process can clean up; if it is stopped it has to go on for that
+    if leash >= 0:  # from now on this process can clean up; if it is stopped, it must continue for that
         fcntl.fcntl(leash, _F_SETSIG, signal.SIGCONT)
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         connection.close()
         orphans = Orphans()
         workers = _serve(end, parent, orphans)
     _end(workers, orphans)
-    os._exit(0)  # what was registered to run at exit is the workers' affair
+    os._exit(0)  # functions registered to run at exit are for the workers
 
 
 def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
-    """Returns the workers that were not reaped."""
+    """Serve requests, and return the workers that were not reaped."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
-    if hasattr(os, "pidfd_open"):  # for somebody else may hold the parent's end of the socket
+    if hasattr(os, "pidfd_open"):  # another process may hold the parent's end of the socket
         try:
             poll.register(os.pidfd_open(parent), select.POLLIN)
         except ProcessLookupError:
@@ -141,7 +142,7 @@ def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
                     continue
                 answer = _reap(request.subject)
                 orphaned = orphans.end(workers | forgotten)
-            with suppress(OSError):  # gone; the next poll says so
+            with suppress(OSError):  # the parent is gone; the next poll shows it
                 end.sendall(REPLY.pack(request.number, answer))
 
 
@@ -150,7 +151,7 @@ def _reap(pid: int) -> int:
 
 
 def _end(workers: set[int], orphans: Orphans) -> None:
-    """End the workers, and what they leave."""
+    """Kill the workers, and the processes that they leave."""
     for pid in workers:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -163,12 +164,12 @@ def _end(workers: set[int], orphans: Orphans) -> None:
 
 
 def _fork(end: socket.socket, request: CommandMessage, descriptors: Descriptors, parent: int) -> int:
-    """The worker's process id, or -errno. In the worker this does not return."""
+    """Return the worker's process id, or -errno. In the worker this does not return."""
     sys.stdout.flush()  # what the user's start-up code wrote is written once
     sys.stderr.flush()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's threads, if it has any, know what to do about a fork
+            warnings.simplefilter("ignore")  # numpy's threads, if any, are prepared for a fork
             pid = os.fork()
     except OSError as error:
         pid = -(error.errno or 1)
@@ -184,9 +185,9 @@ def _fork(end: socket.socket, request: CommandMessage, descriptors: Descriptors,
 
 
 def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: int) -> None:
-    os.setsid()  # ended with all that it starts; Ctrl-C in a terminal reaches the parent only
+    os.setsid()  # killed with all that it starts; Ctrl-C in a terminal reaches the parent only
     track_apart()
-    adopt()  # so that nobody else has what its children leave, for as long as it lives
+    adopt()  # orphans of its children are its own, for as long as it lives
     os.dup2(descriptors.stdout, 1)
     os.dup2(descriptors.stderr, 2)
     os.close(descriptors.stdout)
@@ -195,8 +196,8 @@ def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: in
     faults.point("worker.start")
     for fd in descriptors[:3]:
         os.set_inheritable(fd, False)
-    numpy.random.seed()  # each its own, as Python's
-    process = SpawnProcess(  # what the user starts in it is spawned: it has threads, like any process that computes
+    numpy.random.seed()  # a separate seed for each worker, as in Python's `random`
+    process = SpawnProcess(  # processes that the user starts in it are spawned, since it has threads
         target=loop.main,
         args=(Connection(descriptors.connection), request.subject, request.world_size, request.threads),
         name=f"batchopt-worker-{request.subject}",
@@ -213,19 +214,19 @@ def _parent_name() -> str:
 
 
 def track_apart() -> None:
-    """From now on the tracker of this process starts in a session of its own, when it does. It ends by itself."""
-    resource_tracker.util = _Util()  # type: ignore[attr-defined]  # what it starts its process with
+    """Let the resource tracker of this process start in a session of its own, if it is started. It ends by itself."""
+    resource_tracker.util = _Util()  # type: ignore[attr-defined]  # the module that it starts its process with
 
 
 class _Util:
-    """`multiprocessing.util`, but for how a process is started."""
+    """`multiprocessing.util` with another way to start a process."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(util, name)
 
     @staticmethod
     def spawnv_passfds(path: bytes | str, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        """The id of a new process, with these descriptors beside the standard ones."""
+        """Return the id of a new process that has these descriptors in addition to the standard ones."""
         before = [os.get_inheritable(fd) for fd in passfds]
         try:
             for fd in passfds:
@@ -236,20 +237,19 @@ class _Util:
                 os.set_inheritable(fd, inheritable)
 
 
-# Seconds that an orphan has to end by itself: Python's resource tracker removes what its process has left.
+# Seconds for an orphan to end by itself: Python's resource tracker cleans up after its process first.
 GRACE = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt() -> None:
-    """From now on the orphans among this process's descendants are its children. Does nothing where there is no such
-    thing."""
+    """Make this process the parent of orphans among its descendants from now on. Does nothing if the system cannot."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:
-    """The children of this process, which has one thread; none where the system does not tell."""
+    """Return the children of this process, which has one thread; an empty set if the system does not tell."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return set(map(int, file.read().split()))
@@ -258,16 +258,16 @@ def children() -> set[int]:
 
 
 class Orphans:
-    """Ends the children that a process did not start."""
+    """Kills the children that a process did not start."""
 
     def __init__(self) -> None:
-        """Those that are there already are not meant."""
+        """Exclude the existing children."""
         self._others = children()
         self._deadlines: dict[int, float] = {}
 
     def end(self, own: Collection[int]) -> bool:
-        """End those that are not `own`, once they have had their time; to be called again as long as this returns True:
-        some are left, or may have left others."""
+        """Kill those that are not `own` after their grace period. Call this again as long as it returns True: some
+        remain, or may have left others."""
         now = time.monotonic()
         for pid in children() - self._others - {*own}:
             if now >= self._deadlines.setdefault(pid, now + GRACE):
@@ -281,7 +281,7 @@ class Orphans:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether that child is over; then it is reaped."""
+    """Tell whether that child has ended; if so, it is reaped."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     except ChildProcessError:

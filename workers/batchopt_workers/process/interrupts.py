@@ -1,13 +1,13 @@
-"""An exception out of a signal handler: it may come between any two instructions, and is about none of them."""
+"""Exceptions out of signal handlers: they may come between any two instructions, and are unrelated to these."""
 
 from __future__ import annotations
 
 
 def let_through(error: BaseException) -> None:
-    """Raise the exception as it is if a signal handler raised it: one that is caught around code of the user's is taken
-    for that code's else.
+    """Raise the exception unchanged if a signal handler raised it; otherwise, caught around the user's code, it would
+    be taken for an error of that code.
 
-    Python calls a handler with a signal's number and the very frame that it interrupts, which is how it is known here.
+    Python calls a handler with a signal's number and the very frame that it interrupts, which identifies it here.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -1,4 +1,4 @@
-"""A worker process: it maps the parent's memory, obeys its messages one after the other, and ends with it."""
+"""A worker process: it maps the parent's memory, processes its messages one by one, and ends with it."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from batchopt_workers.process.versions import versions
 from batchopt_workers.process.warned import tell_parent
 
 _F_SETSIG = 10  # Linux; Python does not name it
-# Bytes of a message: its length is sent as 4 bytes, with a sign.
+# Largest message in bytes: its length is sent as a signed 4-byte number.
 LARGEST = 2**31 - 1
-# Bytes of a message that a pipe takes if it says that there is room: where it does, a quarter of it is in use at most.
+# Bytes that a pipe accepts when it reports room: at most a quarter of it is in use then.
 _LITTLE = 2**15 if sys.platform == "linux" else 0
-# Seconds of the longest order after which a worker stays awake for the next one, if there are cores enough: to wake up
+# Seconds of the longest order after which a worker stays awake for the next one, if there are enough cores: waking up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
 _NOTHING: bytes = cloudpickle.dumps(None)
 
 
 class _Mailbox:
-    """The worker's end of the pipe. Between two chunks it sees whether the parent wants less; what else comes then is
-    kept for later.
+    """The worker's end of the pipe. Between two chunks it checks whether the parent has shortened the order; other
+    messages that arrive then are kept for later.
 
     While it is `quiet` the parent does not wait for this pipe: it reads what is there whenever it is awake, and is
-    woken up through `wake` when there is no room for more, and at the end.
+    woken up through `wake` if there is no more room, and at the end.
     """
 
     def __init__(self, connection: Connection, wake: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class _Mailbox:
         self._any.register(connection.fileno(), select.POLLIN)
 
     def listen(self, bell: int) -> None:
-        """Let this bell ring, too, from now on."""
+        """Also wait for this bell from now on."""
         if bell != self._bell:
             if self._bell >= 0:
                 self._any.unregister(self._bell)
@@ -75,8 +75,8 @@ class _Mailbox:
             self._bell = bell
 
     def take(self, awake: float) -> bytes | None:
-        """The next message, or None if there is none and the bell has rung; stays awake for so many seconds. Raises
-        `EOFError` or `OSError` once the parent has hung up."""
+        """Return the next message, or None if there is none and the bell has rung; stay awake for `awake` seconds.
+        Raise `EOFError` or `OSError` once the parent has hung up."""
         if self._kept:
             return self._kept.popleft()
         if awake:
@@ -84,13 +84,13 @@ class _Mailbox:
             while not self._any.poll(0) and time.perf_counter() < until:
                 os.sched_yield()
         self._any.poll()
-        if self._bell >= 0 and not self._poll.poll(0):  # what was said before it rang comes first
+        if self._bell >= 0 and not self._poll.poll(0):  # messages sent before it rang come first
             os.eventfd_read(self._bell)
             return None
         return self._connection.recv_bytes()
 
     def limit(self, number: int, last: int) -> int:
-        """The end of order `number`, whose end was `last`, by what the parent says now."""
+        """Return the current end of order `number`, which was `last`, after the parent's latest messages."""
         while not self._kept and self._poll.poll(0):
             message = self._connection.recv_bytes()
             if HEAD.unpack_from(message) == (number, Kind.LIMIT):
@@ -100,7 +100,7 @@ class _Mailbox:
         return last
 
     def take_descriptor(self) -> int:
-        """The descriptor that follows a message."""
+        """Return the descriptor that follows a message."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             _, fds, _, _ = socket.recv_fds(end, 1, 1)
         if not fds:
@@ -108,7 +108,7 @@ class _Mailbox:
         return fds[0]
 
     def send(self, number: int, kind: Kind, body: bytes, chunk: int = -1) -> None:
-        """Say something about message `number`."""
+        """Send a reply to message `number`. Raise `ValueError` if it is too large."""
         if len(body) + HEAD.size > LARGEST:
             raise ValueError(
                 f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less "
@@ -123,7 +123,8 @@ class _Mailbox:
 
 
 def serve(connection: Connection, session: Session) -> None:
-    """Obey until the parent hangs up; whatever the user's code raises is reported and survived."""
+    """Process messages until the parent hangs up; exceptions of the user's code are reported, and the worker
+    continues."""
     mailbox = _Mailbox(connection, session.wake_parent)
     awake = 0.0
     while True:
@@ -136,7 +137,7 @@ def serve(connection: Connection, session: Session) -> None:
                 awake = session.awake if session.seconds < _SHORT else 0.0
                 continue
             number, kind = HEAD.unpack_from(message)
-            if kind == Kind.LIMIT:  # of an order that is over
+            if kind == Kind.LIMIT:  # of an order that has ended
                 continue
             try:
                 if kind in ORDERS:
@@ -152,7 +153,7 @@ def serve(connection: Connection, session: Session) -> None:
                         mailbox.listen(session.repeat.bell)
             except Failed as failed:
                 mailbox.send(number, Kind.FAILED, describe(failed.error, failed.samples).encode())
-            except BaseException as error:  # of the pipe too: then this message does not get out either
+            except BaseException as error:  # of the pipe too: then sending this one fails as well
                 samples = session.current if kind in ORDERS else range(0)
                 mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
             if mailbox.quiet:
@@ -173,7 +174,7 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
 
 
 def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
-    """Returns the seconds that it took."""
+    """Evaluate an order, and return the seconds that it took."""
     faults.point("worker.order", order.first)
     last, report, repeat = order.last, None, session.repeat
     for done in (repeat.answer(order, session) if repeat is not None else ()) or session.evaluate(order):
@@ -195,18 +196,18 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
 
 
 def _end(code: int) -> None:
-    """End this process and whatever it started."""
+    """End this process and everything that it started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(code)
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent's death, and do not outlive it."""
+    """Wait for the parent's death, and end this process then."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     watched = [parent.sentinel]
-    if hasattr(os, "pidfd_open"):  # for somebody else may hold the other end of the sentinel
+    if hasattr(os, "pidfd_open"):  # another process may hold the other end of the sentinel
         try:
             watched.append(os.pidfd_open(parent.pid))
         except ProcessLookupError:
@@ -218,8 +219,8 @@ def _end_with_parent() -> None:
 
 
 def _killed_with_parent(sentinel: int) -> None:
-    """Have the kernel kill this process's group when the parent's end of `sentinel` closes: then nobody needs Python's
-    lock, which the user's code may hold."""
+    """Have the kernel kill this process's group when the parent's end of `sentinel` closes: this does not need the GIL,
+    which the user's code may hold."""
     if sys.platform == "linux":
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(sentinel, _F_SETSIG, signal.SIGKILL)
@@ -227,9 +228,9 @@ def _killed_with_parent(sentinel: int) -> None:
 
 
 def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
-    """The life of a worker process, from its first message to the parent's last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides about Ctrl-C
-    faulthandler.enable(all_threads=False)  # the others are ours, and say nothing
+    """Run a worker process, from its first message to the parent's last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent only
+    faulthandler.enable(all_threads=False)  # the other threads are internal, and of no interest
     os.set_inheritable(connection.fileno(), False)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -259,7 +260,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is its elements and nothing else, and alone in its memory."""
+    """Tell whether the tensor consists of its elements only, and is alone in its memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -275,7 +276,7 @@ def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
 
 
 def dumps(result: Any) -> bytes:
-    """The pickled result. Raises `TypeError` for an object that cannot be pickled."""
+    """Return the pickled result. Raise `TypeError` for an object that cannot be pickled."""
     file = io.BytesIO()
     try:
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(result)

@@ -1,14 +1,13 @@
-"""What crosses the process boundary: the vocabulary of parent and worker.
+"""The messages between parent and worker.
 
 Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
-memory follow it); `EVALUATE`, `MULTIPLY`, `COLLECT` and `TOTAL` carry an `Order`, 37 bytes in all; `LIMIT` shortens
-the order that it has the number of.
-Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`), of which nothing is
-unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user returned there, pickled.
+memory follow it); `EVALUATE`, `MULTIPLY`, `COLLECT` and `TOTAL` carry an `Order`, 37 bytes in all; `LIMIT` shortens the
+order with the same number. Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`),
+of which nothing is unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user returned there, pickled.
 
-Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not. Before the `DONE` of an
-order come a `REPORT` for each chunk but the last, a `HOOKED` for each chunk with a posthook, and a `FORM` for each
-chunk of a task: its result, but for the tensors.
+Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not answered. The `DONE` of an order
+is preceded by a `REPORT` for each chunk but the last, a `HOOKED` for each chunk with a posthook, and a `FORM` for each
+chunk of a task: its result without the tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import NamedTuple
 
 from batchopt_workers.map.tree import Node
 
-# Every message begins with its number (a reply with that of what it answers) and its kind.
+# Every message begins with its number (a reply with that of the message it answers) and its kind.
 HEAD = struct.Struct("!QB")
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     CALL = 1
     EVALUATE = 2
@@ -44,13 +43,13 @@ class Kind(IntEnum):
     FORM = 13
 
 
-# The orders that are about a task, whatever that is.
+# Orders of tasks.
 TASKS = frozenset({Kind.COLLECT, Kind.TOTAL})
-# What carries an `Order`.
+# Kinds that carry an `Order`.
 ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY}) | TASKS
-# What ends the work on a message.
+# Replies that end the work on a message.
 ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
-# How many chunks a LIMIT leaves; the chunk that a HOOKED or a FORM is about.
+# The new end of a LIMIT; the chunk of a HOOKED or a FORM.
 CHUNK = struct.Struct("!I")
 _ORDER = struct.Struct("<QQII")
 _REPORT = struct.Struct("<QIddIII?")
@@ -59,8 +58,8 @@ _SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for ea
 
 class Order(NamedTuple):
     """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), the Hessian times the
-    current direction (`MULTIPLY`), or what the current task says (`COLLECT`, `TOTAL`). `evaluation` numbers the
-    evaluation, of which a worker may get several orders; `step` numbers the batch, for the random draws."""
+    current direction (`MULTIPLY`), or the current task (`COLLECT`, `TOTAL`). `evaluation` numbers the evaluation, of
+    which a worker may get several orders; `step` numbers the batch, for the random state."""
 
     evaluation: int
     step: int
@@ -70,25 +69,25 @@ class Order(NamedTuple):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody waits for what is said before its end: a report of each chunk, which is for the case that
-        something goes wrong, or that another worker has nothing left to do; and answers to what a task begins with."""
+        """Tell whether the parent does not wait for the messages before the end: reports of chunks, which matter only
+        if something fails or another worker runs out of work, and the answers to the calls that begin a task."""
         return self.last - self.first > 1 or self.kind in TASKS
 
     def encode(self) -> bytes:
-        """The frame after its kind byte."""
+        """Return the frame after its kind byte."""
         return _ORDER.pack(self.evaluation, self.step, self.first, self.last)
 
     @classmethod
     def decode(cls, frame: bytes, kind: Kind = Kind.EVALUATE) -> Order:
-        """The inverse of `encode`, for a frame after this kind byte."""
+        """Invert `encode`, for a frame after this kind byte."""
         evaluation, step, first, last = _ORDER.unpack(frame)
         return cls(evaluation, step, first, last, kind)
 
 
 class Summary(NamedTuple):
-    """What a merged run of chunks yields beside its gradient: where it stands in the tree, which row of the worker's
-    gradients holds the sum, the loss sum of each term, and a byte for each parameter that says whether any chunk had a
-    gradient for it."""
+    """The result of a merged run of chunks besides its gradient: its place in the tree, the row of the worker's
+    gradients that holds the sum, the loss sum of each term, and a byte for each parameter that tells whether any chunk
+    had a gradient for it."""
 
     node: Node
     row: int
@@ -97,10 +96,10 @@ class Summary(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker has after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the order
-    came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this evaluation, of
-    earlier orders too. What they say stands until the next report: a row that is not named any more may be
-    overwritten. `drew`: whether a forward of this step was seen to draw random numbers."""
+    """The state of a worker after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the
+    order came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this
+    evaluation, including those of earlier orders. They are valid until the next report: a row that is no longer named
+    may be overwritten. `drew`: whether a forward of this step was seen to draw random numbers."""
 
     evaluation: int
     next: int
@@ -110,7 +109,7 @@ class Report(NamedTuple):
     drew: bool = False
 
     def encode(self) -> bytes:
-        """The frame after its kind byte."""
+        """Return the frame after its kind byte."""
         terms, width = (len(self.summaries[0].losses), len(self.summaries[0].used)) if self.summaries else (0, 0)
         count = len(self.summaries)
         parts = [_REPORT.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width, self.drew)]
@@ -124,7 +123,7 @@ class Report(NamedTuple):
 
     @classmethod
     def decode(cls, frame: bytes) -> Report:
-        """The inverse of `encode`; raises `ValueError` for anything else."""
+        """Invert `encode`; raise `ValueError` for any other frame."""
         try:
             evaluation, done, seconds, began, count, terms, width, drew = _REPORT.unpack_from(frame)
             stride = _SUMMARY.size + 8 * terms + width
@@ -147,7 +146,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0."""
+    """The cut of a batch: chunk `i` is samples `bounds[i]` up to `bounds[i + 1]`; the first bound is 0."""
 
     bounds: Sequence[int]
 

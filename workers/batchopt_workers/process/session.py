@@ -1,4 +1,4 @@
-"""What a worker process holds, and what the parent can have it do."""
+"""The state of a worker process, and the calls that the parent can make."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from batchopt_workers.tasks.task import PrivateTotals, Task
 from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Worker
 
-# What the names of blocks begin with that belong to a part of a batch.
+# Prefix of the names of blocks that belong to a part of a batch.
 PIECE = "piece "
-# And those of what belongs to a task: itself, its batch, and pieces of that.
+# Prefix of those that belong to a task: the task, its batch, and pieces of that.
 ASIDE = "aside "
 TASK, ASIDE_BATCH = ASIDE + "task", ASIDE + "batch"
 
@@ -44,50 +44,51 @@ def batch_name(number: int) -> str:
 
 
 class Session:
-    """What a worker process holds. The methods are what the parent's `CALL`s name; `use_parameters` and `install` come
+    """The state of a worker process. The parent's `CALL`s name its methods; `use_parameters` and `install` must come
     before those below them."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.worker = Worker(rank, world_size, HOST)
-        self._mirror: Mirror | None = None  # where this worker computes on another device
+        self._mirror: Mirror | None = None  # if this worker computes on another device
         self.awake = 0.0
-        self.seconds = 0.0  # that the last evaluation took
+        self.seconds = 0.0  # of the last evaluation
         self.repeat: Repeater | None = None
-        self._waking = -1  # what wakes the parent up
+        self._waking = -1  # the pipe that wakes the parent up
         self._blocks: dict[str, SharedBlock] = {}
         self._private: dict[str, SharedBlock] = {}
-        self._layout: Layout | None = None  # of X, once that is known
+        self._layout: Layout | None = None  # of X
         self._torch: TorchSettings | None = None
         self._hooks = 0  # of the module and its parts, as they arrived
         self._parameters: list[torch.nn.Parameter] = []
-        self._buffers: StepBuffers | None = None  # of the module, once there is one
+        self._buffers: StepBuffers | None = None  # of the module
         self._rows: Rows | None = None
         self._evaluator: Evaluator | None = None
         self._totals: SharedTotals | None = None
-        self._loaded: dict[str, LoadedBatch] = {}  # batches by the names of their memory
-        self._aside: Batch | None = None  # of a task
+        self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
+        self._aside: Batch | None = None  # the batch of a task
 
     @property
     def evaluator(self) -> Evaluator:
-        """The map function on this worker's module."""
+        """The map function on this worker's module. Raise `RuntimeError` if there is none."""
         if self._evaluator is None:
             raise RuntimeError("no module was installed in this worker")
         return self._evaluator
 
     @property
     def current(self) -> range:
-        """The samples in the forward that ran last, numbered through all terms, if an evaluation was cut short."""
+        """The samples, numbered through all terms, of the last forward, if an evaluation was cut short."""
         return self._evaluator.current if self._evaluator is not None else range(0)
 
     def attach(self, name: str, fd: int) -> None:
-        """Map the shared memory behind `fd` as `name`, in place of what had that name."""
+        """Map the shared memory behind `fd` as `name`, in place of earlier memory of that name."""
         self._private.pop(name, None)
         block = SharedBlock(fd)
         block.release()
         self._blocks[name] = block
 
     def attach_copy(self, name: str, fd: int) -> None:
-        """The same; and once more, so that what the user's code writes there stays in this process."""
+        """Map it as `attach` does, and a second time privately, so that what the user's code writes stays in this
+        process."""
         private = SharedBlock(os.dup(fd), private=True)
         private.release()
         self.attach(name, fd)
@@ -105,23 +106,22 @@ class Session:
         self._waking = fd
 
     def wake_parent(self) -> None:
-        """Let the parent see what was said."""
-        with suppress(BlockingIOError):  # then it will wake up anyway
+        """Wake the parent up to read the messages."""
+        with suppress(BlockingIOError):  # the pipe is full: the parent will wake up anyway
             os.write(self._waking, b"\1")
 
     def repeat_for(self, slot: int, workers: int, fd: int) -> None:
-        """Repeat evaluations when `fd` rings, as block "board" says, where this worker has the page `slot` of so
-        many."""
+        """Repeat evaluations when `fd` rings, with block "board", which has pages for `workers` workers: `slot` is this
+        worker's."""
         before, self.repeat = self.repeat, Repeater(Board(self._blocks["board"], workers), slot, fd)
         if before is not None:
             os.close(before.bell)
 
     def finished(self) -> None:
-        """Nothing: it is answered once what came before is done."""
+        """Do nothing: the answer shows that all earlier messages are done."""
 
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any], recursion: int) -> None:
-        """Be the process that the parent would have started: its environment, path, arguments, working directory, and
-        limit of recursion."""
+        """Take over the parent's environment, path, arguments, working directory, and recursion limit."""
         sys.setrecursionlimit(recursion)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
@@ -129,7 +129,7 @@ class Session:
         spawn.prepare(preparation)
 
     def set_torch(self, settings: TorchSettings) -> None:
-        """Compute as the parent does, and in the contexts that it is in."""
+        """Compute with the parent's settings, and in its contexts."""
         settings.apply()
         self._torch = settings
 
@@ -140,13 +140,13 @@ class Session:
             torch.cuda.set_device(self.worker.device)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the user's `function(worker, *arguments)`: precode, and what `run_on_workers` is given."""
+        """Call the user's `function(worker, *arguments)`: precode, or a function of `run_on_workers`."""
         return function(self.worker, *arguments)
 
     def use_parameters(self, layout: Layout) -> None:
         """Take X from block "parameters".
 
-        X is the parent's: writing it here is a fault of memory access, which ends the process.
+        X belongs to the parent: writing it here is a memory access fault, which ends the process.
         """
         parameters, device = self._blocks["parameters"], self.worker.device
         pin(parameters, device)
@@ -162,11 +162,11 @@ class Session:
     def install(
         self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
     ) -> None:
-        """Build the module around X and its constants and state (block "program"), in place of the one before; what
-        concerns evaluations has to be told anew. `read_only`: names of tensors that no chunk may write; `examine`:
-        whether the first one does.
+        """Build the module around X and its constants and state (block "program"), in place of the previous one; calls
+        that concern evaluations must be made again. `read_only`: names of tensors that no chunk may write; `examine`:
+        the first chunk is checked for that.
 
-        Raises `RuntimeError` where the module before was given hooks in this worker: they would be lost.
+        Raise `RuntimeError` if hooks were registered on the previous module in this worker: they would be lost.
         """
         if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
             raise RuntimeError(
@@ -203,7 +203,7 @@ class Session:
             self._evaluator.walk.place = self._mirror.place
 
     def use_hooks(self, hooked: bool) -> None:
-        """Whether prehook and posthook run."""
+        """Set whether prehook and posthook run."""
         self.evaluator.hooked = hooked
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
@@ -211,7 +211,7 @@ class Session:
         for blocks in (self._blocks, self._private):
             for known in [known for known in blocks if known.startswith(PIECE)]:
                 del blocks[known]
-        self._private[name].discard()  # what the user's code wrote there was of the batch before
+        self._private[name].discard()  # writes of the user's code belong to the previous batch
         self.evaluator.batch = unpack(data, placements, self._private[name])
         self._loaded[name] = self.evaluator.loaded
         self.restart_step()
@@ -224,7 +224,7 @@ class Session:
         self.restart_step()
 
     def restart_step(self) -> None:
-        """Take the module's state from the parent again: that of the step's start, which evaluations go on from."""
+        """Take the module's state at the start of the step from the parent again."""
         if self._mirror is not None:
             self._mirror.begin_step()
         assert self._buffers is not None
@@ -242,14 +242,14 @@ class Session:
         self._aside = unpack(data, placements, self._private[name])
 
     def fill_aside(self, name: str, start: int, data: bytes, placements: Sequence[Placement]) -> None:
-        """The same as `fill` for the batch of a task, which has one term."""
+        """Put samples into the batch of a task, which has one term, as `fill` does."""
         assert self._aside is not None
         (part,) = self._aside.parts
         part.fill(start, *unpack(data, placements, self._private[name]))
 
     def begin_task(self, data: bytes, placements: Sequence[Placement], fd: int) -> None:
-        """Let orders of tasks be about this task, whose tensors, if it has any, are in block `TASK`; the rows that it
-        yields go to the file `fd`."""
+        """Begin a task, to which orders of tasks refer. Its tensors, if it has any, are in block `TASK`; its result
+        rows go to the file `fd`."""
         output = FileOutput(fd)
         task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
         evaluator, batch = self.evaluator, self._aside
@@ -268,23 +268,23 @@ class Session:
         self.evaluator.outputs = FileOutput(fd)
 
     def write_no_outputs(self) -> None:
-        """Write that nowhere."""
+        """Stop writing the outputs."""
         self.evaluator.outputs = None
 
     def sum_in(self, fd: int) -> None:
-        """Sum totals in the file `fd`, which grows as it has to."""
+        """Sum totals in the file `fd`, which grows as needed."""
         self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
 
     def sum_nowhere(self) -> None:
-        """Give back the file that totals were summed in, until there is another one."""
+        """Release the file that totals were summed in, until there is another one."""
         self._totals, self.evaluator.tasks.totals = None, PrivateTotals()
 
     def cut_task(self, cut: Cut) -> None:
-        """Cut the task's batch so."""
+        """Set the cut of the task's batch."""
         self.evaluator.tasks.loaded.cut = cut
 
     def end_task(self) -> None:
-        """Hold nothing of the task any more, but for the memory of its batch."""
+        """Release everything of the task except the memory of its batch."""
         self._aside = None
         self._blocks["parameters"].protect()
         for name in [name for name in self._blocks if name.startswith(ASIDE) and name != ASIDE_BATCH]:
@@ -292,11 +292,11 @@ class Session:
         self.evaluator.tasks.end()
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """Weigh the terms so in f."""
+        """Set the weights of the terms in f."""
         self.evaluator.weights = weights
 
     def set_direction(self) -> None:
-        """Multiply Hessians with what the parent has in block "direction", which is read-only here as X is."""
+        """Multiply Hessians by the vector in block "direction", which is read-only here, like X."""
         block, layout = self._blocks["direction"], self._layout
         assert layout is not None
         block.protect()
@@ -307,13 +307,13 @@ class Session:
         self.evaluator.direction = layout.views(direction)
 
     def set_cut(self, cut: Cut) -> None:
-        """Cut the batch so."""
+        """Set the cut of the batch."""
         self.evaluator.cut = cut
         if self._mirror is not None:
             self._mirror.forget_pieces()
 
     def add_rows(self, first: int, count: int) -> None:
-        """Sum in the `count` rows of block "rows" too, which follow the `first` ones: in place of others that do."""
+        """Also sum in the `count` rows of block "rows", which replace all rows after the `first` ones."""
         assert self._layout is not None and self._buffers is not None
         pin(self._blocks["rows"], self.worker.device)
         if self._rows is None:
@@ -325,14 +325,14 @@ class Session:
             self._mirror.make_rows(first + count, self._buffers.size)
 
     def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
-        """There are `size` workers now; compute with the threads of this worker's rank, and stay awake for `awake`
+        """Set the number of workers to `size`, use the threads of this worker's rank, and stay awake for `awake`
         seconds after a short order."""
         self.awake = awake
         self.worker.world_size = size
         torch.set_num_threads(threads[self.worker.rank])
 
     def look(self, step: int) -> bool:
-        """Whether the chunk that was evaluated last drew random numbers."""
+        """Tell whether the chunk that was evaluated last drew random numbers."""
         return self.evaluator.look(step)
 
     def evaluate(self, order: Order) -> Iterator[ChunkDone]:
@@ -345,7 +345,7 @@ class Session:
             else:
                 yield from self._evaluate(order)
             self.seconds = time.perf_counter() - began
-        except Exception:  # what it wrote before
+        except Exception:  # discard what it wrote before
             for block in self._private.values():
                 block.discard()
             raise
@@ -357,7 +357,7 @@ class Session:
 
 
 def _hooks(module: torch.nn.Module) -> int:
-    """How many hooks a module and its parts have."""
+    """Return the number of hooks of a module and its parts."""
     found = 0
     for part in module.modules():
         for name, value in vars(part).items():
@@ -366,7 +366,7 @@ def _hooks(module: torch.nn.Module) -> int:
     return found
 
 
-# The calls that a descriptor follows through the pipe: it is their last argument.
+# Calls that are followed by a descriptor through the pipe: it is their last argument.
 WITH_DESCRIPTOR = (
     Session.attach,
     Session.attach_copy,

@@ -12,10 +12,10 @@ from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-# Half of it is 0 where numbers as small are flushed to 0; else it is not.
+# Half of it is 0 only if denormal numbers are flushed to 0.
 _TINY = 2.0**-1040
 _AUTOCAST_DEVICES = ("cpu", "cuda")
-# Torch 2.6 does not tell which hooks for saved tensors are in force: it is not found out there.
+# Torch 2.6 does not tell which hooks for saved tensors are in force, so they are not detected there.
 TOP_SAVED_TENSORS_HOOKS: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
@@ -24,7 +24,7 @@ TOP_SAVED_TENSORS_HOOKS: Callable[[bool], Any] | None = getattr(
 class TorchSettings(NamedTuple):
     """The settings and contexts of torch that change the result of a forward.
 
-    `autocast`: for each type of device the dtype, and whether casts are cached. `device`: where tensors are made.
+    `autocast`: for each type of device the dtype, and whether casts are cached. `device`: the default for new tensors.
     """
 
     default_dtype: torch.dtype
@@ -39,9 +39,9 @@ class TorchSettings(NamedTuple):
 
     @classmethod
     def current(cls) -> TorchSettings:
-        """Those of this process and thread; takes some microseconds.
+        """Return those of this process and thread; takes some microseconds.
 
-        Raises `ValueError` for what cannot be carried to another process.
+        Raise `ValueError` for a context that cannot be carried to another process.
         """
         return cls(
             torch.get_default_dtype(),
@@ -56,9 +56,10 @@ class TorchSettings(NamedTuple):
         )
 
     def apply(self) -> None:
-        """Make the process's settings those of this process; `contexts` are entered apart.
+        """Set the settings of this process; `contexts` are entered separately.
 
-        Only what differs: torch's switch of deterministic algorithms imports a compiler, half a second's work.
+        Only those that differ are set: torch's switch of deterministic algorithms imports a compiler, which takes half
+        a second.
         """
         now = TorchSettings.current()
         torch.set_default_dtype(self.default_dtype)
@@ -72,11 +73,11 @@ class TorchSettings(NamedTuple):
 
     @property
     def has_contexts(self) -> bool:
-        """Whether the caller is in any context."""
+        """Tell whether the caller is in any context."""
         return bool(self.device is not None or self.autocast or self.anomaly[0])
 
     def contexts(self) -> AbstractContextManager[Any]:
-        """The contexts that the caller is in, to be entered."""
+        """Return the contexts that the caller is in, to be entered."""
         stack = ExitStack()
         if self.device is not None:
             stack.enter_context(self.device)
@@ -88,7 +89,7 @@ class TorchSettings(NamedTuple):
 
 
 def autocast_in_force() -> tuple[tuple[str, torch.dtype, bool], ...]:
-    """For each type of device where it is on, the dtype, and whether casts are cached."""
+    """Return, for each type of device with autocast enabled, the dtype and whether casts are cached."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     cached = torch.is_autocast_cache_enabled()
@@ -97,7 +98,7 @@ def autocast_in_force() -> tuple[tuple[str, torch.dtype, bool], ...]:
 
 
 def _device() -> torch.device | None:
-    """Where tensors are made that are not told where; None: on the cpu."""
+    """Return the default device of new tensors; None is the CPU. Raise `ValueError` for other contexts."""
     if TOP_SAVED_TENSORS_HOOKS is not None and TOP_SAVED_TENSORS_HOOKS(True) is not None:
         _refuse("torch.autograd.graph.saved_tensors_hooks")
     if torch._C._len_torch_dispatch_stack():
@@ -127,7 +128,7 @@ _KIND_OF_BACKWARD = "_global_is_full_backward_hook"
 
 
 def module_hooks() -> dict[str, Any]:
-    """Those of this process, by the names of the registries: the registries themselves."""
+    """Return the registries of this process's hooks of all modules, by their names."""
     return {name: getattr(module, name) for name in (*_REGISTRIES, _KIND_OF_BACKWARD)}
 
 
@@ -143,6 +144,6 @@ def set_module_hooks(hooks: Mapping[str, Any]) -> None:
 
 
 def differentiable_twice() -> AbstractContextManager[Any]:
-    """In the body, `scaled_dot_product_attention` is made of plain operations: the backward of its fused kernels cannot
-    be differentiated, which products with a Hessian or a Jacobian need."""
+    """Return a context in which `scaled_dot_product_attention` uses plain operations: the backward of its fused kernels
+    cannot be differentiated, which products with a Hessian or a Jacobian need."""
     return sdpa_kernel(SDPBackend.MATH)

@@ -1,4 +1,4 @@
-"""The versions that parent and worker must share to understand each other and to compute the same."""
+"""The versions that parent and worker must have in common to understand each other and to compute the same results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 @lru_cache(maxsize=1)
 def versions() -> str:
-    """Of Python, torch, cloudpickle, and the text of this package as this process would load it now."""
+    """Return those of Python, torch, cloudpickle, and a hash of this package's text as this process would load it
+    now."""
     text = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         text.update(path.read_bytes())

@@ -1,5 +1,4 @@
-"""Warnings of a worker, which its parent gives in its own process: on their way they are marked lines of standard
-error."""
+"""Warnings of a worker, which its parent issues in its own process; they are sent as marked lines of standard error."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ import sys
 import warnings
 from typing import Any, NamedTuple, TextIO
 
-# What a marked line is between; no text of ours has it within.
+# Delimits a marked line; no text of this package contains it.
 _MARK = "\x1e"
 MARKED = re.compile(f"{_MARK}batchopt (\\[.*?\\]){_MARK}\n", re.DOTALL)
 BEGUN = re.compile(f"{_MARK}batchopt (?:(?!{_MARK}).)*\\Z", re.DOTALL)
 
 
 class Warned(NamedTuple):
-    """A warning: the names of its class and of the module that has it, its text, and where it was given."""
+    """A warning: the names of its class and of that class's module, its text, and where it was issued."""
 
     module: str
     category: str
@@ -26,7 +25,7 @@ class Warned(NamedTuple):
     line: int
 
     def give(self) -> None:
-        """Give it here, as one of `UserWarning` if its class is not here."""
+        """Issue it here, as a `UserWarning` if its class does not exist here."""
         kind: Any = sys.modules.get(self.module)
         for name in self.category.split("."):
             kind = getattr(kind, name, None)
@@ -35,7 +34,7 @@ class Warned(NamedTuple):
 
 
 def tell_parent() -> None:
-    """From now on this process shows warnings as marked lines."""
+    """Show warnings of this process as marked lines from now on."""
 
     def show(
         message: Warning | str,
