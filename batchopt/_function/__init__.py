@@ -1,1 +1,1 @@
-"""The function of one batch, f(X) and its derivatives, as the user asks for it."""
+"""The function of one batch, f(X), and its derivatives, as requested by the user."""

@@ -1,4 +1,4 @@
-"""Checks of a loss: whether it depends on how its batch is cut, and where it is not finite."""
+"""Checks of a loss: dependence on how its batch is cut, and the origin of non-finite values."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from batchopt_workers.data.batch import Batch, Columns, Numbering, Part
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.inspection import counts_frequencies, name_of
 
-# Samples that are evaluated, of each term.
+# Number of samples evaluated per term.
 SAMPLES = 8
-# Of the parts' magnitude: what the precision of the parameters, or of a solver inside, leaves uncertain.
+# Tolerances relative to the parts' magnitude: rounding of the parameters' dtype, or of a solver inside the loss.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4}
 COARSE = 5e-2
 
-
-# Of a loss that draws random numbers: how often it is drawn; how many standard errors, and which part of it, are no
-# chance; and the standard errors up to which that part would have been seen.
+# For a loss that draws random numbers: the number of draws; the standard errors, and the fraction of the loss, beyond
+# which a difference is no chance; and the standard errors within which that fraction would have been detected.
 DRAWS, CERTAIN, LEAST, SEEN = 8, 6.0, 0.1, 4.0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A term (None where there are no terms) whose loss of `samples` samples is `whole`, and `parted` where they are
-    cut into two parts of so many. `decided`: whether that is no chance of random draws."""
+    """A term (None without terms) whose loss of some samples is `whole` in one forward, and `parted` when they are cut
+    into two parts of the sizes `parts`. `decided`: False if random draws might explain the difference."""
 
     term: str | None
     reduction: str
@@ -56,7 +55,7 @@ class Difference:
 
 
 class Drawn(NamedTuple):
-    """The loss of some samples, and those of its two parts, all with the same random draws."""
+    """The loss of some samples and the losses of its two parts, all with the same random draws."""
 
     whole: float
     one: float
@@ -64,22 +63,22 @@ class Drawn(NamedTuple):
 
     @property
     def off(self) -> float:
-        """How far the sum of the parts is off."""
+        """The sum of the parts minus the whole."""
         return self.one + self.two - self.whole
 
     @property
     def scale(self) -> float:
-        """The parts' magnitude, or that of the whole."""
+        """The magnitude of the parts, or that of the whole if it is larger."""
         return max(abs(self.whole), abs(self.one) + abs(self.two))
 
 
 def differs(drawn: Drawn, tolerance: float) -> bool:
-    """Whether the whole is not the sum of its parts; False where nothing can be said."""
+    """Tell whether the whole is not the sum of its parts; False where a value is not finite."""
     return math.isfinite(drawn.off) and abs(drawn.off) > tolerance * drawn.scale
 
 
 def judge(draws: Sequence[Drawn]) -> bool | None:
-    """Whether a loss that is random is not the sum of its parts; None where that cannot be told."""
+    """Tell whether a random loss is not the sum of its parts; None if the draws cannot decide."""
     off = [drawn.off for drawn in draws]
     error = stdev(off) / math.sqrt(len(draws))
     least = LEAST * fmean(drawn.scale for drawn in draws)
@@ -89,8 +88,8 @@ def judge(draws: Sequence[Drawn]) -> bool | None:
 
 
 def split(samples: int, largest: int) -> tuple[int, int]:
-    """How many samples to evaluate, in two unequal parts if there are enough of them: no more at a time than the
-    `largest` chunk has, where that has two."""
+    """Return the sizes of the two parts to evaluate, unequal if possible. Together they have at most as many samples as
+    the `largest` chunk, where that has two or more."""
     count = min(SAMPLES, samples, max(largest, 2))
     one = max(count * 3 // 8, 1)
     return one, count - one
@@ -105,12 +104,12 @@ def compare(
     step: int,
     dtype: torch.dtype,
 ) -> list[Difference]:
-    """The terms of the loaded batch whose loss depends on the cut, as far as the first samples of each can tell.
+    """Return the terms of the loaded batch whose loss depends on the cut, judged by the first samples of each.
 
-    Evaluates them on one worker, without hooks (which the caller has taken off): in one go, and in two parts, with the
-    same random draws. Where that differs and the loss is random, several draws decide; or do not, as where a few
-    samples cannot be evaluated. Nothing is said of what is not finite, nor of torch's own criteria. `number` numbers
-    the evaluations.
+    They are evaluated on one worker, without hooks (the caller has disabled them): in one forward and in two parts,
+    with the same random draws. If a random loss differs, several draws decide. The verdict stays open where they
+    cannot, or where so few samples cannot be evaluated. Losses that are not finite and torch's own criteria are
+    skipped. `number` returns the number of the next evaluation.
     """
     tolerance, found = TOLERANCES.get(dtype, COARSE), []
     for term, part in enumerate(batch.parts):
@@ -120,14 +119,14 @@ def compare(
         one, two = split(part.size, largest)
 
         def value(start: int, stop: int, step: int, term: int = term) -> float:
-            order = Order(number(), step, 0, 1)  # the first chunk, always: its draws
+            order = Order(number(), step, 0, 1)  # always the first chunk, for the same draws
             cut = Cut((start, stop))
             answers = backend.evaluate(cut, [order] + [None] * (len(backend.workers) - 1))
             return sum(partial.losses[term] for _, partial in merge_answers(answers, cut.chunks))
 
         try:
             verdict, draws = _draw(value, (first, first + one, first + one + two), step, tolerance)
-        except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs the hooks
+        except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs its hooks
             verdict, draws = None, [Drawn(math.nan, math.nan, math.nan)]
         if verdict is not False:
             weight = part.weighting.of(0, one + two)
@@ -140,8 +139,8 @@ def compare(
 def _draw(
     value: Callable[[int, int, int], float], bounds: tuple[int, int, int], step: int, tolerance: float
 ) -> tuple[bool | None, list[Drawn]]:
-    """Whether the loss of two parts is not that of the whole, None where nobody can tell; and the losses. `value` is
-    that of the samples from one up to another, with the draws of a step."""
+    """Return the verdict, None if undecided, and the losses drawn. `value` is the loss of the samples in a range, with
+    the draws of a step; `bounds` are those of the two parts."""
     first, middle, last = bounds
     found: list[Drawn] = []
 
@@ -160,7 +159,7 @@ def _draw(
 
 
 def _is_asked(part: Part, reading: Reading) -> bool:
-    """Whether the loss of several samples is one forward, and the user's own, or of what the user has collated."""
+    """Tell whether one forward covers several samples, and the loss or its batching is the user's own."""
     if not isinstance(part.inputs, Columns) and part.collate is None:
         return False
     criterion = reading.criterion
@@ -171,8 +170,8 @@ def _is_asked(part: Part, reading: Reading) -> bool:
 def refuse_frequencies(
     module: torch.nn.Module, workers: int | None, batch: Batch | None = None, chunks: int = 1
 ) -> None:
-    """Raise `ValueError` for a layer whose gradient counts how often an entry is in a forward, where the batch takes
-    more than one."""
+    """Raise `ValueError` for a layer whose gradient counts how often an entry occurs in a forward, if the batch takes
+    several forwards."""
     forwards = chunks
     if batch is not None and not batch.is_of_columns:
         forwards = max(chunks, _forwards(batch) - len(batch.parts) + 1)
@@ -186,19 +185,19 @@ def refuse_frequencies(
 
 
 def _forwards(batch: Batch) -> int:
-    """How many forwards the batch takes if it is not cut."""
+    """Return the number of forwards that an uncut batch takes."""
     listed = [not isinstance(part.inputs, Columns) and part.collate is None for part in batch.parts]
     return sum(part.size if one_each else 1 for part, one_each in zip(batch.parts, listed, strict=True))
 
 
-# What orders of each kind yield beside the loss.
+# What orders of each kind yield in addition to the loss.
 DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and which of
-    the loss and its derivative it is."""
+    """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and a
+    description of the value that is not finite."""
 
     chunk: int
     samples: range
@@ -214,9 +213,9 @@ def explain(
     kind: Kind = Kind.EVALUATE,
     name: str = "",
 ) -> NonFiniteError:
-    """The error for the evaluation, or the product, that follows `counters`: evaluates anew, without hooks (which the
-    caller has taken off), to find the place. `number` numbers the evaluations; `name`: of what it yields beside the
-    loss, if that is not what the kind says."""
+    """Return the error for the non-finite evaluation or product that follows `counters`. Evaluates again, without hooks
+    (the caller has disabled them), to find the origin. `number` returns the number of the next evaluation. `name`
+    describes the result other than the loss, if not what the kind implies."""
     name = name or DERIVATIVES[kind]
     place = locate(backend, cut, number, counters.steps, kind, name)
     beside = "" if kind is Kind.TOTAL else "loss or "
@@ -233,10 +232,8 @@ def locate(
     kind: Kind = Kind.EVALUATE,
     name: str = DERIVATIVES[Kind.EVALUATE],
 ) -> Origin | None:
-    """Evaluate halves of the chunks, then halves of the first bad chunk's samples.
-
-    None if each chunk is finite: a hook did it, or their sum is too large for the dtype.
-    """
+    """Find the origin by evaluating halves of the chunks, then halves of the first bad chunk's samples. Return None if
+    every chunk is finite: a hook changed the result, or the sum is too large for the dtype."""
 
     def what(cut: Cut, some: range) -> str:
         counts = split_batch(len(some), [1.0] * len(backend.workers))
@@ -248,7 +245,7 @@ def locate(
         return next(filter(None, (_what(answer, name) for answer in backend.evaluate(cut, orders))), "")
 
     def is_nothing(chunk: int) -> bool:
-        """Whether its loss is finite as soon as the samples of the chunk beside it are with its own."""
+        """Tell whether its loss is finite once the samples of the adjacent chunk are added."""
         first = max(chunk - 1, 0)
         try:
             return cut.chunks > 1 and not what(Cut((cut.bounds[first], cut.bounds[first + 2])), range(1))
@@ -277,7 +274,7 @@ def locate(
 
 
 def _narrow(items: range, what: Callable[[range], str]) -> range:
-    """The half that is not finite by itself, as long as there is one."""
+    """Bisect to the smallest range that is still not finite by itself."""
     while len(items) > 1:
         middle = (items.start + items.stop) // 2
         halves = range(items.start, middle), range(middle, items.stop)
@@ -289,7 +286,7 @@ def _narrow(items: range, what: Callable[[range], str]) -> range:
 
 
 def _what(answer: Answer, name: str) -> str:
-    """Which of the loss and its derivative is not finite; empty if both are."""
+    """Describe the value that is not finite; empty if all are finite."""
     for _, partial in answer.partials:
         bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
         if bad is not None:

@@ -1,4 +1,4 @@
-"""f of the loaded batch as optimizers ask for it: as a closure, and as a tensor with a graph."""
+"""f of the loaded batch as optimizers call it: a closure, or a tensor with a graph."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from batchopt_workers.data.layout import Layout
 
 
 class Closure:
-    """A closure: `closure()` evaluates f and df/dX of the loaded batch. Where f is a sum of squares it has the normal
-    equations, too, which `LevenbergMarquardt` asks for."""
+    """A closure that evaluates f and df/dX of the loaded batch. Where f is a sum of squares it also provides the normal
+    equations, for `LevenbergMarquardt`."""
 
     def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
-        """`evaluate` the function by this."""
+        """Evaluate the function by calling `evaluate`."""
         self._function, self._evaluate = function, evaluate
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The module's trainable ones, in the order in which X has them."""
+        """The module's trainable parameters, in the order of X."""
         return self._function.subject.parameters
 
     def __call__(self) -> torch.Tensor:
-        """As `BatchOptimizer.evaluate`."""
+        """Evaluate f and df/dX, like `BatchOptimizer.evaluate`."""
         return self._evaluate()
 
     def normal(self, limit: int) -> Normal:
-        """As `BatchOptimizer.normal`."""
+        """Return the normal equations, like `BatchOptimizer.normal`."""
         return normal(self._function, limit)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
-        """As `BatchOptimizer.gauss_newton`."""
+        """Return a Gauss-Newton product, like `BatchOptimizer.gauss_newton`."""
         return gauss_newton_product(self._function, v)
 
     def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-        """JᵀW times the second derivative of the residuals along `v`: shape `(n,)`, X's dtype."""
+        """Return JᵀW times the second derivative of the residuals along `v`: shape `(n,)`, X's dtype."""
         return acceleration(self._function, v)
 
 
 def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """f of the loaded batch, by `evaluate`: a 0-dim tensor, float64, whose `backward` adds df/dX to each `.grad`."""
+    """Return f of the loaded batch: 0-dim, float64; its `backward` adds df/dX to each `.grad`."""
     subject = function.subject
     subject.renew_gradient()
     with subject.keeping_gradients():
@@ -55,14 +55,14 @@ def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor
 
 
 class _Places(NamedTuple):
-    """Where each parameter lies in df/dX, and which of them f depends on."""
+    """The layout of the parameters in df/dX, and a flag per parameter: whether f depends on it."""
 
     layout: Layout
     used: list[bool]
 
 
 class _Loss(torch.autograd.Function):
-    """f, whose gradient (shape `(n,)`) is known before anybody asks for it."""
+    """f as an autograd function whose gradient (shape `(n,)`) is already known."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _may_come_again() -> bool:
-    """Whether this backward retains the graph. If not, what was saved is autograd's, which makes `.grad` of it without
-    a copy, and may add other gradients in place."""
+    """Tell whether this backward retains the graph. If not, autograd owns the saved gradient: it becomes `.grad`
+    without a copy, and others may be added to it in place."""
     retains = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return retains is None or bool(retains())

@@ -1,4 +1,4 @@
-"""Derivatives of f that are no gradient with respect to X, and f at other points than X."""
+"""Hessian products, gradients with respect to inputs, and f at points other than X."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batchopt_workers.tasks.task import Task
 
 
 def hessian_products(function: BatchFunction, v: Any) -> torch.Tensor:
-    """The Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
+    """Return the Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
     function.check_exact("hvp()")
     size = len(function.parameters)
     if not isinstance(v, torch.Tensor) or not v.is_floating_point():
@@ -46,7 +46,7 @@ def _block(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
 
 
 def input_gradients(function: BatchFunction, inputs: Any, targets: Any) -> Any:
-    """df/d(inputs), in sample order; by term where there are terms."""
+    """Return df/d(inputs) in sample order; by term where there are terms."""
     readings = function.readings
     selections = select(function, inputs, targets, readings)
     tasks = [s.task(_input_gradients(readings[s.name], s.batch.parts[0])) for s in selections]
@@ -58,7 +58,7 @@ def input_gradients(function: BatchFunction, inputs: Any, targets: Any) -> Any:
 
 
 def _input_gradients(reading: Reading, part: Part) -> InputGradients:
-    """Raises `ValueError` where `denominators` has a derivative of its own."""
+    """Return the function to collect. Raises `ValueError` if `denominators` depends on the inputs differentiably."""
     if reading.denominators is None or reading.reduction == "sum":
         return InputGradients()
     if isinstance(part.inputs, Items):
@@ -70,8 +70,8 @@ def _input_gradients(reading: Reading, part: Part) -> InputGradients:
 def evaluate_many(
     function: BatchFunction, points: Any, gradients: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """f of the loaded batch at each of the `points` (shape `(K, n)`): shape `(K,)`, float64; infinity where it is not
-    finite. With `gradients` also df/dX at each, shape `(K, n)`, X's dtype."""
+    """Return f of the loaded batch at each of the `points` (shape `(K, n)`): shape `(K,)`, float64, infinity where it
+    is not finite; with `gradients` also df/dX at each, shape `(K, n)`, X's dtype."""
     step, x = function.ready(), function.subject.x
     read_bool("gradients", gradients)
     at = _read_points(points, x)
@@ -91,7 +91,7 @@ def evaluate_many(
 
 
 def _read_points(points: Any, x: torch.Tensor) -> torch.Tensor:
-    """One row a point, of X's dtype. Raises `TypeError` or `ValueError`."""
+    """Return one row per point, in X's dtype. Raises `TypeError` or `ValueError`."""
     if isinstance(points, (list, tuple)) and points:
         points = torch.stack([torch.as_tensor(point) for point in points])
     elif isinstance(points, np.ndarray):

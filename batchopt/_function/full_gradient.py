@@ -1,4 +1,4 @@
-"""f and df/dX of all data, where the data comes in several batches."""
+"""f and df/dX of data that comes in several batches."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from batchopt_workers.map.weighting import Weighting
 
 
 class Total:
-    """The sum over batches, in float64, in the order in which they come: a mean counts by what it divides by."""
+    """The float64 sum over batches, in their order; a mean is weighted by its divisor."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        """For gradients like `x`: shape `(n,)`."""
+        """Start at zero, for gradients like `x`: shape `(n,)`."""
         self._loss, self._divisor = 0.0, 0.0
         self._gradient = torch.zeros_like(x, dtype=torch.float64)
         self._dtype = x.dtype
 
     def add(self, loss: float, gradient: torch.Tensor, weighting: Weighting) -> None:
-        """Take in f and df/dX (shape `(n,)`) of a batch that is weighed so."""
+        """Add f and df/dX (shape `(n,)`) of a batch with this weighting."""
         self._loss += weighting.divisor * loss
         self._gradient.add_(gradient, alpha=weighting.divisor)
         self._divisor = 1.0 if weighting.reduction == "sum" else self._divisor + weighting.divisor
 
     def whole(self) -> tuple[float, torch.Tensor]:
-        """f and df/dX of all batches as one; the gradient in the dtype of `x`. Raises `ValueError` if nothing
-        counts."""
+        """Return f and df/dX of all batches together, the gradient in the dtype of `x`. Raises `ValueError` if no
+        sample counts."""
         if not self._divisor:
             raise ValueError("there is no sample that counts: no batch, or the denominators of all samples are 0")
         return self._loss / self._divisor, (self._gradient / self._divisor).to(self._dtype)
@@ -39,7 +39,8 @@ class Total:
 def full_gradient(
     function: BatchFunction, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
 ) -> tuple[float, torch.Tensor]:
-    """f and df/dX of all batches of `data` as one, each by `evaluate`; documented at `BatchOptimizer.full_gradient`."""
+    """Return f and df/dX of all batches of `data` together, each evaluated by `evaluate`. Documented at
+    `BatchOptimizer.full_gradient`."""
     function.check_exact("full_gradient()")
     subject, total = function.subject, Total(function.subject.x)
     if function.terms is not None and len(function.terms) > 1:
@@ -66,7 +67,8 @@ def full_gradient(
 
 
 def _counts(weighting: Weighting) -> bool:
-    """Whether anything in a batch counts. Raises `ValueError` where nothing does and it has a loss all the same."""
+    """Tell whether any sample of a batch counts. Raises `ValueError` if none does and the batch has a loss
+    nevertheless."""
     if weighting.divided_once and not weighting.divisor:
         raise ValueError(
             "the class weights of all targets of a batch are 0, and with label smoothing it has a loss all the same, "

@@ -52,7 +52,7 @@ class BatchFunction(BatchLoader):
 
     @exclusive
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
-        """Make this the batch of the evaluations to come."""
+        """Load the batch that the next evaluations use."""
         if self._closed:
             raise closed()
         if isinstance(inputs, PreparedBatch):
@@ -63,21 +63,21 @@ class BatchFunction(BatchLoader):
             self.begin(self.prepare(inputs, targets, options))
 
     def begin(self, prepared: Prepared, rows: Rows = lambda: None) -> None:
-        """Begin a step on what was prepared; `rows`: which samples of the data it has."""
+        """Begin a step on a prepared batch; `rows` returns the indices of its samples in the data."""
         self._rows = rows
         self._begin(prepared if prepared.batch.plain is not None else self.weighed(prepared))
 
     def weighed(self, prepared: Prepared) -> Prepared:
-        """The same, `with_denominators`."""
+        """Return the prepared batch with its normalisers known."""
         batch = self.with_denominators(prepared.batch)
         return prepared if batch is prepared.batch else replace(prepared, batch=batch)
 
     def with_denominators(self, batch: Batch) -> Batch:
-        """The same where all that means divide by is known; else a batch in which it is."""
+        """Return the batch, or a copy with all normalisers of its means known."""
         return with_denominators(batch, self.readings, self.carry_out, self.workers.backend)
 
     def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
-        """Each of `batches`, placed; the next one is read and placed while the workers compute."""
+        """Yield each of `batches`, prepared; the next one is read and prepared while the workers compute."""
         read = as_arguments if self._terms is None else as_batch_of_terms
 
         def prepare(turn: Turn) -> tuple[Turn, Prepared, Readings]:
@@ -104,8 +104,7 @@ class BatchFunction(BatchLoader):
         map: Callable[[], list[Answer]] | None = None,
         reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """f at X (0-dim, float64), and df/dX, by the two halves `map` and `reduce`: those below, or what overrides
-        them."""
+        """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
         owner = self._owner
         outer = owner.doing
         try:
@@ -132,22 +131,22 @@ class BatchFunction(BatchLoader):
             owner.doing = outer
 
     def _repeat_of(self, answers: Sequence[Answer]) -> Repeat | None:
-        """The evaluation that these answer, to be repeated next time, if the backend can."""
+        """Return the evaluation behind these answers for repetition, if the backend supports it."""
         which, longest = self.workers.backend.repeatable, max((answer.seconds for answer in answers), default=LONGEST)
         if which is None or longest >= LONGEST or not self.workers.are_known:
             return None
         return Repeat(self._loaded(), self.workers.speeds, which, answers, self.workers.infos)
 
     def _repeated(self, repeat: Repeat, began: float) -> torch.Tensor | None:
-        """What `evaluate` returns, if the evaluation before can be repeated; None where it has to be ordered."""
+        """Repeat the previous evaluation and return its f; None if it has to be ordered instead."""
         step, subject, workers = self.ready(), self.subject, self.workers
         usual = repeat.fits(step, workers.speeds) and not self._ended and self._on_nonfinite != "keep"
         if not usual or self._compresses or self._keeps_outputs or subject.buffers.is_written:
             return None
-        self._repeat = None  # if anything is raised
-        if step.number != repeat.step:  # of which this is the first evaluation
+        self._repeat = None  # stays so if anything is raised
+        if step.number != repeat.step:  # the step's first evaluation
             self._unlooked = repeat.step = step.number
-        self._number = workers.number()  # of the order, too, if it takes one
+        self._number = workers.number()  # also that of the order, if one is needed
         found = workers.backend.repeat(repeat.which, self._number, step.number, repeat.seconds, self.observers.busy)
         if found is None:
             return None
@@ -158,8 +157,8 @@ class BatchFunction(BatchLoader):
             faults.point("parent.reduce")
         whole = repeat.reduction.whole(found.losses, subject.renew_gradient())
         loss = weighed(whole.losses, step.weights)
-        if not (whole.finite and math.isfinite(loss)):  # which the ordinary way explains
-            self._number = None  # for sums were made where the workers have their own
+        if not (whole.finite and math.isfinite(loss)):  # an ordered evaluation explains it
+            self._number = None  # a new number: the sums may have overwritten the workers' rows
             return None
         self._take_in(whole)
         self._outputs = None
@@ -172,7 +171,7 @@ class BatchFunction(BatchLoader):
         return torch.scalar_tensor(loss, dtype=torch.float64, device="cpu")
 
     def _count(self, loss: float, answers: Sequence[Answer], began: float, mapped: float) -> None:
-        """An evaluation is over: count it, and tell who wants to know."""
+        """Count a finished evaluation and notify the observers."""
         terms = dict(zip(self._terms, self._term_losses, strict=False)) if self._terms else {}
         counters = self._past.counters.evaluated(loss, terms)
         self._past = Past(counters, self._past.hook_results, self._evaluation or self._past.residuals)
@@ -185,9 +184,9 @@ class BatchFunction(BatchLoader):
 
     @undisturbed
     def map(self) -> list[Answer]:
-        """Partial losses and gradients from every worker that had a share."""
+        """Return partial losses and gradients from every worker that had a share."""
         step = self.ready()
-        if step.number != self._unlooked:  # else workers have not said yet whether random numbers are drawn
+        if step.number != self._unlooked:  # else it is not known yet whether random numbers are drawn
             step = self._step = step.followed(self.workers.speeds)
         self._planned = Planned(step.batch.size, step.chunk_size, self.workers.speeds, step.plan)
         self._outputs = None
@@ -202,7 +201,7 @@ class BatchFunction(BatchLoader):
         return answers
 
     def _evaluate(self, step: Step, kind: Kind) -> list[Answer]:
-        """Evaluate as planned; where random numbers were drawn the chunks stay, for others would draw other ones."""
+        """Evaluate as planned; keep the chunks if random numbers were drawn, as other chunks would draw others."""
         with self._at_start():
             if self._compresses and kind is Kind.EVALUATE:
                 answers = self._evaluate_compressed(step)
@@ -225,11 +224,11 @@ class BatchFunction(BatchLoader):
         return answers
 
     def residuals(self) -> dict[int, torch.Tensor]:
-        """What compression has left of gradients so far, of each part of the sum."""
+        """Return the compression residuals of the gradients so far, for each part of the sum."""
         return self.workers.compressing.residuals(self._past.residuals) if self._compresses else {}
 
     def check_exact(self, what: str) -> None:
-        """Raise `ValueError` where gradients are compressed, which `what` would be wrong with."""
+        """Raise `ValueError` where gradients are compressed, since `what` needs exact ones."""
         if self._compresses:
             raise ValueError(
                 f"{what} is exact, or compares gradients with each other, and here they are compressed: build another "
@@ -238,7 +237,7 @@ class BatchFunction(BatchLoader):
 
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
-        """Merge `answers` into f, which is returned, and df/dX."""
+        """Merge `answers` into df/dX and f, which is returned."""
         step, subject = self._loaded(), self.subject
         whole = reduce_answers(answers, step.plan.cut.chunks, subject.renew_gradient())
         self._take_in(whole)
@@ -253,13 +252,13 @@ class BatchFunction(BatchLoader):
         return torch.scalar_tensor(loss if kept else math.inf, dtype=torch.float64, device="cpu")
 
     def _take_in(self, whole: Whole) -> None:
-        """Show what all chunks have found."""
+        """Set the gradients, buffer changes and term losses of all chunks."""
         self.subject.show_gradients(whole.used)
         self._changes, self._term_losses = whole.changes.clone(), whole.losses
 
     @contextmanager
     def as_it_is(self) -> Iterator[None]:
-        """In the body f, and products, may be NaN or infinite, which is no error."""
+        """Let f and products be NaN or infinite in the body, without an error."""
         before, self._on_nonfinite = self._on_nonfinite, "keep"
         try:
             yield
@@ -267,7 +266,7 @@ class BatchFunction(BatchLoader):
             self._on_nonfinite = before
 
     def _infinite(self, error: BatchoptError) -> torch.Tensor:
-        """Infinity, where what the user's code raised means that; else raises it."""
+        """Return infinity if the exception in the user's code means that; else raise it."""
         if not isinstance(error, WorkerError) or self.settings.kinds_as_infinite.isdisjoint(error.kinds):
             raise error
         step, subject, counters = self._loaded(), self.subject, self._past.counters
@@ -282,7 +281,7 @@ class BatchFunction(BatchLoader):
         return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")
 
     def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "") -> Exception:
-        """The error that says where it came from, and `what` it is if the kind of order does not tell."""
+        """Return the error that locates the origin of a non-finite result, described by `what` or the kind of order."""
         workers, counters = self.workers, self._past.counters
         with workers.without_hooks(), self._at_start():
             return explain(workers.backend, cut, batch.numbering, workers.number, counters, kind, what)
@@ -290,7 +289,7 @@ class BatchFunction(BatchLoader):
     @exclusive
     @undisturbed
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
-        """The Hessian of f at X times `v`: a new tensor, shape `(n,)`, X's dtype."""
+        """Return the Hessian of f at X times `v`: a new tensor, shape `(n,)`, X's dtype."""
         step = self.ready()
         direction = torch.empty_like(self.subject.x).copy_(v.detach())
         if not bool(direction.isfinite().all()):
@@ -306,24 +305,24 @@ class BatchFunction(BatchLoader):
         return product
 
     def count_products(self, count: int) -> None:
-        """So many more products of the Hessian were made."""
+        """Count `count` more Hessian products."""
         counters = replace(self._past.counters, products=self._past.counters.products + count)
         self._past = self._past._replace(counters=counters)
 
     @exclusive
     @undisturbed
     def keep_outputs(self, keep: bool) -> None:
-        """Whether the next evaluations keep what the module returns."""
+        """Set whether the next evaluations keep the module's outputs."""
         self.workers.backend.keep_outputs(keep)
         self._keeps_outputs = keep
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether evaluations keep what the module returns."""
+        """Tell whether evaluations keep the module's outputs."""
         return self._keeps_outputs
 
     def outputs(self) -> Any:
-        """What the module returned in the last evaluation. Raises `BatchoptError` if nobody kept it."""
+        """Return the module's outputs in the last evaluation. Raises `BatchoptError` if they were not kept."""
         self.check_open()
         if self._outputs is None:
             raise BatchoptError(
@@ -333,8 +332,8 @@ class BatchFunction(BatchLoader):
         return self._outputs
 
     def put_together(self, answers: Sequence[Answer], cut: Cut, samples: int) -> Any:
-        """The rows that the workers have written, in the order of samples, in the structure in which they were
-        returned. Raises `ValueError` for chunks with different ones."""
+        """Return the rows written by the workers, in sample order, in the structure in which they were returned. Raises
+        `ValueError` if chunks returned different structures."""
         form = common_form(forms_of(answers), cut.bounds)
         if form.objects is not None:
             return form.objects
@@ -352,13 +351,15 @@ class BatchFunction(BatchLoader):
         use: Callable[[Sequence[Answer], Cut], T],
         cut: Cut | None = None,
     ) -> T:
-        """`use` what the workers answer to orders of a task on `batch`, and its cut: either samples of the loaded
-        batch, or (`task.aside`) other ones, cut so, if not as for evaluations. The loaded batch stays as it is.
+        """Order a task on `batch` and return `use(answers, cut)`.
 
-        In the middle of a step (an optimizer's callback) the program is that of the step; else it is as the user has it
-        now, and a batch that was loaded before a change of it is no longer loaded. Likewise the module's state: that of
-        the step's start for f of the loaded batch and in the middle of a step, else as it is now, as for what the
-        module returns in a mode that is not its own.
+        The samples are those of the loaded batch or (`task.aside`) others, cut as given or else as for evaluations. The
+        loaded batch is kept.
+
+        In the middle of a step (in an optimizer's callback) the program is that of the step. Otherwise it is the
+        current one, and a batch that was loaded before a change of it is unloaded. Likewise the module's state is that
+        of the step's start for f of the loaded batch and in the middle of a step, else the current one, also for
+        outputs in a mode other than the module's own.
         """
         self.check_open()
         now = task.aside and not task.whole and not self.owner.is_amid
@@ -384,7 +385,7 @@ class BatchFunction(BatchLoader):
                 workers.backend.end_task()
 
     def _plan_of_task(self, task: Task, batch: Batch, cut: Cut | None) -> Plan:
-        """The step's own where its whole batch is gone through, so that draws are those of the evaluations."""
+        """Return the step's plan for all terms of its batch, so that draws match its evaluations; else a new plan."""
         if not task.aside and len(self._loaded().batch.parts) == len(batch.parts):
             return self._loaded().plan
         speeds = self.workers.speeds_of_tasks
@@ -400,7 +401,7 @@ class BatchFunction(BatchLoader):
         speeds: Sequence[float | None],
         residuals: Mapping[int, torch.Tensor],
     ) -> None:
-        """Go on from these; from `speeds` if they are of as many workers. A batch has to be loaded anew."""
+        """Continue from these; from `speeds` only if the number of workers matches. A batch has to be loaded again."""
         number = 0
         if self._compresses and residuals:
             number = self.workers.number()
@@ -419,7 +420,7 @@ class BatchFunction(BatchLoader):
             self.workers.set_speeds(Speeds(tuple(speeds)))
 
     def twin(self, program: Program, **changes: Any) -> BatchFunction:
-        """The same function of another program, in this process, with the same draws in its first step."""
+        """Return the function of another program, in this process, with the same draws in its first step."""
         serial: dict[str, Any] = {
             "backend": "serial",
             "parallelize": 1,

@@ -1,4 +1,4 @@
-"""Hogwild: workers that step on the same parameters at the same time, without waiting for each other."""
+"""Hogwild: workers step on shared parameters concurrently, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.hogwild import Factory, Hogwild
 from batchopt_workers.tasks.task import Task
 
-# Mini-batches that a worker steps on before it says so: what is lost with it, and done again.
+# Mini-batches that a worker steps on before it reports them: those lost with it, and done again.
 TOGETHER = 8
 
 
 @dataclass(frozen=True)
 class HogwildResult:
-    """`losses[i]` are those that worker `i` found in its mini-batches, in their order, each before the step."""
+    """`losses[i]` are the losses of worker `i` on its mini-batches, in order, each before the step."""
 
     losses: list[list[float]]
 
@@ -59,7 +59,7 @@ def hogwild(
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            function.parameters.copy_(start)  # if it begins anew, since forwards write state that was not known
+            function.parameters.copy_(start)  # `learning` may call this again, for state that forwards write
         task = Task(Hogwild(part, optimizer), aside=True, writes=True)
         found: tuple[torch.Tensor, torch.Tensor] = collect(function, task, Batch((orders,)), cut)
         return found
@@ -95,8 +95,8 @@ def _read(function: BatchFunction, data: Any) -> Part:
 def _in_shards(
     samples: int, size: int, epochs: int, shuffle: bool, function: BatchFunction, workers: int
 ) -> list[torch.Tensor]:
-    """The samples of each mini-batch: those of the first worker, then those of the next; worker `i` of `n` has every
-    `n`-th one."""
+    """Return the samples of each mini-batch, those of the first worker first; worker `i` of `n` has every `n`-th
+    one."""
     batches: list[torch.Tensor] = []
     for epoch in range(epochs):
         order = permutation(samples, function.settings.seed, epoch) if shuffle else torch.arange(samples)
@@ -105,7 +105,7 @@ def _in_shards(
 
 
 def _refuse_statistics(module: torch.nn.Module) -> None:
-    """Raise `ValueError` for running statistics: each worker would have its own."""
+    """Raise `ValueError` for running statistics, since each worker would have its own."""
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats:
             raise ValueError(

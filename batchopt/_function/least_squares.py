@@ -28,15 +28,18 @@ from batchopt_workers.tasks.least_squares import (
 )
 from batchopt_workers.tasks.task import PieceFunction, Task
 
-# Parameters of the largest matrix that is made unless a larger one is asked for.
+# Default limit of the number of parameters for which a matrix is made.
 LARGEST = 5_000
 
 
 class Normal(NamedTuple):
     """The normal equations of f = rᵀWr, in float64: `loss` is f; `vector` JᵀWr, half of df/dX, shape `(n,)`; `matrix`
-    JᵀWJ, symmetric, shape `(n, n)`. W has the weights of the squares in f: that of the term, by the number of its
-    residuals; times those of samples. Under a robust loss, `loss` and `vector` are f's, and W in `matrix` is less for
-    large residuals, by the correction of Triggs and others ("Bundle adjustment: a modern synthesis", 2000)."""
+    JᵀWJ, symmetric, shape `(n, n)`.
+
+    W has the weights of the squares in f: that of the term divided by the number of its residuals, times those of
+    samples. Under a robust loss, `loss` and `vector` are f's, and W in `matrix` is smaller for large residuals, by the
+    correction of Triggs and others ("Bundle adjustment: a modern synthesis", 2000).
+    """
 
     loss: float
     vector: torch.Tensor
@@ -44,30 +47,30 @@ class Normal(NamedTuple):
 
 
 class Roots(NamedTuple):
-    """See `square_roots`: shape `(N,)` both."""
+    """The result of `square_roots` for a term: shape `(N,)` both."""
 
     values: torch.Tensor
     slopes: torch.Tensor
 
 
 def residuals(function: BatchFunction, inputs: Any, targets: Any) -> Any:
-    """The residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms. Of other
-    data, those of the terms that `inputs` has."""
+    """Return the residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms.
+    For other data these are the terms that `inputs` has."""
     names = [*function.readings]
     if function.terms is not None and isinstance(inputs, Mapping) and inputs:
-        check_names("the batch", {**function.terms, **inputs}, function.terms)  # none that there is not
+        check_names("the batch", {**function.terms, **inputs}, function.terms)  # reject unknown names
         names = [name for name in names if name in inputs]
     return _rows(function, Residuals(), select(function, inputs, targets, _readings(function, names)))
 
 
 def jacobian_product(function: BatchFunction, v: Any) -> Any:
-    """J times `v`."""
+    """Return J times `v`."""
     task = JacobianProduct(_vector(function, "v", v))
     return _rows(function, task, _loaded(function))
 
 
 def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
-    """Jᵀ times `u`, shape `(n,)`, X's dtype."""
+    """Return Jᵀ times `u`, shape `(n,)`, X's dtype."""
     selections = _loaded(function)
     given = u if isinstance(u, Mapping) else {None: u}
     names = [s.name for s in selections]
@@ -92,7 +95,7 @@ def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
 
 
 def gauss_newton_product(function: BatchFunction, v: Any) -> torch.Tensor:
-    """JᵀWJ times a vector, shape `(n,)`, or each column of a matrix, shape `(n, k)`; X's dtype."""
+    """Return JᵀWJ times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`; X's dtype."""
     _check(function)
     columns = _floating("v", v)
     size = len(function.parameters)
@@ -106,14 +109,14 @@ def gauss_newton_product(function: BatchFunction, v: Any) -> torch.Tensor:
 
 
 def acceleration(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
-    """JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
+    """Return JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
     task = Task(Accelerations(_vector(function, "v", v)), term=None)
     found: torch.Tensor = total(function, task, function.ready().batch, "second derivative of the residuals")
     return found.to(function.subject.x.dtype)
 
 
 def normal(function: BatchFunction, limit: int) -> Normal:
-    """The normal equations of the loaded batch. Raises `ValueError` for more than `limit` parameters."""
+    """Return the normal equations of the loaded batch. Raises `ValueError` for more than `limit` parameters."""
     _check(function)
     size = len(function.parameters)
     if size > arguments.read_count("limit", limit):
@@ -139,7 +142,7 @@ def normal(function: BatchFunction, limit: int) -> Normal:
 
 
 def gram(function: BatchFunction, limit: int) -> torch.Tensor:
-    """JJᵀ of the loaded batch, float64; its rows in the order of residuals, one term after the other."""
+    """Return JJᵀ of the loaded batch, float64; rows in the order of residuals, one term after the other."""
     found = _rows(function, Residuals(), _loaded(function))
     count = sum(len(flat(one)) for one in (found.values() if isinstance(found, Mapping) else [found]))
     if count > arguments.read_count("limit", limit):
@@ -154,25 +157,25 @@ def gram(function: BatchFunction, limit: int) -> torch.Tensor:
 
 
 def _mirrored(matrix: torch.Tensor) -> torch.Tensor:
-    """The symmetric matrix with this upper triangle: the two of a product of a matrix and its transpose have other
-    bits on some processors."""
+    """Return the symmetric matrix with this upper triangle: on some processors the triangles of a product of a matrix
+    and its transpose differ in their last bits."""
     return matrix.triu() + matrix.triu(1).T
 
 
 def jacobian(function: BatchFunction) -> Any:
-    """The rows of the Jacobian: shape `(samples, d, n)`; by term where there are terms."""
+    """Return the rows of the Jacobian: shape `(samples, d, n)`; by term where there are terms."""
     return _rows(function, JacobianRows(), _loaded(function))
 
 
 def square_roots(function: BatchFunction, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
-    """Of each term's residuals, as `residuals` returns them: numbers of which f is half the sum of squares, and their
-    derivatives by the residuals."""
+    """Return for each term's residuals, as returned by `residuals`, numbers of which f is half the sum of squares, and
+    their derivatives with respect to the residuals."""
     settings, step, roots = function.settings, function.ready(), {}
     for (name, residuals), part, loss_fn, weight in zip(
         found.items(), step.batch.parts, settings.loss_fns, step.weights, strict=True
     ):
         squares = squares_of(settings.criterion, loss_fn)
-        assert squares is not None  # as `_check` has seen to
+        assert squares is not None  # ensured by `_check`
         values = flat(residuals).double().reshape(-1)
         factors = (2 * weight * _factors(squares, part, residuals, values)).sqrt()
         own, slopes = squares.roots(values)
@@ -181,13 +184,13 @@ def square_roots(function: BatchFunction, found: Mapping[str | None, Any]) -> di
 
 
 def _factors(squares: MeanSquare, part: Part, residuals: Any, values: torch.Tensor) -> torch.Tensor:
-    """The weight of each residual in the term's loss."""
+    """Return the weight of each residual in the term's loss."""
     sample_weight = part.criterion_rows.get(SAMPLE_WEIGHT)
     if not part.one_by_one:
         whole = squares.weight(1.0, len(values), sample_weight)
         return torch.as_tensor(of_residuals(sample_weight, values) * whole, dtype=torch.float64)
     found = []
-    for i, one in enumerate(residuals):  # each a piece of its own, of as many residuals as it has
+    for i, one in enumerate(residuals):  # each is a piece with its own number of residuals
         own = None if sample_weight is None else sample_weight[i]
         weight = squares.weight(part.weighting.of(i, i + 1), one.numel(), own)
         found.append(torch.full((one.numel(),), weight if own is None else weight * float(own), dtype=torch.float64))
@@ -200,14 +203,14 @@ def _rows(function: BatchFunction, task: PieceFunction, selections: list[Selecti
 
 
 def _joined(found: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """What there is of samples one by one as one tensor, if it has one shape."""
+    """Concatenate results of samples one by one, if they have the same shape."""
     if isinstance(found, list) and len({one.shape for one in found}) == 1:
         return torch.cat(found)
     return found
 
 
 def flat(part: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-    """With a row for each residual, one sample after the other: of `(samples, d, ...)`, or a list of such."""
+    """Return one row per residual, one sample after the other, from `(samples, d, ...)` or a list of such."""
     return part.flatten(0, 1) if isinstance(part, torch.Tensor) else torch.cat([one.flatten(0, 1) for one in part])
 
 
@@ -216,15 +219,14 @@ def _loaded(function: BatchFunction) -> list[Selection]:
 
 
 def _readings(function: BatchFunction, names: Sequence[str | None] | None = None) -> Readings:
-    """Those of the terms with these names; None: of all."""
+    """Return the readings of the terms with these names; None: of all."""
     _check(function, names)
     readings = plain(function.readings)
     return readings if names is None else {name: readings[name] for name in names}
 
 
 def _check(function: BatchFunction, among: Sequence[str | None] | None = None) -> None:
-    """Raise `BatchoptError` after `close`, `ValueError` where one of these terms (None: of all) is no sum of
-    squares."""
+    """Raise `BatchoptError` after `close`, `ValueError` if one of these terms (None: of all) is no sum of squares."""
     function.check_open()
     settings = function.settings
     names = [None] if settings.terms is None else [*settings.terms]
@@ -240,7 +242,7 @@ def _check(function: BatchFunction, among: Sequence[str | None] | None = None) -
 
 
 def _vector(function: BatchFunction, name: str, given: Any) -> torch.Tensor:
-    """A vector like X. Raises `TypeError` or `ValueError`."""
+    """Return `given` as a vector like X. Raises `TypeError` or `ValueError`."""
     _check(function)
     x = function.parameters
     vector = _floating(name, given)

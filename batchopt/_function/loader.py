@@ -1,4 +1,4 @@
-"""The module, its workers, and the batch that is loaded; what a step changes of these, and how it is undone."""
+"""The module, its workers and the loaded batch; the changes that a step makes to them, and how they are undone."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Self = TypeVar("Self", bound="BatchLoader")
 
 
 class Past(NamedTuple):
-    """The counters, the results of the posthook in the last evaluation, and the number of the last one whose residuals
-    count, where gradients are compressed. A step that fails puts back the record that it began with."""
+    """The counters; the results of the posthook in the last evaluation; and, where gradients are compressed, the number
+    of the last evaluation whose residuals count. A step that fails restores the record with which it began."""
 
     counters: Counters
     hook_results: list[Any]
@@ -58,50 +58,50 @@ class Planned(NamedTuple):
 
 
 class BatchLoader:
-    """Has a module, workers and counters, and loads batches; `BatchFunction` evaluates them."""
+    """Holds a module, workers and counters, and loads batches; `BatchFunction` evaluates them."""
 
     def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
-        """Starts the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
+        """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
         self.owner = self._owner = Owner()
         self.subject, self.settings = subject, settings
         self.workers = Workers(subject, settings)
-        self._read: tuple[Any, Readings] | None = None  # how, as long as nothing changes
-        self._form: tuple[Readings, BatchForm] | None = None  # of the batch that was read last
+        self._read: tuple[Any, Readings] | None = None  # cached with its key
+        self._form: tuple[Readings, BatchForm] | None = None  # of the last batch read
         self._terms = settings.terms
         self.verbose = settings.verbose if self.is_main else 0
         self._reporter = Reporter(self.verbose)
         self.observers = Observers([self._reporter] if self.verbose else [])
         self._checks_cut = settings.check_cut
-        self._on_nonfinite = settings.on_nonfinite  # "keep": f is what it is
+        self._on_nonfinite = settings.on_nonfinite  # "keep": f may be NaN or infinite
         self._step: Step | None = None
-        self._repeat: Repeat | None = None  # the last evaluation
-        self._planned: Planned | None = None  # last
+        self._repeat: Repeat | None = None  # of the last evaluation
+        self._planned: Planned | None = None  # the last plan
         self._cuts = settings.chunk_size, settings.deterministic
-        self._unlooked = 0  # the number of a step that was only evaluated by repeats
-        self._number: int | None = None  # of the one that is made, if it has one already
-        self._rows: Rows = lambda: None  # of the data, which the loaded batch has
-        self._placed: Prepared | None = None  # where the workers can read it
+        self._unlooked = 0  # the number of a step that was evaluated by repeats only
+        self._number: int | None = None  # of the current evaluation, if it has one already
+        self._rows: Rows = lambda: None  # of the data, in the loaded batch
+        self._placed: Prepared | None = None  # the batch that the workers can read
         self._past = Past(counters or Counters(), [])
-        self._goes_back_to: Past | None = None  # if the step that is made fails
+        self._goes_back_to: Past | None = None  # if the current step fails
         self._compresses = settings.compress is not None
-        self._evaluation = 0  # the number of the one that runs, if gradients are compressed
+        self._evaluation = 0  # the number of the current one, if gradients are compressed
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
-        self._changes: torch.Tensor | None = None  # of buffers, in the step's last evaluation
-        self._ended = False  # whether the module has them already
+        self._changes: torch.Tensor | None = None  # to buffers, in the step's last evaluation
+        self._ended = False  # the module has these changes already
         self._keeps_outputs = False
         self._outputs: Any = None  # of the module, in the last evaluation
         self._closed = False
 
-    # ---- what there is
+    # ---- state
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes files; of several that do the same, one does."""
+        """Tell whether this process prints and writes files: exactly one of several that run the same script."""
         return self.workers.backend.is_main
 
     @exclusive
     def once(self, function: Callable[[], T]) -> T:
-        """What `function` returns, or raises, in the process that writes files."""
+        """Return the result of `function`, or raise its exception, from the process that writes files."""
         return self.workers.backend.once(function)
 
     @property
@@ -111,7 +111,7 @@ class BatchLoader:
 
     @property
     def readings(self) -> Readings:
-        """How data becomes a batch, by the names of terms, with the criterion as it is now."""
+        """The rules by which data becomes a batch, by term name, with the current criterion."""
         marks = marks_of(self.settings.criterion), self.workers.alone
         if self._read is None or self._read[0] != marks:
             device = None if self.workers.alone else self.subject.x.device
@@ -120,43 +120,44 @@ class BatchLoader:
 
     @property
     def terms(self) -> dict[str, Term] | None:
-        """The terms, with their present weights."""
+        """The terms, with their current weights."""
         return self._terms
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of each term in f, for the batch that is loaded next; where there are no terms, 1."""
+        """The weight of each term in f, for the batch that is loaded next; `(1.0,)` without terms."""
         return (1.0,) if self._terms is None else tuple(term.weight for term in self._terms.values())
 
     @exclusive
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Use these with the batch that is loaded next."""
+        """Set the term weights for the batch that is loaded next."""
         self._terms = reweighed(self._terms, weights)
 
     def check_open(self) -> None:
-        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and where X cannot follow."""
+        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and if X cannot follow the
+        module."""
         if self._closed:
             raise closed()
         self.subject.follow()
 
     def without_bar(self) -> AbstractContextManager[None]:
-        """The progress bar of evaluations rests in the body."""
+        """Pause the progress bar of evaluations in the body."""
         return self._reporter.without_bar()
 
     def follow(self) -> FlatModule:
-        """The module, with X as it has it; after `close`, as it was then."""
+        """Return the module with X up to date; after `close`, as it was then."""
         if not self._closed:
             self.subject.follow()
         return self.subject
 
     @property
     def parameters(self) -> torch.Tensor:
-        """X, as the module has it."""
+        """X, up to date with the module."""
         return self.follow().x
 
     def ready(self) -> Step:
-        """The step on the loaded batch, with X as the module has it now. Raises `ValueError` for a parameter with a
-        hook, too."""
+        """Return the step on the loaded batch, with X up to date. Also raises `ValueError` for a parameter with a
+        hook."""
         if self._closed:
             raise closed()
         self.subject.follow()
@@ -170,8 +171,8 @@ class BatchLoader:
 
     @undisturbed
     def prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
-        """Read the batch, and bring it to where the workers can read it. `ahead`: while the present one is still
-        needed; else that one is gone."""
+        """Read the batch, and place it where the workers can read it. `ahead`: the loaded batch is still needed; else
+        it is dropped."""
         with self.observers.doing("read ahead" if ahead else "load"):
             batch = self._read_batch(inputs, targets, options)
             if not ahead:
@@ -181,7 +182,7 @@ class BatchLoader:
             return self._placed
 
     def _read_batch(self, inputs: Any, targets: Any, options: Any) -> Batch:
-        """The batch: of the form of the one before, or else as it is read."""
+        """Return the batch, in the form of the previous one if it fits."""
         readings = self.readings
         if self._form is not None and self._form[0] is readings and options is None:
             batch = self._form[1].filled(inputs, targets, readings[None])
@@ -199,7 +200,7 @@ class BatchLoader:
         workers.grow(self._reporter.not_grown)
         with self.observers.doing("load"), undone_if_it_fails(self):
             self._step = None
-            if prepared is not self._placed:  # another batch was brought there meanwhile
+            if prepared is not self._placed:  # another batch was placed since
                 prepared = self._placed = workers.backend.prepare(prepared.batch)
             subject.buffers.begin_step()
             self._ended = False
@@ -214,7 +215,7 @@ class BatchLoader:
             refuse_frequencies(subject.module, count, batch, chunks)
             self._reporter.idle(batch.size, chunk_size and chunks, count)
             movable = chunks == 1 or not self._reporter.cut_matters(subject.module, chunks)
-            # samples that change hands have to be read again; of fixed chunks those are few
+            # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
             self._step = Step(number, batch, weights, chunk_size, plan, moves)
             self._planned = Planned(batch.size, chunk_size, workers.speeds, plan)
@@ -222,7 +223,7 @@ class BatchLoader:
                 self._check_cut(self._step)
 
     def _plan_of(self, size: int, chunk_size: int | None) -> Plan:
-        """That of the step before, as far as it fits: then evaluations may be repeated."""
+        """Return the previous plan if it fits, so that evaluations can be repeated, else a new one."""
         speeds, planned = self.workers.speeds, self._planned
         if planned is not None and (planned.size, planned.chunk_size) == (size, chunk_size):
             plan = planned.plan
@@ -233,8 +234,7 @@ class BatchLoader:
         return make_plan(size, chunk_size, speeds)
 
     def _check_cut(self, step: Step) -> None:
-        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is cut for the first
-        time."""
+        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
         workers, bounds = self.workers, step.plan.cut.bounds
         self._checks_cut = False
         largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
@@ -246,7 +246,7 @@ class BatchLoader:
     @exclusive
     @undisturbed
     def calibrate(self) -> list[float]:
-        """Time the workers on equal shares of the loaded batch; the speeds in samples per second."""
+        """Time the workers on equal shares of the loaded batch; return the speeds in samples per second."""
         step, workers = self.ready(), self.workers
         if not workers.speeds.fixed:
             plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
@@ -257,13 +257,12 @@ class BatchLoader:
             self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in workers.speeds.relative])
         return list(workers.speeds.relative)
 
-    # ---- what is undone
+    # ---- undoing
 
     @contextmanager
     def apart(self, what: str, counted: bool = False) -> Iterator[None]:
-        """Batches loaded in the body belong to no step: afterwards the random draws go on as if there had been none,
-        and so do the counters, unless evaluations are to be `counted` and nothing was raised. A batch has to be loaded
-        again."""
+        """Let batches loaded in the body belong to no step. Afterwards random draws and counters continue as if there
+        had been none; if `counted`, and nothing was raised, the evaluations count. A batch has to be loaded again."""
         self.check_open()
         self.end_step()
         before = after = self._past
@@ -279,7 +278,7 @@ class BatchLoader:
 
     @contextmanager
     def under_examination(self) -> Iterator[None]:
-        """Evaluations in the body leave no trace, except that a batch has to be loaded again."""
+        """Let evaluations in the body leave no trace, except that a batch has to be loaded again."""
         checks_cut, self._checks_cut = self._checks_cut, False
         compresses, self._compresses = self._compresses, False
         try:
@@ -289,16 +288,16 @@ class BatchLoader:
             self._checks_cut, self._compresses = checks_cut, compresses
 
     def end_step(self) -> None:
-        """Take over the buffers as the step's last evaluation left them; does nothing the second time. More evaluations
-        may follow, which start from where the step did."""
+        """Apply the buffer changes of the step's last evaluation to the module; a second call does nothing. More
+        evaluations may follow; they start from the state at the step's start."""
         if self._changes is not None:
             self.subject.buffers.take_over(self._changes)
             self._changes, self._ended = None, True
 
     @contextmanager
     def _at_start(self) -> Iterator[None]:
-        """For the body, the module's state is that of the step's start, also where the step has ended or the user has
-        written it."""
+        """Give the module the state of the step's start in the body, even if the step has ended or the user has written
+        it."""
         left = self._ended or self.subject.buffers.is_written
         with self.subject.buffers.at_start() if left else nullcontext():
             if left:
@@ -313,8 +312,7 @@ class BatchLoader:
         self._step = self._changes = self._outputs = self._repeat = None
 
     def stepped(self, left: Trial | None) -> None:
-        """An optimizer has made its step on the loaded batch; `left`: the evaluation at the parameters that it
-        leaves."""
+        """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters."""
         counters = self._past.counters.stepped(self._loaded().batch.size)
         if left is not None:
             counters = replace(counters, loss=left.loss, terms=dict(left.terms))
@@ -323,8 +321,8 @@ class BatchLoader:
     # ---- for the doctor
 
     def cut_in_chunks(self, least: int) -> tuple[int, int]:
-        """Cut the loaded batch into `least` chunks or more of a size that stays; returns the numbers of samples in all
-        and in a chunk."""
+        """Cut the loaded batch into at least `least` chunks of a fixed size; return the total number of samples and
+        that per chunk."""
         step = self.ready()
         size = step.batch.size
         chunk_size = step.chunk_size or math.ceil(size / max(least, len(self.workers.infos)))
@@ -343,14 +341,14 @@ class BatchLoader:
     @exclusive
     @undisturbed
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on each worker; the values in rank order."""
+        """Call `function(worker, *args)` on each worker; return the values in rank order."""
         self.check_open()
         return self.workers.backend.run(function, args)
 
     @exclusive
     @undisturbed
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
-        """Have `parallelize` workers from now on; a batch has to be loaded anew."""
+        """Change the number of workers; a batch has to be loaded again."""
         self.check_open()
 
         def between_steps() -> None:
@@ -361,7 +359,8 @@ class BatchLoader:
         self.workers.backend.keep_outputs(self._keeps_outputs)
 
     def close(self) -> None:
-        """End the workers, in the middle of another call soon after; X stays, in memory of this process alone."""
+        """Stop the workers, or, in the middle of another call, soon after; X remains, in memory of this process
+        alone."""
         if not self._owner.is_here or self._closed:
             return
         if self._owner.at_last(self._close):
@@ -391,12 +390,12 @@ class BatchLoader:
 
 
 def closed() -> BatchoptError:
-    """The error of a call after `close`."""
+    """Return the error of a call after `close`."""
     return BatchoptError("this BatchOptimizer was closed: build a new one")
 
 
 class undone_if_it_fails:
-    """If the body raises, restore the counters and the buffers of a function; a batch has to be loaded again."""
+    """Restores the counters and buffers of a function if the body raises; a batch has to be loaded again."""
 
     def __init__(self, function: BatchLoader) -> None:
         self._function = function
@@ -411,7 +410,7 @@ class undone_if_it_fails:
         try:
             if kind is not None:
                 function._past = past
-                has_begun = function._step is not step or not ended  # else it was over before: what it left stays
+                has_begun = function._step is not step or not ended  # else it had ended before: its results stay
                 if function._step is not None and has_begun and not function.subject.buffers.is_written:
                     function.subject.buffers.restore()
                 function._forget_batch()

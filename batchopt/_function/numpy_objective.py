@@ -1,4 +1,4 @@
-"""f of the loaded batch over NumPy vectors, for solvers outside of torch."""
+"""f of the loaded batch over NumPy vectors, for solvers outside torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from batchopt_workers.process.torch_settings import autocast_in_force
 
 
 class _Point(NamedTuple):
-    """f and df/dX at `x`, of a batch, under such settings of torch."""
+    """f and df/dX of a batch at `x`, under the given torch settings."""
 
     batch: weakref.ref[Batch]
     settings: tuple[object, ...]
@@ -39,46 +39,46 @@ class _Point(NamedTuple):
 class FlatObjective:
     """f of a flat vector `x`, its gradient and its Hessian, on the workers of a `BatchOptimizer`.
 
-    Vectors are NumPy arrays, float64, shape `(n,)`, in the order of `parameters`; as `x` and `v` anything will do that
-    makes one of real numbers. A call leaves the module's parameters as they were, also when it raises; only `assign`
-    changes them. The last point is remembered, so that the value and then the gradient of one `x` are one evaluation.
-    f is that of the batch that is loaded when it is called, for as long as that one is: the same draws, one step.
+    Vectors are NumPy arrays, float64, shape `(n,)`, in the order of `parameters`; `x` and `v` may be anything that
+    converts to a real array. A call leaves the module's parameters unchanged, even if it raises; only `assign` changes
+    them. The last point is cached, so that the value and then the gradient at one `x` take one evaluation. f is that of
+    the batch loaded at the time of the call, with the same draws for as long as it is loaded (one step).
 
     Where `x` has NaN or infinity, as some solvers try, f, gradient and products are NaN; where f is not finite, they
-    are what f and they are: whatever `on_nonfinite` says, an answer that a solver can go back from. All calls raise
-    `TypeError` or `ValueError` for what is no vector of real numbers of that length, for numbers that X's dtype has
-    not, and what `BatchOptimizer.evaluate` raises beside that. `assign` takes finite numbers only.
+    are returned as they are, whatever `on_nonfinite` says, so that a solver can step back. All calls raise `TypeError`
+    or `ValueError` for anything but a vector of real numbers of that length or for numbers outside the range of X's
+    dtype, and what `BatchOptimizer.evaluate` raises. `assign` takes finite numbers only.
     """
 
     def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
-        """`evaluate` the function of the loaded batch by this."""
+        """Evaluate the function of the loaded batch by calling `evaluate`."""
         self._function, self._owner, self._evaluate = function, function.owner, evaluate
         self._last: _Point | None = None
 
     @property
     def x0(self) -> Doubles:
-        """The module's parameters as they are now: a new array."""
+        """A new array with the module's current parameters."""
         return _doubles(self._function.parameters)
 
     @exclusive
     def __call__(self, x: Any) -> float:
-        """f at `x`."""
+        """Return f at `x`."""
         return self._at(x).loss
 
     @exclusive
     def gradient(self, x: Any) -> Doubles:
-        """df/dX at `x`: a new array."""
+        """Return df/dX at `x`: a new array."""
         return self._at(x).gradient.copy()
 
     @exclusive
     def value_and_grad(self, x: Any) -> tuple[float, Doubles]:
-        """f and df/dX at `x`."""
+        """Return f and df/dX at `x`."""
         point = self._at(x)
         return point.loss, point.gradient.copy()
 
     @exclusive
     def hvp(self, x: Any, v: Any) -> Doubles:
-        """The Hessian at `x` times `v`: a new array; NaN where `v` is not finite, as some solvers try."""
+        """Return the Hessian at `x` times `v`: a new array; NaN if `v` is not finite, as some solvers try."""
         self._function.ready()
         vector, direction = self._read("x", x, finite=False), self._read("v", v, finite=False)
         if not bool(vector.isfinite().all()):
@@ -87,7 +87,7 @@ class FlatObjective:
             return _doubles(self._there(vector, self._function.hvp, direction))
 
     def least_squares(self) -> FlatLeastSquares:
-        """The residuals and their Jacobian, where f is a sum of squares: for `scipy.optimize.least_squares`."""
+        """Return the residuals and their Jacobian, if f is a sum of squares: for `scipy.optimize.least_squares`."""
         return FlatLeastSquares(self._function, self._residuals_at)
 
     @exclusive
@@ -102,7 +102,7 @@ class FlatObjective:
         self._function.subject.written()
 
     def __reduce__(self) -> NoReturn:
-        raise BatchoptError(  # a `TypeError` would be taken for one of the function
+        raise BatchoptError(  # solvers would mistake a `TypeError` for one raised by the function
             "this evaluates on the workers of a BatchOptimizer and cannot be copied, or sent to processes of a "
             "solver: have the solver call it in this process (differential_evolution(..., workers=1)); each call is "
             "parallel already"
@@ -123,7 +123,7 @@ class FlatObjective:
         return last
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """The result of `evaluate` with X set to `vector`; X is put back."""
+        """Return the result of `evaluate` with X set to `vector`; X is restored."""
         x = self._function.parameters
         before = x.clone()
         try:
@@ -133,7 +133,8 @@ class FlatObjective:
             x.copy_(before)
 
     def _read(self, name: str, given: Any, finite: bool = True) -> torch.Tensor:
-        """The numbers, as X has them; `finite`: they have to be, else only to stay so."""
+        """Return the numbers in X's dtype; `finite`: reject NaN and infinity, else only finite numbers that overflow in
+        it."""
         x = self._function.parameters
         array = np.asarray(given)
         if array.dtype.kind not in "fiu":
@@ -166,34 +167,34 @@ class At(Protocol):
     """Evaluates at other parameters."""
 
     def __call__(self, x: Any, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `evaluate` with X set to `x`; X is put back."""
+        """Return the result of `evaluate` with X set to `x`; X is restored."""
 
 
 class FlatLeastSquares:
     """The residuals of f as functions of a flat vector `x`, each scaled with the root of twice its weight in f: f is
-    half the sum of their squares, as `scipy.optimize.least_squares` counts. Under a robust loss, the roots of what they
-    add to f, with their signs, in place of the residuals: so any method minimises f, with SciPy's `loss` left out.
+    half the sum of their squares, the convention of `scipy.optimize.least_squares`. Under a robust loss each residual
+    is replaced by the signed root of its contribution, so that any method minimises f if SciPy's `loss` is omitted.
 
-    Vectors are NumPy arrays, float64, shape `(n,)` for `x` and `(N,)` for the residuals: in the order of the terms,
-    then of the samples, then of the numbers of a sample. Everything else as in `FlatObjective`; raises what
+    Vectors are NumPy arrays, float64, shape `(n,)` for `x` and `(N,)` for the residuals, which are ordered by term,
+    then by sample, then by the numbers of a sample. Otherwise it behaves like `FlatObjective`; raises what
     `BatchOptimizer.residuals` raises.
     """
 
     def __init__(self, function: BatchFunction, at: At) -> None:
-        """`at` evaluates at another point."""
+        """Evaluate at other points by calling `at`."""
         self._function, self._at = function, at
 
     def fun(self, x: Any) -> Doubles:
-        """The residuals at `x`."""
+        """Return the residuals at `x`."""
         return _array(self._at(x, lambda: torch.cat([roots.values for roots in self._roots().values()])))
 
     def jac(self, x: Any) -> Doubles:
-        """Their Jacobian at `x`: shape `(N, n)`. All of it is in memory."""
+        """Return their Jacobian at `x`, held in memory in full: shape `(N, n)`."""
         return _array(self._at(x, lambda: self._scaled(jacobian(self._function))))
 
     def operator(self, x: Any) -> LinearOperator:
-        """Their Jacobian at `x` as what has products with vectors, each about two evaluations: for large problems
-        (`jac=...` with `tr_solver="lsmr"`). Needs SciPy."""
+        """Return their Jacobian at `x` as a linear operator, each product taking about two evaluations: for large
+        problems (`jac=...` with `tr_solver="lsmr"`). Needs SciPy."""
         from scipy.sparse.linalg import LinearOperator
 
         point = np.array(x, dtype=np.float64)
@@ -214,7 +215,7 @@ class FlatLeastSquares:
         return square_roots(self._function, _by_name(residuals(self._function, None, None)))
 
     def _scaled(self, found: Any) -> torch.Tensor:
-        """Derivatives of the residuals, of all terms in one, with a row for each residual: (samples, d, ...) each."""
+        """Concatenate derivatives of the residuals of all terms, `(samples, d, ...)` each, to one row per residual."""
         parts = {name: flat(part).double() for name, part in _by_name(found).items()}
         roots = self._roots()
         return torch.cat(
@@ -238,7 +239,7 @@ def _by_name(found: Any) -> dict[str | None, Any]:
 
 
 def _like(found: Any, numbers: torch.Tensor) -> Any:
-    """These numbers in the form of the residuals."""
+    """Return these numbers in the form of the residuals."""
     if isinstance(found, torch.Tensor):
         return numbers.view(found.shape)
     pieces = torch.split(numbers, [one.numel() for one in found])

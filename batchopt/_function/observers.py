@@ -1,4 +1,4 @@
-"""The observers of a function, among them a timeline while one is recorded."""
+"""The observers of a function, including a timeline while one is recorded."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Observers:
-    """Passes each event on to all observers; while the workers are busy, the youngest observer comes first."""
+    """Passes each event on to all observers; while the workers are busy, the latest observer comes first."""
 
     def __init__(self, first: Sequence[Observer]) -> None:
         self._all = list(first)
         self._timeline: Timeline | None = None
-        self.trials: Trials | None = None  # of the step that is made
+        self.trials: Trials | None = None  # of the current step
         self._sort()
 
     def _sort(self) -> None:
-        """Find out who is told of what: only those that do something then."""
+        """Find the observers of each event: only those that override it."""
         self._begins = [o.begins for o in self._all if type(o).begins is not Observer.begins]
         self._busy = [o.busy for o in reversed(self._all) if type(o).busy is not Observer.busy]
-        self.look = any([observer.looks for observer in self._all])  # whether somebody looks at workers' answers
+        self.look = any([observer.looks for observer in self._all])  # an observer uses the workers' answers
 
     @contextmanager
     def including(self, observer: Observer) -> Iterator[None]:
-        """`observer` follows the evaluations in the body, too."""
+        """Let `observer` follow the evaluations in the body too."""
         self._all.append(observer)
         try:
             self._sort()
@@ -51,7 +51,7 @@ class Observers:
 
     @property
     def follow(self) -> bool:
-        """Whether anybody follows evaluations."""
+        """Tell whether any observer follows evaluations."""
         return bool(self._all) or self.trials is not None
 
     def doing(self, name: str) -> AbstractContextManager[None]:
@@ -59,27 +59,27 @@ class Observers:
         return _NOTHING if self._timeline is None else self._timeline.doing(name)
 
     def begins(self) -> None:
-        """An evaluation begins."""
+        """Pass on the beginning of an evaluation."""
         if self.trials is not None:
             self.trials.begins()
         for begins in self._begins:
             begins()
 
     def busy(self) -> None:
-        """The workers compute."""
+        """Pass on that the workers compute."""
         if self.trials is not None:
             self.trials.busy()
         for busy in self._busy:
             busy()
 
     def evaluated(self, found: Evaluated) -> None:
-        """An evaluation is over."""
+        """Pass on the end of an evaluation."""
         for observer in self._all:
             observer.evaluated(found)
         if self.trials is not None:
             self.trials.evaluated(found)
 
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
-        """Workers have done a task of that name on a batch that was cut at `bounds`."""
+        """Pass on a finished task of that name on a batch that is cut at `bounds`."""
         for observer in self._all:
             observer.worked(name, answers, bounds)

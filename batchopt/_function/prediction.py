@@ -29,15 +29,15 @@ Transform = Callable[[Any], Any]
 
 
 class _Asked(NamedTuple):
-    """A batch that the module is asked about: as it was given, and as workers are given it."""
+    """A batch to predict: as given by the user, and as sent to workers."""
 
     given: Any
     batch: Batch
 
 
 def predict(function: BatchFunction, data: Any, transform: Transform | None) -> Any:
-    """The outputs for all of `data`, in its order: for one batch of inputs, or for those of a loader; None: for the
-    loaded batch, by term where there are terms."""
+    """Return the outputs for all of `data`, in order: one batch of inputs, or those of a loader; None: the loaded
+    batch, by term where there are terms."""
     _check_transform(transform)
     function.check_open()
     if data is None:
@@ -54,7 +54,8 @@ def predict(function: BatchFunction, data: Any, transform: Transform | None) -> 
 def iter_predict(
     function: BatchFunction, batches: Iterable[Any], transform: Transform | None
 ) -> Iterator[tuple[Any, Any]]:
-    """The outputs for each of `batches`, with the batch; the next one is read while the workers compute."""
+    """Iterate over the outputs for each of `batches`, with the batch; the next one is read while the workers
+    compute."""
     _check_transform(transform)
     function.check_open()
     if _is_batch(batches):
@@ -68,7 +69,7 @@ def iter_predict(
 def _ask(
     function: BatchFunction, batches: Iterable[Any], transform: Transform | None, targets: bool = False
 ) -> Iterator[tuple[Any, _Asked]]:
-    """The outputs for each batch; with `targets` those that workers read of a dataset, too."""
+    """Yield the outputs for each batch; with `targets` also the targets that workers read from a dataset."""
 
     def read(given: Any) -> _Asked:
         return _Asked(given, _read(function, *as_arguments(given)[:2]))
@@ -82,7 +83,7 @@ def _ask(
 
 
 class Scored(NamedTuple):
-    """The outputs and targets of a batch of so many samples."""
+    """The outputs and targets of a batch with this number of samples."""
 
     outputs: Any
     targets: Any
@@ -90,13 +91,13 @@ class Scored(NamedTuple):
 
 
 def score(function: BatchFunction, data: Any, metrics: Any, transform: Transform | None) -> Any:
-    """Each metric of all outputs and targets, by name; of a metric without a name, its value."""
+    """Return each metric of all outputs and targets, by name; for a metric without a name, its value."""
     measures = read_metrics(metrics)
     return measured(measures, list(scored(function, data, transform)))
 
 
 def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
-    """Each metric of the outputs and targets of all batches at once."""
+    """Return each metric of the outputs and targets of all batches together."""
     _check_any(found)
     outputs, targets = (
         found[0][:2]
@@ -110,7 +111,7 @@ def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
 
 
 def scored(function: BatchFunction, data: Any, transform: Transform | None) -> Iterator[Scored]:
-    """The outputs and targets of `data`: of one batch, or of each one of a loader, the next being read meanwhile."""
+    """Iterate over the outputs and targets of `data`: one batch, or each batch of a loader, reading ahead."""
     _check_transform(transform)
     function.check_open()
     if isinstance(data, Dataset) and not isinstance(data, Iterator):
@@ -146,7 +147,7 @@ def _pair(found: Any) -> tuple[Any, Any]:
 
 
 def _is_batch(data: Any) -> bool:
-    """Whether it is one batch, and not something that yields batches."""
+    """Tell whether it is one batch, as opposed to an iterable of batches."""
     return isinstance(data, (torch.Tensor, np.ndarray, list, tuple, Mapping, Dataset)) or is_record(data)
 
 
@@ -172,8 +173,8 @@ def _check_transform(transform: Transform | None) -> None:
 
 
 def _joined(found: Sequence[tuple[Any, int]], what: str) -> Any:
-    """What batches of so many samples have, as one: tensors one after the other, in their structure; or a list with one
-    object a sample."""
+    """Concatenate the results of batches with these numbers of samples: tensors in their structure, or a list with one
+    object per sample."""
     try:
         forms, tensors = zip(*(rows_form(item, samples) for item, samples in found), strict=True)
         bounds = [0, *accumulate(samples for _, samples in found)]
@@ -185,13 +186,13 @@ def _joined(found: Sequence[tuple[Any, int]], what: str) -> Any:
     return form.filled([torch.cat(columns) for columns in zip(*tensors, strict=True)])
 
 
-# metric(outputs, targets), for a metric of some kind.
+# compute(metric, outputs, targets), for a metric of one kind.
 Compute = Callable[[Any, Any, Any], Any]
 
-# The name of a metric that is given without one.
+# The name of a metric given without one.
 ALONE = ""
 
-# The first parameters of scikit-learn's functions that compare what is true with what was predicted.
+# First parameters of scikit-learn's functions that compare targets with predictions.
 _TRUTHS = ("y_true", "labels_true", "y1")
 
 _ACCEPTED = (
@@ -202,22 +203,20 @@ _ACCEPTED = (
 
 @dataclass(frozen=True)
 class Measure:
-    """A user's metric, and how metrics of its kind are computed."""
+    """A user's metric, and the function that computes metrics of its kind."""
 
     metric: Any
     compute: Compute
 
     def of(self, outputs: Any, targets: Any) -> Any:
-        """The metric of all `outputs` and `targets`, given to it at once: a float if it is one number, else what the
-        metric returns. An object is reset before, and left as its `compute` leaves it."""
+        """Return the metric of all `outputs` and `targets` in a single call: a float if it is one number, else as the
+        metric returns it. An object is reset before, and keeps its state after `compute`."""
         return _as_float(self.compute(self.metric, outputs, targets))
 
 
 def read_metrics(metrics: Any) -> dict[str, Measure]:
-    """The measures of one metric, under the name `ALONE`, or of a dict of metrics, under their names.
-
-    Raises `TypeError` for what is no metric, and `ValueError` for a dict without any.
-    """
+    """Return the measures of one metric, under the name `ALONE`, or of a dict of metrics, by name. Raises `TypeError`
+    for anything but metrics, and `ValueError` for an empty dict."""
     if not isinstance(metrics, Mapping):
         return {ALONE: _measure(metrics, "`metrics`")}
     if not metrics:
@@ -229,7 +228,7 @@ def read_metrics(metrics: Any) -> dict[str, Measure]:
 
 
 def values(measures: Mapping[str, Measure], outputs: Any, targets: Any) -> Any:
-    """The value of each measure by name; of a metric that was given without a name, its value."""
+    """Return the value of each measure by name; for a metric given without a name, its value."""
     found = {name: measure.of(outputs, targets) for name, measure in measures.items()}
     return found[ALONE] if ALONE in found else found
 
@@ -238,7 +237,7 @@ def values(measures: Mapping[str, Measure], outputs: Any, targets: Any) -> Any:
 
 
 def _measure(metric: Any, where: str) -> Measure:
-    """The measure of one metric; `where` names it in errors."""
+    """Return the measure of one metric; `where` names it in errors."""
     if isinstance(metric, list | tuple):
         raise TypeError(f"{where} is a {type(metric).__name__}: give a dict, with a name for each metric")
     if isinstance(metric, type):
@@ -257,7 +256,8 @@ def _measure(metric: Any, where: str) -> Measure:
 
 
 def _is_of_ignite(metric: Any) -> bool:
-    """Whether it is a Metric of ignite, which seems to have any method: what it lacks is taken for one of its value."""
+    """Tell whether it is an ignite Metric, which seems to have any method: attributes that it lacks become metrics of
+    its value's."""
     return any(_is_within("ignite.metrics", base.__module__) for base in type(metric).__mro__)
 
 
@@ -270,7 +270,7 @@ def _is_within(package: str, module: str | None) -> bool:
 
 
 def _check_of_sklearn(function: Any, where: str) -> None:
-    """Raise `TypeError` unless this compares targets with predictions."""
+    """Raise `TypeError` unless this function compares targets with predictions."""
     if not inspect.isfunction(function):
         raise TypeError(
             f"{where} is a scorer of scikit-learn, {function!r}, which asks an estimator for predictions: give the "
@@ -298,7 +298,7 @@ def _by_methods(metric: Any, outputs: Any, targets: Any) -> Any:
 
 
 def _by_ignite(metric: Any, outputs: Any, targets: Any) -> Any:
-    """By an engine of one iteration: so `output_transform` and arithmetic of metrics mean what they mean there."""
+    """Compute by an engine of one iteration, so that `output_transform` and metric arithmetic work as in ignite."""
     from ignite.engine import Engine
 
     metric.reset()
@@ -308,7 +308,7 @@ def _by_ignite(metric: Any, outputs: Any, targets: Any) -> Any:
         found = engine.run([None]).metrics
     finally:
         metric.detach(engine)
-    return found.get(ALONE, found)  # a metric that returns a dict may be there entry by entry
+    return found.get(ALONE, found)  # a metric that returns a dict may be stored entry by entry
 
 
 def _by_sklearn(metric: Any, outputs: Any, targets: Any) -> Any:
@@ -316,7 +316,8 @@ def _by_sklearn(metric: Any, outputs: Any, targets: Any) -> Any:
 
 
 def _as_array(values: Any) -> Any:
-    """A tensor as an array of NumPy, which has no bfloat16; anything else as it is."""
+    """Convert a tensor to a NumPy array, via float32 for bfloat16, which NumPy lacks; return anything else
+    unchanged."""
     if not isinstance(values, torch.Tensor):
         return values
     values = values.detach().cpu()
@@ -324,7 +325,7 @@ def _as_array(values: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    """A real number, in whatever form, as a float; anything else as it is."""
+    """Convert a real number of any type to a float; return anything else unchanged."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and not value.ndim:
         value = value.item()
     return float(value) if isinstance(value, int | float) else value

@@ -1,4 +1,4 @@
-"""Batches before their step: read ahead, and passes over those whose targets only workers read."""
+"""Batches before their step: reading ahead, and normalisers of batches whose targets only workers read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchopt_workers.data.items import Items
 from batchopt_workers.process.messages import Cut, Kind
 from batchopt_workers.tasks.task import Applied, Task
 
-# Which samples of the data a batch has; None where that is not known.
+# Returns the indices of a batch's samples in the data; None if unknown.
 Rows = Callable[[], Sequence[int] | None]
 
 
@@ -29,12 +29,12 @@ class Reader(Protocol):
 
     @property
     def readings(self) -> Readings:
-        """How, as things are now; the same object as long as nothing changes."""
+        """The current rules for reading; the same object as long as nothing changes."""
 
 
 class PreparedBatch:
-    """A batch that workers can read already: for `step` or `load` of the optimizer that prepared it, once, and before
-    the next one is asked for."""
+    """A batch that workers can read already. It is for `step` or `load` of the optimizer that prepared it, once, before
+    the next one is requested."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class PreparedBatch:
         finish: Callable[[], None],
         rows: Rows = lambda: None,
     ) -> None:
-        """`readings`: those it was read with. `finish`: to be called when the batch counts as done. `rows`: which
-        samples of the data it has."""
+        """`readings`: those it was read with. `finish`: called once the batch counts as done. `rows`: returns the
+        indices of its samples in the data."""
         self.rows = rows
         self._owner, self._prepared, self._readings, self._finish = owner, prepared, readings, finish
-        self._refused = ""  # why it cannot be used any more
+        self._refused = ""  # why it can no longer be used
         self._finished = False
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return self._prepared.batch.size
 
     def check_alone(self, targets: Any, options: Any) -> None:
@@ -61,8 +61,8 @@ class PreparedBatch:
             raise ValueError("a prepared batch has its targets and options: leave `targets` and `options` out")
 
     def take(self, owner: Reader) -> Prepared:
-        """The batch, which is used by this, with the loss that it has by now. Raises `BatchoptError` if it was used
-        before, if its turn is over, and if another optimizer than `owner` has prepared it."""
+        """Use the batch and return it, with the current loss. Raises `BatchoptError` if it has been used, if the next
+        one was requested, or if another optimizer than `owner` prepared it."""
         reason = self._refused if owner is self._owner else "it was prepared by another BatchOptimizer"
         if reason:
             raise BatchoptError(
@@ -74,36 +74,36 @@ class PreparedBatch:
         return self._prepared if readings is self._readings else Prepared(reweighed(self._prepared.batch, readings))
 
     def finish(self) -> None:
-        """The batch is done; nothing the second time."""
+        """Mark the batch as done; a second call does nothing."""
         if not self._finished:
             self._finished = True
             self._finish()
 
     def expire(self) -> None:
-        """Its turn is over."""
+        """Refuse the batch from now on, since its turn is over."""
         self._refused = "its turn is over"
 
 
 def turns_of(batches: Iterable[Any]) -> Iterator[Turn]:
-    """Each of `batches` in its turn; of `Batches` without being finished."""
+    """Return an iterator over `batches` in turns; those of `Batches` are not finished."""
     if isinstance(batches, Batches):
         return batches.turns()
     return (Turn(0, index, False, batch) for index, batch in enumerate(to_the_end(iter(batches))))
 
 
 def finish(batches: Iterable[Any], turn: Turn) -> None:
-    """Move the position of `Batches` past this one; nothing else has a position."""
+    """Move the position of `Batches` past this turn; other iterables have no position."""
     if isinstance(batches, Batches):
         batches.finish(turn)
 
 
 def rows_of(batches: Iterable[Any], turn: Turn) -> Sequence[int] | None:
-    """Which samples of the data the batch has that came in this turn; None where that is not known."""
+    """Return the indices in the data of the samples of this turn's batch; None if unknown."""
     return batches.rows(turn) if isinstance(batches, Batches) else None
 
 
 def whole(batches: Iterable[Any]) -> Iterable[Any]:
-    """All of `batches`, wherever the position is."""
+    """Return all of `batches`, regardless of the position."""
     return batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))
 
 
@@ -115,8 +115,8 @@ class CarryOut(Protocol):
 
 
 def with_denominators(batch: Batch, readings: Readings, carry_out: CarryOut, backend: Backend) -> Batch:
-    """The same batch, if all that its means divide by is known, else one in which it is. Raises what reading a sample
-    raises."""
+    """Return the batch if all normalisers of its means are known, else a copy in which they are. Raises what reading a
+    sample raises."""
     parts = tuple(
         _known(part, number, readings[part.name], carry_out, backend) for number, part in enumerate(batch.parts)
     )

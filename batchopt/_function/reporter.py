@@ -1,4 +1,4 @@
-"""Saying what goes on: log records of the logger "batchopt", and a progress bar."""
+"""Progress reports: records of the logger "batchopt", and a progress bar."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ logger = logging.getLogger("batchopt")
 
 
 class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
-    """On stderr."""
+    """A progress bar on stderr."""
 
     monitor_interval = 0  # no thread that outlives the bar
 
 
 class Reporter(Observer):
-    """`verbose` 0: silent. 1: a progress bar of evaluations on stderr. 2: a record for each evaluation, with its time.
-    3: each worker's share and time too. Records have level INFO; without any logging set up they go to stderr."""
+    """Reports evaluations, by `verbose`: 0: nothing. 1: a progress bar on stderr. 2: a record per evaluation, with its
+    time. 3: also each worker's share and time. Records have level INFO; without any logging set up they go to
+    stderr."""
 
     def __init__(self, verbose: int) -> None:
         self._verbose = verbose
@@ -47,7 +48,7 @@ class Reporter(Observer):
                 logger.addHandler(self._handler)
 
     def evaluated(self, found: Evaluated) -> None:
-        """Say what was found, and how long it took."""
+        """Report the loss and the time taken."""
         if self._verbose == 1 and self._shows_bar:
             if self._bar is None:
                 self._bar = ProgressBar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
@@ -64,7 +65,7 @@ class Reporter(Observer):
 
     @contextmanager
     def without_bar(self) -> Iterator[None]:
-        """The bar rests in the body."""
+        """Pause the bar in the body."""
         self._shows_bar = False
         try:
             yield
@@ -72,7 +73,7 @@ class Reporter(Observer):
             self._shows_bar = True
 
     def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:
-        """Whether cutting the batch into `chunks` makes the loss another function; warns, once, if so."""
+        """Tell whether cutting the batch into `chunks` changes the loss; if so, warn once."""
         if chunks == 1:
             return False
         norm = normalises_by_chunk(module)
@@ -95,8 +96,8 @@ class Reporter(Observer):
             )
 
     def idle(self, samples: int, chunks: int | None, workers: int) -> None:
-        """Warn, once, if some of `workers` have nothing to do: the batch has fewer `samples`, or fewer `chunks` (None:
-        as many as there are workers)."""
+        """Warn, once, if some of `workers` are idle: there are fewer `samples`, or fewer `chunks` (None: one per
+        worker)."""
         most = samples if chunks is None else min(samples, chunks)
         if most < workers and not self._said_idle:
             self._said_idle = True
@@ -104,16 +105,16 @@ class Reporter(Observer):
             _warn(f"{most} {what}{'s' * (most != 1)} for {workers} workers: {workers - most} idle")
 
     def not_grown(self, workers: int, error: Exception) -> None:
-        """Workers were to start on a machine that has joined, and did not."""
+        """Warn that additional workers, on a machine that has joined, did not start."""
         _warn(f"{workers} more workers would have room, but do not start; there will be no more of them: {error}")
 
     def note(self, message: str, *arguments: object) -> None:
-        """Something worth knowing at `verbose=2`."""
+        """Log an informative message at `verbose=2`."""
         if self._verbose >= 2:
             logger.info(message, *arguments)
 
     def close(self) -> None:
-        """Finish the bar, and leave the logger as it was found."""
+        """Finish the bar, and restore the logger."""
         if self._verbose >= 2:
             logger.setLevel(self._level)
         if self._handler is not None:
@@ -125,7 +126,7 @@ class Reporter(Observer):
 
 
 def _warn(message: str) -> None:
-    """Warn of the user's line: the one that called into this package, through however many of its functions."""
+    """Warn at the user's line: the one that called into this package, through any number of its functions."""
     here = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):

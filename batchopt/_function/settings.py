@@ -1,4 +1,4 @@
-"""The checked arguments of a BatchOptimizer, all but the module and the optimizer."""
+"""The checked arguments of a BatchOptimizer, except the module and the optimizer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from batchopt_workers.worker import Hook, Precode
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `BatchOptimizer`, by the same names and as documented there, as `read` has checked them.
+    """The arguments of `BatchOptimizer`, by the same names and as documented there, as checked by `read`.
 
-    `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for, at
-    any time. `threads_per_worker` None: as many as the backend thinks right. `deterministic`: torch was told to use
-    deterministic algorithms. `options` are the backend's own.
+    `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for at
+    any time. `threads_per_worker` None: chosen by the backend. `deterministic`: torch was set to use deterministic
+    algorithms. `options` are the backend's own.
     """
 
     criterion: Callable[..., Any] | None
@@ -63,10 +63,8 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Check every argument in `given`, which may have others beside. Nothing is started.
-
-        Raises `TypeError` or `ValueError` that names the first one that cannot work.
-        """
+        """Check every argument in `given`, which may contain others too. Nothing is started. Raises `TypeError` or
+        `ValueError` that names the first one that cannot work."""
         found = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         kind, options = backend_class(found["backend"]), _read_options(given)
         devices = arguments.read_devices(found["devices"], found["parallelize"])
@@ -94,11 +92,11 @@ class Settings:
 
     @property
     def loss_fns(self) -> tuple[LossFunction | None, ...]:
-        """Of each term; where there are no terms, the one `loss_fn` or None."""
+        """The loss function of each term; without terms, `loss_fn` or None alone."""
         return (self.loss_fn,) if self.terms is None else tuple(term.loss_fn for term in self.terms.values())
 
     def having(self, program: Program) -> Settings:
-        """The same with the criterion, loss functions and hooks of another program."""
+        """Return these settings with the criterion, loss functions and hooks of another program."""
         changed = replace(self, criterion=program.criterion, prehook=program.prehook, posthook=program.posthook)
         if self.terms is None:
             return replace(changed, loss_fn=program.loss_fns[0])
@@ -108,14 +106,12 @@ class Settings:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of each term in f; where there are no terms, 1."""
+        """The weight of each term in f; `(1.0,)` without terms."""
         return (1.0,) if self.terms is None else tuple(term.weight for term in self.terms.values())
 
     def readings(self, device: torch.device | None) -> Readings:
-        """How data becomes a batch, all of it on `device` if that is given, with the criterion as it is now.
-
-        Raises `ValueError` for one that does not reduce any more, or not as `reduction` says.
-        """
+        """Return the rules by which data becomes a batch, on `device` if given, with the current criterion. Raises
+        `ValueError` for one that no longer reduces, or not as `reduction` says."""
         if self.terms is None:
             reduction = resolve_reduction(self.reduction, self.criterion)
             collate = _collating(self.collate_fn, reduction, self.denominators)
@@ -136,27 +132,28 @@ class Settings:
 
     @property
     def backend_class(self) -> type[Backend]:
-        """The backend that will evaluate."""
+        """The class of the backend that will evaluate."""
         return effective_backend(self.backend, self.parallelize)
 
     @property
     def kinds_as_infinite(self) -> frozenset[str]:
-        """The names of the classes of exceptions that mean an infinite loss."""
+        """The names of the exception classes that mean an infinite loss."""
         return frozenset(names_of(self.nonfinite_errors))
 
     @property
     def alone(self) -> bool:
-        """Whether this process is the worker."""
+        """Tell whether this process is the worker."""
         return self.backend_class is backend_class("serial")
 
     @property
     def fixed_bits(self) -> bool:
-        """Whether the bits of the result must not depend on who evaluates what."""
+        """Tell whether the bits of the result must not depend on which worker evaluates what."""
         return self.chunk_size is not None or self.deterministic
 
 
 def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:
-    """The loss that is the mean square, or the sum of the squares, of residuals. Raises `TypeError` or `ValueError`."""
+    """Return the loss that is the mean square, or the sum of squares, of residuals. Raises `TypeError` or
+    `ValueError`."""
     for name in ("criterion", "loss_fn", "denominators"):
         if found[name] is not None:
             raise ValueError(f"`residual` and `{name}` are both given: the loss is the mean of the residuals' squares")
@@ -165,7 +162,7 @@ def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:
 
 
 def _collating(collate: Collate | None, reduction: str, denominators: Denominators | None) -> Collate | None:
-    """The user's `collate_fn`, which may leave samples out only where `denominators` tells what counts."""
+    """Return the user's `collate_fn`, which may omit samples only where `denominators` determines what counts."""
     is_counted = collate is not None and reduction == "mean" and denominators is None
     return CollatesAll(collate) if is_counted and collate is not None else collate
 
@@ -186,8 +183,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the backend that is asked for, an argument called `<backend>_options`; raises `ValueError` if
-    there are those of another one."""
+    """Return the options of the requested backend, in the argument `<backend>_options`; raise `ValueError` for those of
+    another one."""
     options: dict[str, Any] = {}
     for name in given:
         owner, _, rest = name.rpartition("_")

@@ -1,4 +1,4 @@
-"""The loaded batch, how it is evaluated until the next one is loaded, and the evaluation that is made again."""
+"""The loaded batch with its plan, and the evaluation that can be repeated."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from batchopt_workers.data.batch import Batch
 
 
 class Step(NamedTuple):
-    """One batch. Random draws depend on its `number`; its terms count in f with `weights`.
-
-    `chunk_size` None: chunks are as large as the workers' speeds make them. `movable`: whether shares may change while
-    the batch is evaluated; not where that would change f, or cost more than it gains.
-    """
+    """One batch. Random draws depend on its `number`; its terms count in f with `weights`. `chunk_size` None: the sizes
+    of chunks follow the workers' speeds. `movable`: whether shares may change while the batch is evaluated; False if
+    that would change f, or take more time than it saves."""
 
     number: int
     batch: Batch
@@ -31,25 +29,25 @@ class Step(NamedTuple):
     movable: bool = True
 
     def followed(self, speeds: Speeds) -> Step:
-        """The same for the next evaluation: with another plan if `speeds` make one noticeably faster."""
+        """Return the step for the next evaluation, with another plan if `speeds` make one noticeably faster."""
         plan = follow(self.plan, self.chunk_size, speeds) if self.movable else self.plan
         return self if plan is self.plan else self._replace(plan=plan)
 
 
-# Evaluations after which one is ordered all the same: its times are measurements, and shares may follow them.
+# Evaluations after which one is ordered regardless: its times are measurements, by which shares may change.
 MOST = 32
-# A worker that takes so many times as long as the others do on average, and so many seconds, is to be given less.
+# A worker is to be given less if it takes this many times the average, plus this many seconds.
 UNEVEN, NOTICEABLE = 1.25, 2e-3
 
 
 class Repeat:
-    """An evaluation of `step` that the backend can repeat, which it knows as `which`: in this step, and in those that
+    """An evaluation of `step` that the backend can repeat, known to it as `which`: in this step, and in those that
     follow as long as their batches are cut and shared out alike."""
 
     def __init__(
         self, step: Step, speeds: Speeds, which: object, answers: Sequence[Answer], infos: Sequence[WorkerInfo]
     ) -> None:
-        """`speeds`: as they were measured last; `infos`: of all workers."""
+        """`speeds`: as last measured; `infos`: of all workers."""
         self.which, self._speeds, self.step = which, speeds, step.number
         self._cut, self._shares, self._terms = step.plan.cut, step.plan.shares, len(step.weights)
         self.reduction = Reduction(answers, step.plan.cut.chunks)
@@ -62,13 +60,13 @@ class Repeat:
         self._left = MOST
 
     def fits(self, step: Step, speeds: Speeds) -> bool:
-        """Whether an evaluation of this step has the same chunks, and would with these speeds."""
+        """Tell whether an evaluation of this step has the same chunks, also with these speeds."""
         plan = step.plan
         alike = plan.cut is self._cut and plan.shares == self._shares and len(step.weights) == self._terms
         return alike and speeds is self._speeds
 
     def took(self, times: Sequence[Sequence[float]]) -> bool:
-        """It was repeated, by workers that began and took so long; returns whether it may be once more."""
+        """Count a repetition with these times (start, seconds) per worker; return whether another one may follow."""
         longest = total = 0.0
         for (worker, samples), (_, seconds) in zip(self._workers, times, strict=True):
             worker.samples += samples
@@ -80,7 +78,7 @@ class Repeat:
         return self._left > 0 and longest < LONGEST and longest < UNEVEN * total / len(times) + NOTICEABLE
 
     def answers(self, found: Repeated) -> list[Answer]:
-        """What the workers would have answered, for those who look at that."""
+        """Return the answers that the workers would have sent, for observers."""
         return [
             replace(answer, seconds=took, spans=[Span(began, took, answer.spans[0].first, answer.spans[0].last)])
             for answer, (began, took) in zip(self._answers, found.times, strict=True)

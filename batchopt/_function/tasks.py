@@ -1,4 +1,4 @@
-"""Functions of a batch other than f: workers apply them to its chunks, and their results are put together or summed."""
+"""Functions of a batch other than f: applied to its chunks by workers, their results concatenated or summed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from batchopt_workers.tasks.forms import summed, sums_layout
 from batchopt_workers.tasks.task import Applied, ChunkFunction, PieceFunction, Task
 from batchopt_workers.tasks.task_runner import of_term
 
-# One function for all terms, or one for each of some, by name.
+# One function for all terms, or functions by term name.
 Functions = ChunkFunction | Mapping[str, ChunkFunction] | None
 
 
 class Selection(NamedTuple):
-    """Samples that a function is applied to: those of the term with that number, 0 where there are no terms, as a
-    `batch` of their own. `aside`: whether they are others than those of the loaded batch."""
+    """Samples to apply a function to: those of the term with that number (0 without terms), as a separate `batch`.
+    `aside`: whether they are not those of the loaded batch."""
 
     batch: Batch
     number: int = 0
@@ -33,17 +33,17 @@ class Selection(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """The term's; None where there are no terms."""
+        """The term's name; None without terms."""
         (part,) = self.batch.parts
         return part.name
 
     def task(self, function: PieceFunction, train: bool | None = None) -> Task:
-        """The task to apply `function` to these samples."""
+        """Return the task that applies `function` to these samples."""
         return Task(function, self.number, self.aside, train)
 
 
 def select(function: BatchFunction, inputs: Any, targets: Any, readings: Readings) -> list[Selection]:
-    """The samples of each term: of the loaded batch, or of the data that is given, whose terms are those of `readings`.
+    """Return the samples of each term of the loaded batch, or of the given data, whose terms are those of `readings`.
     Raises what `read_batch` raises."""
     if inputs is not None:
         numbers = [*function.readings]
@@ -58,7 +58,7 @@ def select(function: BatchFunction, inputs: Any, targets: Any, readings: Reading
 def read_functions(
     functions: Functions, names: Sequence[str | None], grad: bool, layers: Sequence[str], module: torch.nn.Module
 ) -> dict[str | None, PieceFunction]:
-    """The user's function of each term, by name. Raises `TypeError` or `ValueError` for what is none."""
+    """Return the user's function of each term, by name. Raises `TypeError` or `ValueError` for invalid ones."""
     if isinstance(layers, str) or not all(isinstance(name, str) for name in layers):
         raise TypeError(f"`layers` must be a list of names of parts of the module; got {layers!r}")
     known = dict(module.named_modules())
@@ -82,14 +82,14 @@ def _some(known: Mapping[str, object]) -> str:
 
 
 def plain(readings: Readings) -> Readings:
-    """The same where no loss is asked for, and samples are read once."""
+    """Return the readings without losses and caching: samples are read once."""
     return {
         name: Reading(reading.collate, "mean", None, None, reading.device, False) for name, reading in readings.items()
     }
 
 
 def collect(function: BatchFunction, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
-    """The results in the order of samples, of a batch that is cut so, if not as for evaluations."""
+    """Return the results in sample order, of a batch that is cut as given or else as for evaluations."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
         return function.put_together(answers, cut, batch.size)
@@ -98,8 +98,8 @@ def collect(function: BatchFunction, task: Task, batch: Batch, cut: Cut | None =
 
 
 def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total") -> Any:
-    """The sum of the results, along the tree of chunks; `what` it is. Raises `NonFiniteError`, unless f may be
-    infinite, too."""
+    """Return the sum of the results, along the tree of chunks; `what` describes it. Raises `NonFiniteError`, unless f
+    may be infinite too."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
         form = common_form(forms_of(answers), cut.bounds)
@@ -124,8 +124,8 @@ def apply(
     train: bool | None,
     layers: Sequence[str] = (),
 ) -> Any:
-    """`collect` or `total` what the user's functions make of each term, by name; where there are no terms, that alone.
-    `data` is inputs and targets, or None for the loaded batch."""
+    """`collect` or `total` the results of the user's functions by term name; without terms, the one result. `data` is
+    inputs and targets, or None twice for the loaded batch."""
     function.check_open()
     arguments.read_optional_bool("train", train)
     names = [*function.readings]

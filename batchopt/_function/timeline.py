@@ -1,4 +1,4 @@
-"""A recording of what the parent and the workers did when: for a trace viewer, as a picture, and in numbers."""
+"""A recording of the activities of the parent and the workers: for a trace viewer, as a figure, and in numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PARENT = -1  # the lane of this process
 
 
 class Event(NamedTuple):
-    """Lane `lane` (a worker's rank, or `PARENT`) was at `name` for `seconds` from `began` on (`time.perf_counter`)."""
+    """An activity `name` in `lane` (a worker's rank, or `PARENT`) for `seconds` from `began` on
+    (`time.perf_counter`)."""
 
     lane: int
     name: str
@@ -30,13 +31,13 @@ class Event(NamedTuple):
 
 
 class Timeline(Observer):
-    """The events of some evaluations: one lane a worker, one for this process.
+    """The events of some evaluations: one lane per worker, one for this process.
 
-    In the parent's lane `map` is an evaluation until the last worker has answered, `reduce` the putting together;
-    `load` brings a batch to the workers, `read ahead` the next one; `product` is one of the Hessian with a vector,
-    `collect` and `total` are other functions of a batch; what of a `step` is none of these is the optimizer's own. A
-    worker's lane has a `chunks` event for each run of chunks that it evaluated, and one by the name of such a function
-    for each that it applied that to; between them it waits.
+    In the parent's lane `map` is an evaluation until the last worker has answered, and `reduce` the summation; `load`
+    sends a batch to the workers, `read ahead` the next one; `product` is a Hessian-vector product, `collect` and
+    `total` are other functions of a batch; the rest of a `step` is the optimizer's own time. A worker's lane has a
+    `chunks` event for each run of chunks that it evaluated, and one named after such a function for each run that it
+    applied the function to; between them it waits.
     """
 
     looks = True
@@ -46,12 +47,12 @@ class Timeline(Observer):
         self._open = True
 
     def close(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._open = False
 
     @contextmanager
     def doing(self, name: str, **details: Any) -> Iterator[None]:
-        """Record the body as an event of the parent's lane."""
+        """Record the body as an event in the parent's lane."""
         began = time.perf_counter()
         try:
             yield
@@ -64,14 +65,14 @@ class Timeline(Observer):
             self.events.append(Event(lane, name, began, seconds, details))
 
     def evaluated(self, found: Evaluated) -> None:
-        """Record the two halves of an evaluation, and what the workers did for it."""
+        """Record the two halves of an evaluation, and the workers' part in it."""
         mapped = found.mapped
         self.add(PARENT, "map", found.began, mapped - found.began, evaluation=found.number, loss=found.loss)
         self.add(PARENT, "reduce", mapped, found.ended - mapped)
         self.worked("chunks", found.answers, found.bounds)
 
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
-        """Record what the workers did."""
+        """Record the workers' runs of chunks."""
         for answer in answers:
             for span in answer.spans:
                 samples = bounds[span.last] - bounds[span.first]
@@ -79,22 +80,22 @@ class Timeline(Observer):
 
     @property
     def lanes(self) -> list[int]:
-        """The parent's, and each worker's that did something."""
+        """The lanes with events: the parent's and those of workers."""
         return sorted({event.lane for event in self.events})
 
     def seconds(self, name: str, lane: int = PARENT) -> float:
-        """How long the lane was at `name` in all."""
+        """Return the total time that the lane spent at `name`."""
         return sum(event.seconds for event in self.events if event.lane == lane and event.name == name)
 
     @property
     def utilisation(self) -> dict[int, float]:
-        """The part of the time of all evaluations that each worker computed, by rank."""
+        """The fraction of the time of all evaluations that each worker computed, by rank."""
         whole = self.seconds("map") + self.seconds("reduce")
         return {lane: self.seconds("chunks", lane) / whole for lane in self.lanes if lane != PARENT and whole}
 
     @property
     def split(self) -> dict[int, float]:
-        """The part of all samples that each worker evaluated, by rank."""
+        """The fraction of all samples that each worker evaluated, by rank."""
         samples = {
             lane: sum(e.details["samples"] for e in self.events if e.lane == lane and e.name == "chunks")
             for lane in self.lanes
@@ -104,7 +105,7 @@ class Timeline(Observer):
         return {lane: count / whole for lane, count in samples.items()} if whole else {}
 
     def __str__(self) -> str:
-        """The numbers: the parts of the time in the parent, and each worker's split and utilisation."""
+        """Format the parent's time by activity, and each worker's split and utilisation."""
         evaluations = sum(event.name == "map" for event in self.events)
         lines = [f"{evaluations} evaluations"]
         for name in ("map", "reduce", "load", "read ahead", "product", "collect", "total", "step"):
@@ -115,7 +116,7 @@ class Timeline(Observer):
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace (JSON, "Trace Event Format"): opens in https://ui.perfetto.dev and chrome://tracing."""
+        """Write a Chrome trace (JSON, "Trace Event Format"), for https://ui.perfetto.dev and chrome://tracing."""
         zero = min((event.began for event in self.events), default=0.0)
         entries: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": lane + 1, "name": "thread_name", "args": {"name": _title(lane)}}
@@ -129,10 +130,8 @@ class Timeline(Observer):
         Path(path).write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """A picture, saved to `path` if one is given: a lane a worker and one for this process, time to the right.
-
-        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`.
-        """
+        """Return a figure, saved to `path` if given: one lane per worker and one for this process, time to the right.
+        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -162,7 +161,7 @@ class Timeline(Observer):
         return figure
 
 
-# In the order in which they are drawn: what is inside of another one comes later.
+# In drawing order: events inside others come later.
 _COLOURS = {
     "step": "#e4e4e4",
     "product": "#8fa7c4",

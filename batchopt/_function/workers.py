@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def program_of(subject: FlatModule, settings: Settings) -> Program:
-    """The program of this module under these settings."""
+    """Return the program of this module under these settings."""
     return Program(
         subject.module,
         settings.criterion,
@@ -43,7 +43,7 @@ def program_of(subject: FlatModule, settings: Settings) -> Program:
 
 
 def setup_of(subject: FlatModule, settings: Settings) -> Setup:
-    """The setup of a backend. Raises for whatever can be known to fail without starting anything."""
+    """Return the setup of a backend. Raises for every fault that can be known without starting anything."""
     refuse_frequencies(subject.module, settings.parallelize)
     setup = Setup(
         workers=settings.parallelize,
@@ -65,7 +65,7 @@ def setup_of(subject: FlatModule, settings: Settings) -> Setup:
 
 
 def anticipate(subject: FlatModule, settings: Settings) -> None:
-    """Check all that can be checked without starting anything, then let begin what takes long to start."""
+    """Check everything that can be checked without starting anything, then begin slow starts in advance."""
     setup = setup_of(subject, settings)
     check_trained(setup.program, subject.parameters)
     settings.backend_class.anticipate(setup)
@@ -76,7 +76,7 @@ class Workers:
 
     def __init__(self, subject: FlatModule, settings: Settings) -> None:
         self._subject, self._settings = subject, settings
-        self.alone = settings.alone  # whether this process is the worker
+        self.alone = settings.alone  # this process is the worker
         self.backend = self._start(settings)
         if settings.speeds is not None and len(settings.speeds.values) != len(self.infos):
             self.backend.close()
@@ -86,7 +86,7 @@ class Workers:
             )
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
         self._task_speeds = Speeds.unknown(len(self.infos))
-        self.evaluations = 0  # by as many workers as there are now
+        self.evaluations = 0  # by the current number of workers
         self._numbers = count(1)
 
     def _start(self, settings: Settings) -> Backend:
@@ -94,7 +94,7 @@ class Workers:
 
     @property
     def are_known(self) -> bool:
-        """Whether evaluations have shown how fast they are, or the user has said so."""
+        """Tell whether the speeds have been measured, or given by the user."""
         return self.speeds.fixed or self.evaluations > 1
 
     @property
@@ -103,7 +103,7 @@ class Workers:
         return self.backend.workers
 
     def number(self) -> int:
-        """A number for the next evaluation, different from all before."""
+        """Return a new number for the next evaluation."""
         return next(self._numbers)
 
     # ---- hooks
@@ -114,14 +114,14 @@ class Workers:
         return self._settings.prehook, self._settings.posthook
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        """Use these from now on. Raises `TypeError` for what is no hook, or cannot be sent."""
+        """Use these from now on. Raises `TypeError` for objects that are no hooks or cannot be sent."""
         arguments.check_hooks(prehook=prehook, posthook=posthook)
         self.backend.set_hooks(prehook, posthook)
         self._settings = replace(self._settings, prehook=prehook, posthook=posthook)
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Hooks do not run inside."""
+        """Disable the hooks in the body."""
         try:
             self.backend.use_hooks(False)
             yield
@@ -136,7 +136,7 @@ class Workers:
     @property
     def compressing(self) -> CompressingBackend:
         """The backend, where gradients are compressed."""
-        assert isinstance(self.backend, CompressingBackend)  # as the settings have seen to
+        assert isinstance(self.backend, CompressingBackend)  # ensured by `Settings.read`
         return self.backend
 
     # ---- evaluations
@@ -144,8 +144,7 @@ class Workers:
     def evaluate(
         self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None, number: int | None = None
     ) -> list[Answer]:
-        """Evaluate a loaded batch as planned, by that number at first, if it is given; raises what `Backend.evaluate`
-        raises."""
+        """Evaluate a loaded batch as planned, at first by `number`, if given; raises what `Backend.evaluate` raises."""
         numbers = iter(() if number is None else (number,))
 
         def evaluate() -> list[Answer]:
@@ -157,8 +156,8 @@ class Workers:
     def evaluate_compressed(
         self, step: Step, taken: int, kept: int, meanwhile: Meanwhile | None = None
     ) -> tuple[list[Answer], int]:
-        """Evaluate a loaded batch as planned, with compressed gradients; and the number of the evaluation. Raises what
-        `CompressingBackend.evaluate_compressed` raises."""
+        """Evaluate a loaded batch as planned, with compressed gradients; also return the number of the evaluation.
+        Raises what `CompressingBackend.evaluate_compressed` raises."""
 
         def evaluate() -> tuple[list[Answer], int]:
             number = self.number()
@@ -168,8 +167,8 @@ class Workers:
         return self.learning(evaluate)
 
     def learning(self, evaluate: Callable[[], T]) -> T:
-        """Return `evaluate()`; if it finds that a forward writes module state that was not known before, have the
-        workers reset that state for each chunk too, and evaluate once more."""
+        """Return `evaluate()`; if it finds that a forward writes module state not known before, have the workers reset
+        that state for each chunk too, and call it again."""
         buffers = self._subject.buffers
         while True:
             try:
@@ -183,12 +182,12 @@ class Workers:
     # ---- speeds
 
     def observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
-        """Worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""
+        """Learn that worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""
         self.set_speeds(self.speeds.observed(samples, seconds))
 
     def learn_from(self, answers: Iterable[Answer], planned: Sequence[int]) -> None:
-        """Count what the workers did for an evaluation in which they were to evaluate so many samples each, and take it
-        for a measurement; but not the first one, which warms up."""
+        """Count the workers' part in an evaluation with these `planned` samples each, and use it as a measurement,
+        except the first, which warms up."""
         samples, seconds = self._work_of(answers)
         for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
             worker.samples += its_samples
@@ -202,17 +201,17 @@ class Workers:
 
     @property
     def speeds_of_tasks(self) -> Speeds:
-        """What tasks are split by: the same, or, until that was measured, what earlier tasks have shown."""
+        """The speeds by which tasks are split: the measured ones, or until then those of earlier tasks."""
         return self.speeds if self.speeds.measured else self._task_speeds.resized(len(self.infos))
 
     def learn_from_task(self, answers: Iterable[Answer]) -> None:
-        """Take it for a measurement as long as there is no better one."""
+        """Use the times of a task as a measurement as long as there is no better one."""
         if not self.speeds.measured:
             samples, seconds = self._with_the_late(*self._work_of(answers))
             self._task_speeds = self._task_speeds.resized(len(self.infos)).observed(samples, seconds)
 
     def _work_of(self, answers: Iterable[Answer]) -> tuple[list[int], list[float]]:
-        """The samples of each worker, and its seconds."""
+        """Return the samples and the seconds of each worker."""
         samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
         for answer in answers:
             samples[answer.rank] += answer.samples
@@ -220,7 +219,7 @@ class Workers:
         return samples, seconds
 
     def _with_the_late(self, samples: list[int], seconds: list[float]) -> tuple[list[int], list[float]]:
-        """The same with what is known of workers whose work came too late to count."""
+        """Add the work of workers that came too late to count."""
         for rank, (late_samples, late_seconds) in self.backend.late.items():
             samples[rank] += late_samples
             seconds[rank] += late_seconds
@@ -233,7 +232,7 @@ class Workers:
             worker.speed = speed
 
     def leave_out_the_lost(self, infos: Sequence[WorkerInfo]) -> None:
-        """Give nothing to those of all workers that will not come back."""
+        """Give nothing to workers that will not come back."""
         lost = frozenset([worker.rank for worker in infos if worker.lost])
         if lost != self.speeds.absent:
             self.speeds = self.speeds.without(lost)
@@ -241,14 +240,14 @@ class Workers:
     # ---- how many
 
     def check_resize(self, speeds: Sequence[float] | None) -> None:
-        """Raise `ValueError` where the number of workers cannot change like that."""
+        """Raise `ValueError` if the number of workers cannot change like that."""
         if self.speeds.fixed and speeds is None:
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
         if self._settings.devices is not None:
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
 
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None, before: Callable[[], None]) -> None:
-        """Have `parallelize` workers from now on; `before` is called once all was checked."""
+        """Change the number of workers; `before` is called once everything is checked."""
         self.check_resize(speeds)
         asked = backend_class(self._settings.backend).read_workers(parallelize)
         workers = len(self.infos) + self.backend.room() if asked is None else asked
@@ -265,8 +264,8 @@ class Workers:
         self.set_speeds(self.speeds.resized(len(self.infos)) if given is None else given)
 
     def grow(self, refused: Callable[[int, Exception], None]) -> None:
-        """Use machines that have joined, if there are to be as many workers as there is room for. If new workers do not
-        start, `refused` is told, and it is not tried again: those that are there are enough."""
+        """Use machines that have joined, if the number of workers follows the room. If new workers do not start,
+        `refused` is called and it is not tried again: the present workers suffice."""
         if self._settings.parallelize is not None or self.speeds.fixed:
             return
         more = self.backend.room()
@@ -275,7 +274,7 @@ class Workers:
         workers = len(self.infos) + more
         try:
             self.backend.resize(workers)
-        except ValueError:  # somebody else took the room
+        except ValueError:  # another user took the room
             return
         except (WorkerStartError, WorkerError) as error:
             self._settings = replace(self._settings, parallelize=len(self.infos))
