@@ -302,6 +302,7 @@ class NodesBackend(CompressingBackend):
                 return self._attempt(
                     team, cut, self._shared(orders, cut, team, compressed is None), meanwhile, compressed
                 )
+            # The evaluation is made again by the nodes that are left: f and its bits do not depend on who they are.
             except NodeLostError:
                 self._members.forgo()
                 meanwhile = None

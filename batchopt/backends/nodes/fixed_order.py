@@ -87,6 +87,7 @@ class FixedOrderSum:
         for block in own:
             inner = slice(block.start - own[0].start, block.stop - own[0].start)
             coming.append([group.receive(row[inner], other) for other, of in rows.items() for row in of])
+        # Block by block, in the order of their sums, so that the first sums leave while the last blocks arrive.
         for number in range(max(map(len, blocks.values()))):
             for other in group.others:
                 for block in blocks.get(other, [])[number : number + 1]:

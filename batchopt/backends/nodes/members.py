@@ -175,6 +175,7 @@ class Members:
             self._check_stopped()
             self._replace()
             newcomers = [member for member in self.all if not member.is_in and self._came(member)]
+            # The present generation goes on as long as nobody has left it and nobody wants to join.
             if self.team is not None and self.team.group.is_open and not newcomers:
                 return self.team
             if not self.all and self._restarts <= 0:
@@ -212,6 +213,7 @@ class Members:
         restart. The others count as lost until there is room."""
         homeless = self._homeless()
         if homeless and self._restarts > 0 and time.monotonic() >= self._look_at:
+            # Asking a cluster for its room takes milliseconds: not in each evaluation.
             self._look_at = time.monotonic() + INTERVAL
             for machine, ranks in placements(homeless, self._placer.rooms(), self._restarts):
                 self._restarts -= len(ranks)
@@ -244,6 +246,7 @@ class Members:
         self._close()
         generation = self._generation + 1
         self._await(generation)
+        # Newcomers first learn the number of the generation, then wait for its members as all others do.
         for member in newcomers:
             self._store.set(f"join/{member.number}", str(generation))
             member.is_in, member.beaten = True, time.monotonic()
@@ -272,6 +275,7 @@ class Members:
                 if self._store.check([key]):
                     coming.remove(member)
                     taken = int(self._store.get(key))
+                    # Commands got lost on the way: what the member has can no longer be known.
                     if taken != member.sent:
                         member.forget()
                     member.sent = taken

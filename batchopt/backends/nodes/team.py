@@ -92,12 +92,14 @@ class Team:
         workers, at those who take them; but nothing here, if that has `failed` already. Raises what any member raises,
         `NodesDifferError` and `NodeLostError`."""
         began, mine = time.perf_counter(), self.ranks[self.group.place]
+        # Inboxes are opened before computing, so that whoever is done first can send at once.
         self.group.open()
         answers: list[Answer] = []
         failure = failed
         if failed is None:
             answers, failure = self._map(cut, orders[mine.start : mine.stop], meanwhile)
         is_whole = sum(order.last - order.first for order in orders if order is not None) == cut.chunks
+        # Only whole batches in fixed chunks have a tree that does not depend on who has which chunks.
         is_tree = self.fixed_bits and compressed is None and is_whole
         partials = self._merged(answers, cut, is_tree)
         vectors = [partial.gradient.cpu() for _, partial in partials]
@@ -110,7 +112,9 @@ class Team:
             contribution = contribution._replace(failure=NodeFailure.of(failure))
         else:
             contribution = self._contribution(contribution, answers, partials, vectors, began)
+        # Members that do not take the sum need to know its form, and whether all went well; no more.
         brief = contribution._replace(vectors=b"", work=())
+        # The one exchange of an evaluation: also the point at which all members agree on its outcome.
         found: list[Contribution] = self.group.exchange(contribution, brief, self._takers)
         self._check(found, failure)
         held = _held(found, cut.chunks if is_tree else None)

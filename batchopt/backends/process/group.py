@@ -191,6 +191,7 @@ class WorkerGroup:
     def begin_step(self, batch: Batch, weights: tuple[float, ...]) -> None:
         """Begin a step on `batch` with the program as it is now. Raises `TypeError` for a program that cannot be sent
         any more."""
+        # While it is current no message was sent, so there is nothing to reconcile.
         if not self._ringer.is_current:
             self._enter()
         self._program.follow(self._holder.module_hooks())
@@ -285,29 +286,36 @@ class WorkerGroup:
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
             directed, late = -1, math.inf
+            # One turn: give out what can be given, let the caller do its own work once, wait for whatever comes first.
             while ledger.missing and not gather.failures:
+                # Directing looks at every worker: only where something can have changed, or a chunk has become late.
                 if directed != self._pool.changes or not scheduler.all_begun or time.monotonic() >= late:
                     directed, late = self._pool.changes, math.inf
                     self._direct(gather)
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
+                # Only an idle worker can take a copy of a late chunk: else there is nothing to wake up for.
                 if late == math.inf and len(scheduler.workers) < len(self._pool.workers):
                     late = scheduler.next_late(gather.estimate)
                 self._pool.pump(gather, late)
                 self._proven = self._proven or gather.has_reports
+                # Two crashes before any forward has succeeded: the program writes what it may only read.
                 if not self._proven:
                     explain(gather.gone)
                 if gather.poison is not None:
                     raise gather.poison
         finally:
+            # A worker that still steps on the parameters would write them after the call has returned.
             if self._writing:
                 self._pool.finish(gather)
             self._pool.call_off()
         if gather.failures:
+            # Else which of several failures is raised would depend on who was quicker.
             self._hear_others(gather)
             raise gather.failures.first()
         self._proven = True
+        # Rows of stragglers must be final before they are summed.
         self._hear_the_late(gather)
         self.late = gather.leave(self._pool.workers.values())
         for worker in self._pool.workers.values():
@@ -388,29 +396,20 @@ class WorkerGroup:
         faults.point("parent.dispatched")
 
     def _order(self, worker: WorkerProcess, gather: ProcessGather, run: Assign) -> None:
+        """Give the worker this run, after all that it needs for it: the cut, and memory to sum in."""
+        cut, setup = gather.cut, self._setup
         if gather.is_task:
-            self._equip_for_task(worker, gather.cut)
+            if worker.task_cut is not cut:
+                worker.cut_task(cut)
+            worker.make_totals()
         else:
-            if self._device.type == "cpu" and self._setup.devices is None:  # elsewhere orders say more than a number
+            if self._device.type == "cpu" and setup.devices is None:  # elsewhere orders say more than a number
                 self._ringer.hang_bell(worker, self._size)
-            self._equip(
-                worker,
-                gather.cut,
-                most_held(run.first, run.last, gather.cut.chunks, gather.held(worker)),
-            )
+            if worker.cut is not cut:
+                worker.set_cut(cut)
+            rows = most_held(run.first, run.last, cut.chunks, gather.held(worker))
+            worker.make_room(rows, setup.flat.layout, setup.buffers.size, self._device)
         worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
-
-    def _equip(self, worker: WorkerProcess, cut: Cut, rows: int) -> None:
-        """Let the worker have this cut, and so many rows to sum gradients in."""
-        if worker.cut is not cut:
-            worker.set_cut(cut)
-        worker.make_room(rows, self._setup.flat.layout, self._setup.buffers.size, self._device)
-
-    def _equip_for_task(self, worker: WorkerProcess, cut: Cut) -> None:
-        """Let the worker have this cut of the task's batch, and a file to sum in."""
-        if worker.task_cut is not cut:
-            worker.cut_task(cut)
-        worker.make_totals()
 
     def _hear_the_late(self, gather: ProcessGather) -> None:
         """Take in what workers reported that are still at it.

@@ -228,6 +228,7 @@ class Pool:
             except (EOFError, OSError):
                 gone = True
             if gone:
+                # What it had reported before it died counts: its rows are in memory that this process shares.
                 worker.channel.drain()
                 worker.process.join(HANGING_UP)  # it ends a moment after its pipe, if that is how it ends
                 if not worker.process.ended:
@@ -235,6 +236,7 @@ class Pool:
             self.hear(worker, listener)
             if gone and self.workers.get(worker.rank) is worker:
                 self._reap(worker, listener)
+        # Their DONE was announced on the waking pipe, not on theirs, which is not watched meanwhile.
         for worker in list(self.workers.values()):
             if worker.quiet:
                 worker.channel.drain()
@@ -248,6 +250,7 @@ class Pool:
         selector = self._selector if waits else self._ends
         events = selector.select(timeout)
         away = self._presence.away(timeout)
+        # Time in which this process was stopped is nobody's silence.
         if away:
             for worker in self.workers.values():
                 worker.since = later(worker.since, away)
@@ -273,6 +276,7 @@ class Pool:
             worker.kill(f"said what is no message ({error})")
             self._reap(worker, listener)
             return
+        # It has answered every part of the state: from now on it is given orders.
         if not worker.joined and worker.sent.keys() >= self._state.keys() and worker.idle:
             worker.joined = True
             self.changes += 1
@@ -281,6 +285,7 @@ class Pool:
 
     def _shook_hands(self, worker: WorkerProcess, reply: WorkerReply) -> None:
         theirs = reply.body.decode("utf-8", "replace")
+        # Pickles, bits and messages are only the same between equal versions.
         if theirs != versions():
             error = WorkerStartError(
                 f"{worker.process.name} runs with {theirs}, this process with {versions()}: was something installed "

@@ -61,6 +61,7 @@ class Repeat:
 
     def ring(self, number: int, step: int, batch: int, seconds: float) -> None:
         """Have evaluation `number` made, of that step and batch, which took so many seconds before."""
+        # Everything is written before the number, which is what workers look at.
         self._board.orders[self._slots, 2] = step
         self._board.head[2] = batch
         self._longest, self._board.head[0] = LONGER * seconds + PATIENCE, number
@@ -74,6 +75,7 @@ class Repeat:
         long. `waking`: the pipe through which they wake this process."""
         board, until, pause = self._board, time.perf_counter() + self._longest, self._longest - PATIENCE
         while True:
+            # The last worker wakes this process up; two may each see the other unfinished, so look anyway in a while.
             events = poll.poll(max(pause / LONGER, LOOK))
             for fd, _ in events:
                 if fd != waking:

@@ -71,6 +71,7 @@ class RanksBackend(CompressingBackend):
         launch, store = meet(setup.timeout or PATIENCE)
         self._launch, self.is_main = launch, launch.rank == 0
         host = address_towards(launch.address or socket.gethostname())
+        # A restarted job must not find the group of the attempt before in the store.
         name = f"batchopt/{launch.attempt}/{next(_numbers)}"
         self._group = Group(store, name, launch.rank, launch.size, setup.timeout or PATIENCE, host)
         self._group.names = [f"rank {rank}" for rank in range(launch.size)]
