@@ -1,4 +1,4 @@
-"""Optimizers for functions that are exact: of a whole batch, and the same at each evaluation."""
+"""Optimizers for exact functions: of a full batch, with the same value at each evaluation."""
 
 from batchopt.optim.cg import CG
 from batchopt.optim.lbfgs import LBFGS

@@ -1,7 +1,7 @@
-"""Sums and products of long vectors: on all cores, and with the same bits for any number of them.
+"""Sums and products of long vectors: on all cores, with bits that do not depend on the number of threads.
 
-A vector is cut into blocks that its length alone fixes; each block is worked on by one thread, and what the blocks
-yield is summed in their order, in float64. The threads are Python's: torch's own would spin for milliseconds after each
+A vector is cut into blocks fixed by its length alone; each block is processed by one thread, and the results of the
+blocks are summed in order, in float64. The threads are Python's: torch's own would spin for milliseconds after each
 operation, on cores that the workers need.
 """
 
@@ -18,23 +18,23 @@ import torch
 
 from batchopt._machine.threads import torch_threads
 
-# Elements of a block of a vector.
+# Elements per block of a vector.
 BLOCK = 2**16
-# Elements to be read, in all, from which on it pays to start threads.
+# Total number of elements read from which starting threads saves time.
 LARGE = 2**22
-# Elements that torch goes through in one thread, however many it has.
+# Up to this many elements torch uses one thread in any case.
 SMALL = 2**15
 
 T = TypeVar("T")
 
 
 def _blocks(length: int, function: Callable[[slice], T], elements: int) -> list[T]:
-    """`function` of each block of a vector of `length`, of which `elements` are read in all."""
+    """Return `function` of each block of a vector of `length`; `elements` are read in total."""
     return _each([slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)], function, elements)
 
 
 def _each(slices: Sequence[slice], function: Callable[[slice], T], elements: int) -> list[T]:
-    """`function` of each of `slices`, in their order; `elements` are read in all."""
+    """Return `function` of each of `slices`, in order; `elements` are read in total."""
     threads = min(torch.get_num_threads(), len(slices)) if elements >= LARGE else 1
     with torch_threads(1):
         if threads == 1:
@@ -43,8 +43,8 @@ def _each(slices: Sequence[slice], function: Callable[[slice], T], elements: int
         bounds = [i * len(slices) // threads for i in range(threads + 1)]
 
         def work(i: int) -> None:
-            torch.set_num_threads(1)  # what torch calls has a number for each thread
-            with torch.no_grad():  # so has the grad mode
+            torch.set_num_threads(1)  # libraries called by torch have a setting per thread
+            with torch.no_grad():  # the grad mode is per thread too
                 found[i] = [function(part) for part in slices[bounds[i] : bounds[i + 1]]]
 
         helpers = [Thread(target=work, args=(i,)) for i in range(1, threads)]
@@ -57,7 +57,7 @@ def _each(slices: Sequence[slice], function: Callable[[slice], T], elements: int
 
 
 def _one_thread(vector: torch.Tensor) -> AbstractContextManager[None]:
-    """Have torch use one thread for a vector, which it is told only where it would use more."""
+    """Have torch use one thread for a vector; set only where it would use more."""
     return _AS_IT_IS if vector.numel() < SMALL else torch_threads(1)
 
 
@@ -65,7 +65,7 @@ _AS_IT_IS = nullcontext()
 
 
 def dot(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The sum of the products of two vectors' elements (shape `(n,)` both)."""
+    """Return the dot product of two vectors (shape `(n,)` both)."""
     if not one.is_cpu:
         return torch.dot(one, other).item()
     if one.numel() <= BLOCK:
@@ -74,9 +74,9 @@ def dot(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def norm(vector: torch.Tensor) -> float:
-    """The Euclidean length; no sum overflows if it is finite."""
+    """Return the Euclidean length; no sum overflows if it is finite."""
     square = dot(vector, vector)
-    if 1e-20 < square < 1e30:  # no square of an element that counts was too small or too large for single precision
+    if 1e-20 < square < 1e30:  # no square of a relevant element under- or overflowed in single precision
         return math.sqrt(square)
     scale = largest(vector)
     if scale == 0 or not math.isfinite(scale):
@@ -87,19 +87,19 @@ def norm(vector: torch.Tensor) -> float:
 
 
 def power_of_two(number: float) -> float:
-    """The one below a positive number: to divide by it changes no digit."""
+    """Return the largest one not above a positive number; dividing by it is exact."""
     return 2.0 ** (math.frexp(number)[1] - 1)
 
 
 def absolute_sum(vector: torch.Tensor) -> float:
-    """The sum of the absolute values."""
+    """Return the sum of the absolute values."""
     if not vector.is_cpu or vector.numel() <= BLOCK:
         return vector.abs().sum().item()
     return math.fsum(_blocks(vector.numel(), lambda part: vector[part].abs().sum().item(), vector.numel()))
 
 
 def largest(vector: torch.Tensor) -> float:
-    """The largest absolute value; NaN if there is one, 0 for no elements."""
+    """Return the largest absolute value; NaN if there is one, 0 for no elements."""
     if not vector.numel():
         return 0.0
     if not vector.is_cpu:
@@ -111,18 +111,19 @@ def largest(vector: torch.Tensor) -> float:
 
 
 def _largest(vector: torch.Tensor) -> float:
-    """By NumPy, where it has the dtype: it takes a twentieth of the time of torch's norm, and half of its `aminmax`."""
+    """Use NumPy if it has the dtype: it takes a twentieth of the time of torch's norm, and half of that of its
+    `aminmax`."""
     if vector.dtype not in (torch.float32, torch.float64):
         low, high = (bound.item() for bound in torch.aminmax(vector))
     else:
-        with np.errstate(all="ignore"):  # NaN is looked for
+        with np.errstate(all="ignore"):  # NaN is expected
             elements = vector.detach().numpy()
             low, high = float(elements.min()), float(elements.max())
-    return max(-low, high) + 0.0  # which makes -0 a 0
+    return max(-low, high) + 0.0  # turns -0 into 0
 
 
 def copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """The elements of `source` into `out` (of one shape), rounded if need be."""
+    """Copy the elements of `source` to `out` (same shape), rounded if necessary."""
     if not out.is_cpu or out.dim() != 1 or out.numel() < LARGE:
         with _one_thread(out):
             out.copy_(source)
@@ -131,7 +132,7 @@ def copy(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scaled(vector: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
-    """`factor * vector`, in `out`."""
+    """Return `factor * vector`, in `out`."""
     if not out.is_cpu or out.numel() < LARGE:
         with _one_thread(out):
             return torch.mul(vector, factor, out=out)
@@ -140,7 +141,7 @@ def scaled(vector: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tens
 
 
 def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
-    """`one + factor * other`, in `out`, which may be one of them."""
+    """Return `one + factor * other`, in `out`, which may be one of them."""
     if not out.is_cpu or out.numel() < LARGE:
         with _one_thread(out):
             return torch.add(one, other, alpha=factor, out=out)
@@ -149,8 +150,8 @@ def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor
 
 
 def products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """The product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU. The
-    rows are read once."""
+    """Return the product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU.
+    The rows are read once."""
     if not rows.is_cpu:
         return torch.mv(rows, vector).double().cpu()
     found = _blocks(vector.numel(), lambda part: torch.mv(rows[:, part], vector[part]).double(), rows.numel())
@@ -172,7 +173,7 @@ def _row_blocks(matrix: torch.Tensor, function: Callable[[slice], T], elements: 
 
 
 def multiply(matrix: torch.Tensor, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`matrix @ vector` (shapes `(n, n)`, `(n,)`), in `out`."""
+    """Return `matrix @ vector` (shapes `(n, n)`, `(n,)`), in `out`."""
     if not matrix.is_cpu:
         return torch.mv(matrix, vector, out=out)
     _row_blocks(matrix, lambda part: torch.mv(matrix[part], vector, out=out[part]), matrix.numel())
@@ -180,7 +181,7 @@ def multiply(matrix: torch.Tensor, vector: torch.Tensor, out: torch.Tensor) -> t
 
 
 def update(matrix: torch.Tensor, scale: float, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Make `matrix` (shape `(n, n)`) `scale * matrix + left.T @ right` (shapes `(k, n)`), in place."""
+    """Set `matrix` (shape `(n, n)`) to `scale * matrix + left.T @ right` (shapes `(k, n)`), in place."""
     if not matrix.is_cpu:
         matrix.addmm_(left.T, right, beta=scale)
         return
@@ -195,7 +196,7 @@ def update_and_multiply(
     vector: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`update`, then `multiply`; the matrix is read once."""
+    """`update`, then `multiply`, reading the matrix once."""
     if not matrix.is_cpu:
         update(matrix, scale, left, right)
         return multiply(matrix, vector, out)

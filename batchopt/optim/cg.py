@@ -15,8 +15,8 @@ from batchopt.optim.options import check_choice
 
 
 class _Products:
-    """The scalar products that the formulas are made of: of the gradients g before and h after a step, y = h - g, and
-    the direction d of the step."""
+    """The scalar products in the formulas: of the gradients g before and h after a step, y = h - g, and the direction d
+    of the step."""
 
     def __init__(self, g: torch.Tensor, h: torch.Tensor, d: torch.Tensor, y: torch.Tensor) -> None:
         self.gg, self.hh, self.dd, self.yy = dot(g, g), dot(h, h), dot(d, d), dot(y, y)
@@ -24,7 +24,7 @@ class _Products:
 
 
 def _fletcher_reeves(p: _Products) -> float:
-    # else it may go on with ever shorter steps: Powell, "Restart procedures for the conjugate gradient method", 1977
+    # else steps may become ever shorter: Powell, "Restart procedures for the conjugate gradient method", 1977
     return p.hh / p.gg if abs(p.hh - p.hy) < 0.2 * p.hh else 0.0
 
 
@@ -49,23 +49,23 @@ BETAS: dict[str, Callable[[_Products], float]] = {
 
 
 class CG(Descent):
-    """Nonlinear conjugate gradients: each direction is the steepest descent plus `beta` times the one before.
+    """Nonlinear conjugate gradients: each direction is the steepest descent plus `beta` times the previous direction.
 
     Args:
-        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: as of `LBFGS`;
-            max_iter 200 by default.
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, callback: see `LBFGS`;
+            max_iter is 200 by default.
         beta: `"hager-zhang"`, the default (Hager and Zhang, "A new conjugate gradient method with guaranteed descent
-            and an efficient line search", SIAM Journal on Optimization 16, 2005, with the lower bound of "The limited
-            memory conjugate gradient method", there 23, 2013, which has no units); `"polak-ribiere"`, not less than 0
-            (Polak and Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, not less than 0 (Hestenes and
-            Stiefel 1952); `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The
-            Computer Journal 7, 1964), begun anew where two gradients are far from orthogonal (Powell 1977).
+            and an efficient line search", SIAM Journal on Optimization 16, 2005, with the scale-invariant lower bound
+            of "The limited memory conjugate gradient method", ibid. 23, 2013); `"polak-ribiere"`, at least 0 (Polak
+            and Ribiere 1969; Gilbert and Nocedal 1992); `"hestenes-stiefel"`, at least 0 (Hestenes and Stiefel 1952);
+            `"fletcher-reeves"` (Fletcher and Reeves, "Function minimization by conjugate gradients", The Computer
+            Journal 7, 1964), restarted where two gradients are far from orthogonal (Powell 1977).
 
-    Takes the memory of few vectors of parameters, and more evaluations than `LBFGS`. `result`, and what becomes of the
-    parameters, as there. Raises `ValueError` or `TypeError` for options that cannot work.
+    It needs the memory of a few parameter vectors, and more evaluations than `LBFGS`. `result` and the final parameters
+    are as described there. Raises `ValueError` or `TypeError` for options that cannot work.
     """
 
-    flat = 0.1  # conjugacy needs line searches that come near the minimum
+    flat = 0.1  # conjugacy needs line searches that end near the minimum
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class CG(Descent):
             self._y = self._vector.empty()
         y = add(after.gradient, before.gradient, -1.0, out=self._y)
         products = _Products(before.gradient, after.gradient, direction, y)
-        sound = products.dy > 0 and products.gg > 0 and products.dd > 0  # not so small that squares are 0
+        sound = products.dy > 0 and products.gg > 0 and products.dd > 0  # no square has underflowed
         memory["beta"] = BETAS[self._group["beta"]](products) if sound else 0.0
         memory["decrease"] = dot(change, before.gradient)
         self._direction = memory["direction"] if "direction" in memory else self._vector.empty()
@@ -121,7 +121,7 @@ class CG(Descent):
         return self._memory.pop("direction", None) is not None
 
     def _first(self, slope: float) -> float | None:
-        """The step that promises the decrease that the last one did (Nocedal and Wright, "Numerical Optimization",
+        """Return the step that promises the decrease of the last one (Nocedal and Wright, "Numerical Optimization",
         2006, equation 3.60)."""
         if "direction" not in self._memory:
             return None

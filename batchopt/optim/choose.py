@@ -1,4 +1,4 @@
-"""Choosing the optimizer: from a name, a factory or an instance."""
+"""Selecting the optimizer by a name, a factory or an instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchopt.optim.minimizer import Minimizer
 
 OptimizerChoice = str | torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None
 
-# Ours go before those of torch that have the same name.
+# These take precedence over torch's optimizers of the same name.
 _OURS: dict[str, type[torch.optim.Optimizer]] = {
     "lbfgs": LBFGS,
     "cg": CG,
@@ -32,8 +32,8 @@ def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def check_choice(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raise `ValueError` for an unknown name, and for an instance that is not over `parameters` or goes nowhere;
-    `TypeError` for what is no name, no factory and no optimizer."""
+    """Raise `ValueError` for an unknown name and for an instance that is not over `parameters` or has options that
+    cannot work; `TypeError` for anything but a name, a factory or an optimizer."""
     if isinstance(choice, str):
         if choice.lower() not in (kinds := _by_name()):
             raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
@@ -55,19 +55,19 @@ def check_choice(choice: OptimizerChoice, parameters: Sequence[torch.nn.Paramete
 
 
 def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
-    """The optimizer over `parameters` that `choice` names, makes or is.
+    """Return the optimizer over `parameters` that `choice` names, makes or is.
 
-    A name is `"lbfgs"`, `"cg"`, `"ssbroyden"` or `"lm"`, or that of another class of `torch.optim`, in any case, with
-    its defaults; so is a class. It may leave out some of `parameters`: those stay as they are. Raises what
+    A name is `"lbfgs"`, `"cg"`, `"ssbroyden"` or `"lm"`, or that of another class of `torch.optim`, in any case; names
+    and classes use the defaults. The optimizer may omit some of `parameters`: those stay unchanged. Raises what
     `check_choice` raises, `ValueError` for parameters that are not the module's and for a learning rate or a number of
-    iterations that goes nowhere, and `TypeError` for a factory that returns no optimizer.
+    iterations that cannot work, and `TypeError` for a factory that returns no optimizer.
     """
     check_choice(choice, parameters)
     if choice is None:
         return None
     optimizer: torch.optim.Optimizer
     if isinstance(choice, str):
-        optimizer = _by_name()[choice.lower()](list(parameters))  # type: ignore[call-arg]  # what they have in common says nothing of it
+        optimizer = _by_name()[choice.lower()](list(parameters))  # type: ignore[call-arg]  # the base class has another signature
     elif isinstance(choice, torch.optim.Optimizer):
         optimizer = choice
     else:
@@ -92,8 +92,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
 
 
 def check_goes_by_any_gradient(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise `ValueError` for an optimizer that compares gradients with each other: compressed ones differ by more than
-    what it looks for."""
+    """Raise `ValueError` for an optimizer that compares gradients with each other: compression errors exceed the
+    differences that it evaluates."""
     if isinstance(optimizer, (Minimizer, SVRG, torch.optim.LBFGS)):
         raise ValueError(
             f"`compress` rounds gradients, and {type(optimizer).__name__} compares them with each other: use an "
@@ -102,7 +102,7 @@ def check_goes_by_any_gradient(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def check_options(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` for a learning rate or a number of iterations that goes nowhere."""
+    """Raise `ValueError` for a learning rate or a number of iterations that cannot work."""
     for group in optimizer.param_groups:
         lr = group.get("lr")
         if isinstance(lr, torch.Tensor) and lr.numel() == 1:

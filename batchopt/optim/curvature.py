@@ -1,4 +1,4 @@
-"""The limited-memory BFGS matrix in compact form: an approximate inverse Hessian made from the last steps."""
+"""The limited-memory BFGS matrix in compact form: an approximate inverse Hessian built from the last steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from batchopt.optim.algebra import add, combination, copy, dot, norm, products, 
 
 Doubles = npt.NDArray[np.float64]
 
-# A pair along which the slope changed by a smaller part than this says nothing that is not rounding (L-BFGS-B's rule).
+# A pair along which the slope changed by a smaller fraction than this is rounding only (the rule of L-BFGS-B).
 LEAST = 2.3e-16
 
 
 class _Known(NamedTuple):
-    """What is known of the pairs beside themselves; small, and replaced, never written. Matrices lie where torch would
-    put them: products have other bits elsewhere, by how an address can be divided."""
+    """Known products of the pairs; small, and replaced, never written. Matrices are allocated by torch, since the bits
+    of products depend on the alignment of an address."""
 
-    first: int  # the slot of the oldest pair; those of the younger ones follow, in a ring
+    first: int  # the slot of the oldest pair; those of later pairs follow, in a ring
     sy: Doubles  # s_i . y_j for i <= j
     yy: Doubles  # y_i . y_j
-    with_seen: Doubles  # s_i and y_i (shape `(2, pairs)`) times the vector that H was last multiplied with
+    with_seen: Doubles  # s_i and y_i (shape `(2, pairs)`) times the vector that H last multiplied
 
     @property
     def pairs(self) -> int:
@@ -35,7 +35,7 @@ class _Known(NamedTuple):
         return _Known((self.first + 1) % slots, self.sy[1:, 1:], self.yy[1:, 1:], self.with_seen[:, 1:])
 
     def with_pair(self, pair: _Pair, columns: Doubles) -> _Known:
-        """`columns`: the older s and y (shape `(2, pairs)`) times the y of `pair`."""
+        """Add `pair`; `columns`: the older s and y (shape `(2, pairs)`) times its y."""
         count = self.pairs
         sy, yy = (torch.zeros(count + 1, count + 1, dtype=torch.float64).numpy() for _ in range(2))
         sy[:count, :count], yy[:count, :count] = self.sy, self.yy
@@ -46,8 +46,8 @@ class _Known(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A pair whose products with the older ones are still to come: out of those with the gradient `after` it, if that
-    is what H is multiplied with next."""
+    """A pair whose products with the older ones are still missing: they follow from those with the gradient `after` it,
+    if that is what H multiplies next."""
 
     slot: int
     sy: float
@@ -61,9 +61,9 @@ _NOTHING = _Known(0, _NONE, _NONE, _NO_PRODUCTS)
 
 
 class Curvature:
-    """The last `most` pairs of s (a step) and y (what the gradient changed by), and the matrix H that they make.
+    """The last `most` pairs of s (a step) and y (the change of the gradient), and the matrix H that they define.
 
-    H is the approximation to the inverse Hessian of Byrd, Nocedal and Schnabel, "Representations of quasi-Newton
+    H is the approximation of the inverse Hessian of Byrd, Nocedal and Schnabel, "Representations of quasi-Newton
     matrices and their use in limited memory methods", Mathematical Programming 63, 1994, equation 3.1. All pairs are
     rows of one matrix, s and y in turn (shape `(2 * most, size)`), which is read twice for a product: once for the
     scalar products of all rows with the vector, once for the combination of all rows.
@@ -79,7 +79,7 @@ class Curvature:
         self._enough = torch.finfo(dtype).eps ** 0.25  # of |y| / |gradient|
         self._known = _NOTHING
         self._pair: _Pair | None = None
-        self._seen: torch.Tensor | None = None  # what H was last multiplied with
+        self._seen: torch.Tensor | None = None  # the vector that H last multiplied
         self._marked: tuple[_Known, _Pair | None] | None = None
         self._overwritten: dict[int, torch.Tensor] = {}
 
@@ -87,15 +87,13 @@ class Curvature:
         return self._known.pairs + (self._pair is not None)
 
     def clear(self) -> None:
-        """Forget all pairs."""
+        """Drop all pairs."""
         self._known, self._pair, self._seen = _NOTHING, None, None
 
     def add(self, s: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> bool:
-        """Take in the step `s` and the gradients `before` and `after` it (shapes `(size,)`), in place of the oldest
-        pair if there are `most`. Returns False, and changes nothing, if the curvature along `s` is not positive.
-
-        `after` has to stay as it is until H is multiplied with it, or another pair is added.
-        """
+        """Add the step `s` and the gradients `before` and `after` it (shapes `(size,)`), replacing the oldest pair if
+        there are `most`. Return False, and change nothing, if the curvature along `s` is not positive. `after` must
+        stay unchanged until H multiplies it, or another pair is added."""
         self._known, self._pair = self._completed(), None
         add(after, before, -1.0, out=self._y)
         sy, yy = dot(s, self._y), dot(self._y, self._y)
@@ -112,7 +110,7 @@ class Curvature:
         return True
 
     def _completed(self, columns: Doubles | None = None) -> _Known:
-        """What is known with the pair that is new; `columns` as in `_Known.with_pair`."""
+        """Return the known products including those of the new pair; `columns` as in `_Known.with_pair`."""
         if self._pair is None:
             return self._known
         if columns is None:
@@ -120,14 +118,14 @@ class Curvature:
         return self._known.with_pair(self._pair, columns)
 
     def _with_rows(self, vector: torch.Tensor) -> Doubles:
-        """s and y of all pairs, the oldest first (shape `(2, pairs)`), times `vector`."""
+        """Return s and y of all pairs, the oldest first (shape `(2, pairs)`), times `vector`."""
         if not len(self):
             return _NO_PRODUCTS
         found = products(self._rows[: 2 * len(self)], vector).numpy()
         return _turned(found.reshape(-1, 2), self._known.first).T
 
     def times(self, vector: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`-H @ vector`, in `out` (shapes `(size,)`); `vector` has to stay as it is until a pair is added."""
+        """Return `-H @ vector`, in `out` (shapes `(size,)`); `vector` must stay unchanged until a pair is added."""
         found, pair = self._with_rows(vector), self._pair
         chained = pair is not None and pair.after is vector
         with _quietly():
@@ -142,12 +140,12 @@ class Curvature:
         return combination(torch.tensor(weights), self._rows[: 2 * len(self)], out)
 
     def mark(self) -> None:
-        """Remember the present, for `rewind`: rows are copied when they are overwritten."""
+        """Remember the current state for `rewind`; rows are copied only when they are overwritten."""
         self._marked = self._known, self._pair
         self._overwritten = {}
 
     def rewind(self) -> None:
-        """Back to where `mark` was called last."""
+        """Restore the state of the last `mark`."""
         assert self._marked is not None
         for slot, rows in self._overwritten.items():
             self._rows[2 * slot : 2 * slot + 2] = rows
@@ -165,8 +163,8 @@ class Curvature:
             self._overwritten[slot] = self._rows[2 * slot : 2 * slot + 2].clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), their products, and where in the ring the
-        oldest one was: sums go through it in its order."""
+        """Return tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), their products, and the position of
+        the oldest one in the ring, which fixes the order of sums."""
         known = self._completed()
         pairs = torch.roll(self._rows.view(self.most, 2, -1)[: len(self)], -known.first, dims=0)
         return {
@@ -177,8 +175,7 @@ class Curvature:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned, as much of it as there is room for. Raises `ValueError` for pairs of
-        another size."""
+        """Load what `state_dict` returned, as many pairs as fit. Raises `ValueError` for pairs of another size."""
         pairs = state["pairs"]
         if pairs.shape[1:] != (2, self._rows.shape[1]):
             raise ValueError(f"the state has pairs of {pairs.shape[-1]} parameters; here are {self._rows.shape[1]}")
@@ -192,17 +189,18 @@ class Curvature:
 
 
 def _quietly() -> np.errstate:
-    """What is no number any more is found out where the direction is looked at."""
+    """Silence NumPy's warnings: values that are not finite are detected in the direction."""
     return np.errstate(all="ignore")
 
 
 def _turned(rows: Doubles, by: int) -> Doubles:
-    """The rows from row `by` on first, those before it after them."""
+    """Rotate the rows so that row `by` comes first."""
     return np.concatenate((rows[by:], rows[:by])) if by else rows
 
 
 def _weights(known: _Known) -> tuple[float, Doubles]:
-    """Of `-H @ vector`: the factor of `-vector`, and those of s and y of each pair (shape `(pairs, 2)`)."""
+    """Return the factors of `-H @ vector`: that of `-vector`, and those of s and y of each pair (shape `(pairs,
+    2)`)."""
     with_s, with_y = known.with_seen
     diagonal = known.sy.diagonal()
     scale = float(diagonal[-1] / known.yy[-1, -1])

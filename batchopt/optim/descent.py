@@ -12,19 +12,19 @@ from batchopt.optim.line import Line, Point
 from batchopt.optim.linesearch import C2, TrialPoint, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.minimizer import Minimizer, Search, limit
 
-# Evaluations that one line search may take.
+# Maximum number of evaluations in a line search.
 SEARCH = 30
-# The first step along the steepest descent changes the largest parameter by about this part of it: the psi of Hager and
-# Zhang, who take 0.01, with which more evaluations are needed.
+# The first step along the steepest descent changes the largest parameter by about this fraction: the psi of Hager and
+# Zhang, who use 0.01, which needs more evaluations.
 FIRST = 0.15
-# More than this part of f is not believed to be noise.
+# A larger fraction of f is not considered noise.
 NOISIEST = 1e-2
 
 
 class Descent(Minimizer):
-    """Steps along descent directions with a line search; a subclass says which directions."""
+    """Steps along descent directions with a line search; a subclass chooses the directions."""
 
-    flat = C2  # how much flatter phi has to be where a line search ends
+    flat = C2  # the fraction of the slope of phi that may remain where a line search ends
 
     def _make_room(self) -> None:
         super()._make_room()
@@ -32,20 +32,21 @@ class Descent(Minimizer):
 
     @abstractmethod
     def _aim(self, here: Point, out: torch.Tensor) -> None:
-        """Write the direction to go to `out`."""
+        """Write the next direction to `out`."""
 
     @abstractmethod
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
-        """A step was made, by which the parameters changed by `change`."""
+        """Learn from a step, which changed the parameters by `change`."""
 
     @abstractmethod
     def _first(self, slope: float) -> float | None:
-        """Where a line search begins along the direction, by the slope there; None: along the steepest descent, of
-        which nothing is known."""
+        """Return the first trial step of a line search, given the slope at its start; None for a steepest descent
+        without any known curvature."""
 
     def _steepest_first(self, here: Point) -> float:
-        """Where one begins along the steepest descent: Hager and Zhang 2005, section 4 (I0). Whatever the units of f
-        and of the parameters are, it is the same point. Without a line search at most 1, and at most a length of 1."""
+        """Return the first trial step along the steepest descent: Hager and Zhang 2005, section 4 (I0). It leads to the
+        same point in any units of f and of the parameters. Without a line search it is at most 1, and moves the
+        parameters by at most 1."""
         direction = self._direction
         if self._line_search is None:
             return min(1.0, 1.0 / norm(direction))
@@ -65,7 +66,7 @@ class Descent(Minimizer):
         return self._line_search is not None and super()._stays(run)
 
     def _advance(self, run: Search) -> float | None:
-        """Search along the next direction, and go to what was found; returns the step, or None if nothing was."""
+        """Search along the next direction and move to the point found; return the step, or None if there is none."""
         here, direction = run.here, self._direction
         line = self._line(run)
         self._aim(here, direction)
@@ -93,8 +94,8 @@ class Descent(Minimizer):
         return line.last_step if found is None else found.step
 
     def _curvature_ratio(self, before: Point, after: Point, slope: float) -> float:
-        """The curvature of f along the last step by that of which the direction was made: y's / s'Bs, where s is t
-        times the direction, the slope along that being minus its curvature."""
+        """Return the curvature of f along the last step divided by that of the model: y's / s'Bs, where s is t times
+        the direction, and the slope along the direction is minus its curvature in the model."""
         change = self._change
         t = dot(change, change) / dot(change, self._direction)
         return (dot(change, after.gradient) - dot(change, before.gradient)) / (-slope * t**2)
@@ -103,7 +104,7 @@ class Descent(Minimizer):
         group, kind = self._group, self._line_search
         first = self._first(start.slope)
         first = group["lr"] * (self._steepest_first(run.here) if first is None else first)
-        if not 0 < first < math.inf:  # what it was made of is as small as numbers get
+        if not 0 < first < math.inf:  # under- or overflow of its factors
             first = group["lr"]
         evaluations = int(min(SEARCH, limit(group["max_eval"]) - run.function.evaluations))
         if kind is None:
@@ -114,8 +115,9 @@ class Descent(Minimizer):
         return strong_wolfe(line, start, first, evaluations, max(noise - (start.f - run.best), 0.0), self.flat)
 
     def _learn_noise(self, run: Search, start: TrialPoint, samples: list[TrialPoint]) -> bool:
-        """After a search in vain: what f differs by from what the slopes say, where they say the same at both ends.
-        Returns whether that is more than was thought of as noise."""
+        """Estimate the noise of f after an unsuccessful search; return whether it exceeds the noise known so far. It is
+        the difference between the change of f and that implied by the slopes, where both ends have about the same
+        slope."""
         if self._line_search != "strong_wolfe":
             return False
         noise = 2 * max((discrepancy(start, sample) for sample in samples), default=0.0)

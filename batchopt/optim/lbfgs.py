@@ -16,7 +16,7 @@ from batchopt.optim.vector import Vector
 
 
 class PenalisedFunction(Function):
-    """f plus `l1` times the sum of the parameters' absolute values; the gradient is f's alone."""
+    """f plus `l1` times the sum of the parameters' absolute values; the gradient is that of f alone."""
 
     def __init__(self, vector: Vector, closure: Closure, l1: float) -> None:
         super().__init__(vector, closure)
@@ -29,7 +29,7 @@ class PenalisedFunction(Function):
 
 
 def pseudo_gradient(x: torch.Tensor, gradient: torch.Tensor, l1: float, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of f plus penalty; where a parameter is 0, the one-sided slope that leads down, or 0 if none
+    """Return the gradient of f plus penalty; where a parameter is 0, the one-sided slope that leads down, or 0 if none
     does."""
     torch.add(gradient, x.sign(), alpha=l1, out=out)
     at_zero = (gradient + l1).clamp_max(0.0) + (gradient - l1).clamp_min(0.0)
@@ -42,7 +42,7 @@ def project(direction: torch.Tensor, pseudo: torch.Tensor) -> None:
 
 
 class OrthantLine(Line):
-    """Points of a line, projected to the orthant that the start, or where it is 0 the steepest descent, lies in."""
+    """Points of a line, projected to the orthant of the start or, where that is 0, of the steepest descent."""
 
     def __init__(
         self, function: Function, start: Point, direction: torch.Tensor, spare: Sequence[Point], pseudo: torch.Tensor
@@ -56,7 +56,7 @@ class OrthantLine(Line):
         x.mul_(x * self._orthant > 0)
 
     def slope(self, point: Point) -> float:
-        """At the start, that of f plus penalty."""
+        """At the start, return the slope of f plus penalty."""
         return dot(self._pseudo, self.direction) if point is self.start else super().slope(point)
 
 
@@ -65,40 +65,40 @@ class LBFGS(Descent):
 
     Args:
         params: parameters of one dtype on one device.
-        lr: the first step that a line search tries, 1 by default. The very first one, and any along the steepest
-            descent, is `lr` times what changes the largest parameter by a seventh of it or so, in whatever units.
-            Without a line search the step itself: there the very first one moves the parameters by `lr` (Euclidean) at
-            most.
-        max_iter: iterations in one call of `step`; None: no limit. Default 20.
-        max_eval: evaluations in one call of `step`, which may end it in the middle of a line search. Default None: no
-            limit.
+        lr: the first step tried by a line search, 1 by default. For the very first one, and for any along the steepest
+            descent, it multiplies the step that changes the largest parameter by about a seventh, in any units.
+            Without a line search it is the step itself; there the very first one moves the parameters by at most `lr`
+            (Euclidean).
+        max_iter: maximum number of iterations per call of `step`; None: no limit. Default 20.
+        max_eval: maximum number of evaluations per call of `step`, which may end in the middle of a line search.
+            Default None: no limit.
         tolerance_grad: ends a step once no element of the gradient is larger (absolute). Default 1e-7; 0 is only met by
             a gradient of 0.
         tolerance_change: ends a step once f changes by less than this, or no parameter by more (absolute). Default
             1e-9; 0 never ends it.
-        history_size: pairs (a step, and what the gradient changed by) that are kept, 100 by default; each takes the
-            memory of two vectors of parameters.
-        line_search_fn: `"strong_wolfe"`, the default; `"armijo"`: back from `lr` until f has decreased enough; None: no
-            search, the step is `lr`.
+        history_size: number of pairs (a step, and the change of the gradient) kept, 100 by default; each takes the
+            memory of two parameter vectors.
+        line_search_fn: `"strong_wolfe"`, the default; `"armijo"`: backtracking from `lr` until f has decreased enough;
+            None: no search, the step is `lr`.
         l1: adds `l1` times the sum of the parameters' absolute values to f, which the closure does not include;
             parameters become exactly 0. The line search is then the projected one of OWL-QN. Default 0.
-        when_data_change: what becomes of the curvature where f or its gradient differs at the parameters that the last
-            step left. `"forget"`, the default; `"keep"`, for new points of the same problem: the first step on them
-            decides. Along it, f may have up to 100 times the curvature that was known, or a hundredth: `result.kept` is
-            True. Else it is forgotten after all, and `result.forgotten` has the ratio.
+        when_data_change: what happens to the curvature if f or its gradient has changed at the parameters where the
+            last step ended. `"forget"`, the default, drops it. `"keep"` is for resampled points of the same problem:
+            the first step on them decides. If f has between a hundredth and 100 times the known curvature along it,
+            the curvature is kept and `result.kept` is True; else it is dropped, and `result.forgotten` has the ratio.
         callback: `callback(iteration)` after each accepted point, with an `Iteration`; ends the step if it returns
             True.
 
-    `result` tells how the last call of `step` went. A further call goes on where the last one ended, with the same
-    curvature, unless f is another function there (`when_data_change`). The parameters that a call leaves are always the
-    best ones that it saw. A search that finds nothing better is repeated once along the steepest descent, with an empty
+    `result` describes the last call of `step`. A further call continues where the last one ended, with the same
+    curvature, unless f is another function there (`when_data_change`). The final parameters of a call are always the
+    best ones that it evaluated. An unsuccessful search is repeated once along the steepest descent, with an empty
     history.
 
     Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
     1989; the direction in compact form, see `Curvature`; the line search of More and Thuente, 1994, with the
     approximate Wolfe conditions of Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized
-    log-linear models", ICML 2007. Raises `ValueError` or `TypeError` for options that cannot work, and parameters that
-    are no one vector.
+    log-linear models", ICML 2007. Raises `ValueError` or `TypeError` for options that cannot work, and for parameters
+    that do not form one vector.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LBFGS(Descent):
         super()._make_room()
         self._pseudo: torch.Tensor | None = None
 
-    # other classes whose states can be loaded, as far as they go
+    # other classes whose states can be loaded in part
     reads_states_of = ("torch.LBFGS",)
     _kept = (*Descent._kept, "curvature")
 

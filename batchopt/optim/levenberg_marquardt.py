@@ -1,4 +1,4 @@
-"""Levenberg-Marquardt, for functions that are sums of squares."""
+"""Levenberg-Marquardt, for sums of squares."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from batchopt.optim.quadratic import DenseModel, Model, ProductModel
 from batchopt.optim.residual_closure import ResidualSquares
 from batchopt.optim.squares import Squares, SquaresOver
 
-# The damping at which a step is nothing but rounding, and the one that is as good as none.
+# Largest damping, at which a step is rounding only, and smallest, which is as good as none.
 MOST, LEAST = 1e16, 1e-15
-# The first step is no longer than the parameters; the damping grows by this factor until that is so.
+# The damping grows by this factor until the first step is no longer than the parameters.
 LONGER = 3.0
-# Up to so many parameters are those of a regression, each with a unit of its own.
+# Up to this many parameters are considered those of a regression, each with its own unit.
 FEW = 100
-# An acceleration that is a larger part of the step says that the second order does not describe the function there.
+# If the acceleration is a larger fraction of the step, the second order does not describe the function there.
 BENT = 0.75
-# f and the sum of the squares that the normal equations have are the same to so many digits of the dtype.
+# f must agree with the sum of squares of the normal equations to this fraction of the dtype's digits.
 SAME = 0.5
 
 
@@ -31,37 +31,37 @@ class LevenbergMarquardt(Minimizer):
     """Levenberg-Marquardt: steps that minimise a damped model of a sum of squares.
 
     f is rᵀWr; a step solves (JᵀWJ + damping D) step = -JᵀWr. Where the model describes f well, the damping falls, and
-    convergence is nearly quadratic for small residuals; where it does not, steps become short and turn to the steepest
-    descent. An iteration takes the normal equations once (`BatchOptimizer.normal`) and one evaluation a trial.
+    convergence is nearly quadratic for small residuals; elsewhere steps become short and turn to the steepest descent.
+    An iteration takes the normal equations once (`BatchOptimizer.normal`) and one evaluation per trial.
 
     Args:
         params: parameters of one dtype on one device; float64 is advised.
-        damping: of the first step, relative to D; more where that step would be longer than the parameters are,
-            measured by D. Default 1e-3.
-        scaling: D. `"diagonal"`: the diagonal of JᵀWJ, each at its largest so far (Moré 1978), so that units of
+        damping: of the first step, relative to D; increased if that step would be longer than the parameters, measured
+            by D. Default 1e-3.
+        scaling: D. `"diagonal"`: the diagonal of JᵀWJ, each element at its largest so far (Moré 1978), so that units of
             parameters do not matter; for regressions. `"identity"`: the same number for all parameters, the largest of
             the first diagonal; for networks. None, the default: `"diagonal"` for up to 100 parameters, `"identity"`
             for more.
-        geodesic: adds the second-order correction of Transtrum and Sethna to each step, at the cost of about three
+        geodesic: adds the second-order correction of Transtrum and Sethna to each step, which takes about three more
             evaluations. Default False.
-        dense: up to so many parameters of f, of which `params` may be some, the matrix is made and factorised; above,
-            the steps are found by conjugate gradients on its products, which need an evaluation's memory alone. Default
-            5,000.
-        when_data_change: `"forget"`, the default, or `"keep"` the damping where f differs at the parameters that the
-            last step left; it is forgotten after all if the first step there needs another by more than a factor of
-            100.
-        max_iter: iterations in one call of `step`; None: no limit. Default 300.
-        tolerance_change: stop after a step that takes less than this part of the residuals (f falls by less than its
-            square), or is shorter than this part of the parameters, measured by D, if that holds without damping, too.
-            Default 1e-9.
+        dense: the largest number of parameters of f (`params` may be some of them) for which the matrix is made and
+            factorised; for more, steps are found by conjugate gradients on its products, which need no more memory than
+            an evaluation. Default 5,000.
+        when_data_change: `"forget"`, the default, or `"keep"` the damping if f has changed at the parameters where the
+            last step ended; it is forgotten nevertheless if the first step there needs one that differs by more than a
+            factor of 100.
+        max_iter: maximum number of iterations per call of `step`; None: no limit. Default 300.
+        tolerance_change: stop after a step that removes less than this fraction of the residuals (f falls by less than
+            its square), or is shorter than this fraction of the parameters, measured by D, if that also holds without
+            damping. Default 1e-9.
         tolerance_grad: stop where no element of the gradient is larger, in units of f. Default 0.
-        max_eval, callback: as of `LBFGS`.
+        max_eval, callback: see `LBFGS`.
 
-    `result`, and what becomes of the parameters, as of `LBFGS`: a point is accepted only if it is lower, and a trial
-    that is not finite only makes the next step shorter. In a loop of your own, `step(closure)` takes a closure that
-    returns residuals, the sum of whose squares is f; or `BatchOptimizer.closure`, which has the normal equations of a
-    criterion `torch.nn.MSELoss()` or of terms `Term(residual=...)`. Raises `TypeError` for one that returns a scalar,
-    `ValueError` or `TypeError` for options that cannot work, and what `BatchOptimizer.normal` raises.
+    `result` and the final parameters are as described for `LBFGS`: a point is accepted only if it is lower, and a trial
+    that is not finite only shortens the next step. In a custom loop, `step(closure)` takes a closure that returns
+    residuals, f being the sum of their squares; or `BatchOptimizer.closure`, which provides the normal equations of a
+    criterion `torch.nn.MSELoss()` or of terms `Term(residual=...)`. Raises `TypeError` for a closure that returns a
+    scalar, `ValueError` or `TypeError` for options that cannot work, and what `BatchOptimizer.normal` raises.
 
     Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
     1999-05; Moré, "The Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna,
@@ -103,8 +103,8 @@ class LevenbergMarquardt(Minimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
-        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it has
-        `parameters`, `normal`, `gauss_newton` and `acceleration`, too, as `BatchOptimizer.closure`."""
+        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it also has
+        `parameters`, `normal`, `gauss_newton` and `acceleration`, like `BatchOptimizer.closure`."""
         squares = closure if isinstance(closure, Squares) else ResidualSquares(closure, self._group["params"])  # type: ignore[arg-type]
         self._squares = SquaresOver(squares, self._group["params"])
         try:
@@ -151,14 +151,14 @@ class LevenbergMarquardt(Minimizer):
                     return 1.0
             damping, growth = damping * growth, growth * 2
         if damping > MOST or run.function.evaluations < limit(self._group["max_eval"]):
-            self._forget()  # the next step begins with the first damping; this one has found nothing
+            self._forget()  # the next step begins with the first damping, as this one was unsuccessful
         else:
             memory["damping"], memory["growth"] = damping, growth
         return None
 
     def _first_damping(self, run: Search, model: Model, damping: float) -> float:
-        """That of the first step, which is not to be longer than the parameters: where the model is led by few of
-        them, it holds near by only."""
+        """Return the damping of the first step, which must not be longer than the parameters: a model dominated by few
+        of them holds only nearby."""
         bound = _size(model, run.here)
         while bound and damping < MOST:
             step = model.solve(model.vector.neg(), damping)
@@ -168,7 +168,7 @@ class LevenbergMarquardt(Minimizer):
         return damping
 
     def _is_small(self, here: Point, model: Model, step: torch.Tensor | None) -> bool:
-        """Whether a step promises, or moves, no more than the tolerance."""
+        """Tell whether a step promises a decrease, or a move, within the tolerance."""
         if step is None:
             return False
         part: float = self._group["tolerance_change"]
@@ -178,8 +178,8 @@ class LevenbergMarquardt(Minimizer):
         return self._settled
 
     def _model(self, here: Point) -> Model:
-        """The model of f around the present point. Raises `ValueError` if f is not the sum of these squares."""
-        self._vector.write(here.x)  # which need not be the last one that was evaluated
+        """Return the model of f around the current point. Raises `ValueError` if f is not the sum of these squares."""
+        self._vector.write(here.x)  # not necessarily the last point evaluated
         memory, kind = self._memory, self._group["scaling"]
         before: torch.Tensor | None = memory.get("scale")
         model: Model
@@ -197,13 +197,13 @@ class LevenbergMarquardt(Minimizer):
         return model
 
     def _step(self, model: Model, damping: float) -> torch.Tensor | None:
-        """The step at this damping; None if there is none, or none that can be trusted."""
+        """Return the step at this damping; None if the model has none that can be trusted."""
         step = model.solve(model.vector.neg(), damping)
         if step is None or not self._group["geodesic"]:
             return step
         try:
             bend = model.solve(self._squares.acceleration(step.to(self._vector.dtype)).double().neg(), damping)
-        except NonFiniteError:  # the residuals are not finite along the step: its trial will tell
+        except NonFiniteError:  # the residuals are not finite along the step: its trial decides
             return step
         if bend is None:
             return step
@@ -211,7 +211,7 @@ class LevenbergMarquardt(Minimizer):
         return step + bend / 2 if more <= BENT * length else step
 
     def _is_better(self, run: Search, here: Point, after: Point, scale: torch.Tensor) -> bool:
-        """Whether the trial is lower; where rounding is all that differs, whether its gradient is smaller."""
+        """Tell whether the trial is lower; if only rounding differs, whether its gradient is smaller."""
         if after.f < here.f - self._rounding(run):
             return True
         steep, steeper = (float((p.gradient.double().square() / scale).sum()) for p in (after, here))
@@ -219,10 +219,10 @@ class LevenbergMarquardt(Minimizer):
 
 
 def _size(model: Model, here: Point) -> float:
-    """Of the parameters on which f depends, measured by D."""
+    """Return the length, measured by D, of the parameters on which f depends."""
     return _length(model, here.x.double() * (model.vector != 0))
 
 
 def _length(model: Model, step: torch.Tensor) -> float:
-    """Of a step, measured by D."""
+    """Return the length of a step, measured by D."""
     return float((model.scale * step.square()).sum().sqrt())

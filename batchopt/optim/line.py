@@ -1,4 +1,4 @@
-"""f along a line, as a line search sees it: a function of the step length, and the points evaluated so far."""
+"""f along a line for line searches: a function of the step length, with the last and the best point evaluated."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Closure = Callable[[], "torch.Tensor | float"]
 
 @dataclass
 class Point:
-    """Parameters `x`, and f and its gradient there (shapes `(n,)`); memory that is used again. `number`: of the
-    evaluation, from 1 on."""
+    """Parameters `x`, and f and its gradient there (shapes `(n,)`), in reused memory. `number`: that of the evaluation,
+    from 1 on."""
 
     x: torch.Tensor
     gradient: torch.Tensor
@@ -28,25 +28,25 @@ class Point:
 
     @property
     def finite(self) -> bool:
-        """Whether f and each element of the gradient are."""
+        """Tell whether f and each element of the gradient are finite."""
         return math.isfinite(self.f) and math.isfinite(largest(self.gradient))
 
 
 class Function:
-    """f and df/dX of a closure, at given parameters; counts its evaluations."""
+    """f and df/dX of a closure at given parameters, with a count of evaluations."""
 
     def __init__(self, vector: Vector, closure: Closure) -> None:
         self._vector, self._closure = vector, closure
         self.evaluations = 0
-        self.not_finite = 0  # of these, trials where f or the gradient was not
+        self.not_finite = 0  # trials among these where f or the gradient was not
 
     def here(self, point: Point) -> torch.Tensor | float:
-        """Evaluate at the parameters as they are, into `point`; returns what the closure did."""
+        """Evaluate at the current parameters, into `point`; return the closure's result."""
         self._vector.read(point.x)
         return self._evaluate(point)
 
     def at(self, point: Point) -> None:
-        """Evaluate at `point.x`; a result that the closure refuses to return (`NonFiniteError`) is infinite."""
+        """Evaluate at `point.x`; if the closure raises `NonFiniteError`, f is infinite."""
         self._vector.write(point.x)
         try:
             self._evaluate(point)
@@ -64,10 +64,8 @@ class Function:
 
 
 class Line:
-    """phi(t) = f(x + t d), for a line search; keeps the last point that was evaluated and the best one before.
-
-    `start` stays as it is; `spare` is memory for two points.
-    """
+    """phi(t) = f(x + t d), for a line search; keeps the last point evaluated and the best one before it. `start` is not
+    changed; `spare` is memory for two points."""
 
     def __init__(self, function: Function, start: Point, direction: torch.Tensor, spare: Sequence[Point]) -> None:
         self.start, self.direction = start, direction
@@ -82,7 +80,7 @@ class Line:
         if self._last.f <= self._best.f:
             self._last, self._best = self._best, self._last
         point, self.last_step = self._last, step
-        point.f = math.inf  # until it is known
+        point.f = math.inf  # in case the evaluation raises
         self.place(step, point.x)
         self._function.at(point)
         slope = self.slope(point) if math.isfinite(point.f) else math.nan
@@ -98,11 +96,11 @@ class Line:
         add(self.start.x, self.direction, step, out=x)
 
     def slope(self, point: Point) -> float:
-        """That of phi at a point of the line."""
+        """Return the slope of phi at a point of the line."""
         return dot(point.gradient, self.direction)
 
     def take(self, found: TrialPoint | None) -> tuple[Point, list[Point]]:
-        """The point that a search found, or the best one, which may be `start`; and the memory of the others."""
+        """Return the point that a search found, or the best one, which may be `start`, and the memory of the others."""
         points = [self.start, self._best, self._last]
         if found is not None and found.step == self.last_step:
             taken = self._last

@@ -1,4 +1,4 @@
-"""Line searches: how far to go along a direction. Decisions only; whoever calls them evaluates."""
+"""Line searches: how far to go along a direction. Decisions only; the caller evaluates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class TrialPoint(NamedTuple):
-    """phi and its slope at a step along a line; the slope may be NaN where it is not known."""
+    """phi and its slope at a step along a line; the slope may be NaN if unknown."""
 
     step: float
     f: float
@@ -16,37 +16,37 @@ class TrialPoint(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether both are."""
+        """Tell whether both are finite."""
         return math.isfinite(self.f) and math.isfinite(self.slope)
 
 
 Phi = Callable[[float], TrialPoint]
 
-# Of a decrease that the slope promises, this much is enough; a slope is flat that is so much smaller.
+# Sufficient fraction of the decrease that the slope promises; fraction of the slope that counts as flat.
 C1, C2 = 1e-4, 0.9
-# In the approximate conditions, the first of the two (delta of Hager and Zhang).
+# C1 of the approximate conditions (delta of Hager and Zhang).
 APPROXIMATE = 0.1
-# What is tried in place of a step that leads to where f is not finite, as a part of the way there.
+# Fraction of the way to a point where f is not finite that is tried next.
 BACKTRACK = 0.25
-# How much farther a step may go than the one before it, at least and at most, while the slope is downhill.
+# Least and greatest extension of a step, relative to the last one, while the slope is downhill.
 GROW_LEAST, GROW_MOST = 1.1, 4.0
-# A bracket that is not smaller than this part of the one before the last is halved.
+# A bracket larger than this fraction of the one before the last is halved.
 SHRINKS = 0.66
-# A bracket is as good as a point when it is smaller than this part of its end.
+# A bracket smaller than this fraction of its end counts as a point.
 NARROW = 1e-10
 
 
 class Accept(NamedTuple):
-    """The strong Wolfe conditions; or, where the difference of f is below `noise` and says nothing any more, the
-    approximate ones of Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an efficient line
-    search", SIAM Journal on Optimization 16, 2005, equation 4.1."""
+    """The strong Wolfe conditions; or, if the difference of f is below `noise` and thus meaningless, the approximate
+    ones of Hager and Zhang, "A new conjugate gradient method with guaranteed descent and an efficient line search",
+    SIAM Journal on Optimization 16, 2005, equation 4.1."""
 
     start: TrialPoint
     flat: float
     noise: float
 
     def __call__(self, trial: TrialPoint) -> bool:
-        """Whether to stop there."""
+        """Tell whether to stop at this trial."""
         slope = self.start.slope
         if trial.f <= self.start.f + C1 * trial.step * slope:
             return abs(trial.slope) <= -self.flat * slope
@@ -57,15 +57,15 @@ class Accept(NamedTuple):
 def strong_wolfe(
     phi: Phi, start: TrialPoint, first: float, evaluations: int, noise: float = 0.0, flat: float = C2
 ) -> TrialPoint | None:
-    """A step that satisfies the strong Wolfe conditions, tried from `first` on, by the bracketing and interpolation of
-    More and Thuente, "Line search algorithms with guaranteed sufficient decrease", ACM TOMS 20, 1994.
+    """Return a step that satisfies the strong Wolfe conditions, tried from `first` on, by the bracketing and
+    interpolation of More and Thuente, "Line search algorithms with guaranteed sufficient decrease", ACM TOMS 20, 1994.
 
-    Differences of f up to `noise` count as none: then slopes alone decide. A trial that is not finite is a wall, and
-    the next one is nearer. Once `evaluations` are spent, or the bracket is a point, the best trial if it is lower
-    than `start`; None if there is none.
+    Differences of f up to `noise` are ignored: then slopes alone decide. The search does not go beyond a trial that is
+    not finite. Once `evaluations` are spent, or the bracket is a point, returns the best trial if it is lower than
+    `start`, else None.
     """
     accept = Accept(start, flat, noise)
-    low, high = start, None  # the best end so far; the other end, once there is a minimum in between
+    low, high = start, None  # the best end so far; the other end, once a minimum lies between
     wall, step = math.inf, first
     widths = (math.inf, math.inf)
     for _ in range(evaluations):
@@ -80,7 +80,7 @@ def strong_wolfe(
         step = _next(low, high, trial, wall)
         low, high = _bracket(low, high, trial)
         if step in (low.step, trial.step) or not 0 < step < math.inf:
-            break  # no number lies in between
+            break  # no floating-point number lies between
         if high is None:
             continue
         width = abs(high.step - low.step)
@@ -93,7 +93,7 @@ def strong_wolfe(
 
 
 def _bracket(low: TrialPoint, high: TrialPoint | None, trial: TrialPoint) -> tuple[TrialPoint, TrialPoint | None]:
-    """The best end of the interval that holds a minimum, with `trial`, and the other one."""
+    """Return the best end of the interval that holds a minimum, given `trial`, and the other end."""
     if trial.f > low.f:
         return low, trial
     return trial, (low if _opposite(low, trial) else high)
@@ -104,7 +104,7 @@ def _opposite(one: TrialPoint, other: TrialPoint) -> bool:
 
 
 def _next(low: TrialPoint, high: TrialPoint | None, trial: TrialPoint, wall: float) -> float:
-    """What to try after `trial`: the four cases of More and Thuente, section 4."""
+    """Return the step to try after `trial`: the four cases of More and Thuente, section 4."""
     cubic, secant = _cubic(low, trial), _secant(low, trial)
     if trial.f > low.f:
         quadratic = _quadratic(low, trial)
@@ -134,20 +134,20 @@ def _between(step: float, one: float, other: float) -> bool:
 
 
 def _secant(one: TrialPoint, other: TrialPoint) -> float:
-    """Where the slope would vanish if it were linear."""
+    """Return the step where the slope would vanish if it were linear."""
     change = other.slope - one.slope
     return other.step - other.slope * (other.step - one.step) / change if change else math.inf
 
 
 def _quadratic(one: TrialPoint, other: TrialPoint) -> float:
-    """The minimum of the parabola through both values and the slope of `one`."""
+    """Return the minimum of the parabola through both values and the slope of `one`."""
     length = other.step - one.step
     bend = other.f - one.f - one.slope * length
     return one.step - 0.5 * one.slope * length * length / bend if bend else one.step + 0.5 * length
 
 
 def _cubic(one: TrialPoint, other: TrialPoint) -> float | None:
-    """The minimum of the cubic through both values and slopes; None if it has none."""
+    """Return the minimum of the cubic through both values and slopes; None if it has none."""
     length = other.step - one.step
     middle = one.slope + other.slope - 3 * (other.f - one.f) / length
     scale = max(abs(middle), abs(one.slope), abs(other.slope))
@@ -162,19 +162,17 @@ def _cubic(one: TrialPoint, other: TrialPoint) -> float | None:
 
 
 def discrepancy(start: TrialPoint, trial: TrialPoint) -> float:
-    """What the change of f differs by from what both slopes, which are about the same, say that it is; 0 where they are
-    not: then it may be curvature."""
+    """Return how far the change of f is from that implied by the two slopes, if they are about equal; else 0, as it may
+    be curvature."""
     if not trial.finite or abs(trial.slope - start.slope) > 0.5 * abs(start.slope):
         return 0.0
     return abs(trial.f - start.f - 0.5 * trial.step * (start.slope + trial.slope))
 
 
 def armijo(phi: Phi, start: TrialPoint, first: float, evaluations: int) -> TrialPoint | None:
-    """The first step, going back from `first`, that decreases f by a part of what the slope promises (Armijo 1966);
-    each is the minimum of a parabola through the one before, but a tenth of it at least, and half at most.
-
-    None if there is none within `evaluations`.
-    """
+    """Return the first step, backtracking from `first`, that decreases f by a fraction of what the slope promises
+    (Armijo 1966), or None if there is none within `evaluations`. Each step is the minimum of a parabola through the one
+    before, but at least a tenth of it and at most half."""
     step = first
     for _ in range(evaluations):
         trial = phi(step)
@@ -186,7 +184,7 @@ def armijo(phi: Phi, start: TrialPoint, first: float, evaluations: int) -> Trial
 
 
 def fixed(phi: Phi, start: TrialPoint, first: float, evaluations: int) -> TrialPoint | None:
-    """`first`, or the first one that is finite of those a quarter as long as the one before; None if there is none."""
+    """Return `first`, or the first finite trial among steps each a quarter of the one before; None if there is none."""
     for i in range(evaluations):
         trial = phi(first * BACKTRACK**i)
         if trial.finite:

@@ -1,4 +1,5 @@
-"""The base class of all these optimizers: from point to point, the best one kept, until there is a reason to stop."""
+"""The base class of these optimizers: moves from point to point, keeping the best one, until there is a reason to
+stop."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from batchopt.optim.vector import Vector
 
 Callback = Callable[[Iteration], Any]
 
-# Differences of f that are a smaller multiple of its rounding than this say nothing.
+# Differences of f below this multiple of its rounding are meaningless.
 NOISE = 4.0
-# So many iterations that lower neither f nor the gradient are the last: both are nothing but rounding.
+# Stop after this many iterations that lower neither f nor the gradient: both are rounding only.
 STALE = 20
-# Of two functions with the same value and gradient, to so many digits, one is taken for the other.
+# Functions whose value and gradient agree to these relative differences are considered the same.
 SAME_F, SAME_GRADIENT = 1e-3, 1e-2
-# Along the first step on new data the curvature may be so many times the one that is kept, or such a part of it. New
-# points of one problem mostly stay within; beyond, the matrix of SSBroyden does more harm than good.
+# Largest ratio, either way, between the curvature along the first step on new data and the one kept. Resampled points
+# of one problem mostly stay within it; beyond, the matrix of SSBroyden does more harm than good.
 FIT = 100.0
 
 
@@ -40,13 +41,13 @@ class Search:
     iterations: int = 0
     change: float = 0.0  # the length of the last step
     steepest: float = math.nan  # the largest element of the gradient here
-    line: Line | None = None  # that is searched along
+    line: Line | None = None  # of the search in progress
     forgotten: list[str] = field(default_factory=list)
-    kept: bool = False  # the curvature, when the function had changed
-    lowest: Point | None = None  # a copy of the best point, where it is not `here`
+    kept: bool = False  # the curvature was kept when the function had changed
+    lowest: Point | None = None  # a copy of the best point, if that is not `here`
     least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
-    stale: int = 0  # iterations since
-    noise: float = 0.0  # of f, as far as searches in vain have shown it
+    stale: int = 0  # iterations since one of them fell
+    noise: float = 0.0  # of f, as estimated from unsuccessful searches
 
     @property
     def best(self) -> float:
@@ -55,10 +56,8 @@ class Search:
 
 
 class Minimizer(torch.optim.Optimizer):
-    """Makes steps that lower f; a subclass says which.
-
-    All parameters are one vector, of one group. `result` tells how the last call of `step` went.
-    """
+    """Makes steps that lower f; a subclass chooses them. All parameters form one vector, of one group. `result`
+    describes the last call of `step`."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
         defaults = as_numbers(defaults)
@@ -74,7 +73,7 @@ class Minimizer(torch.optim.Optimizer):
         self._make_room()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises `ValueError` for a second group."""
+        """Raise `ValueError` for a second group."""
         if hasattr(self, "_vector"):
             raise ValueError(
                 f"{type(self).__name__} moves one vector, whose parameters are those that it was made with: make "
@@ -83,7 +82,7 @@ class Minimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _make_room(self) -> None:
-        """Vectors to work in, and the parameters as one: of this object alone."""
+        """Allocate vectors to work in and the vector of parameters, for this object alone."""
         self._vector = Vector(self._group["params"])
         self._spare = [self._new_point(), self._new_point()]
         self._change = self._vector.empty()
@@ -92,7 +91,7 @@ class Minimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "callback": self.callback, "result": self.result}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or of what was pickled."""
+        """Restore a copy or an unpickled object."""
         super().__setstate__(state)
         self._make_room()
 
@@ -111,19 +110,19 @@ class Minimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _advance(self, run: Search) -> float | None:
-        """Go from `run.here` to a better point; returns the length of the step, as the method counts it, or None if
+        """Move from `run.here` to a better point; return the length of the step, as defined by the method, or None if
         there is none."""
 
     @abstractmethod
     def _forget(self) -> bool:
-        """Drop what is known of the function beside its gradient here; returns whether there was something."""
+        """Drop what is known of the function, except its gradient here; return whether anything was dropped."""
 
     def _may_keep(self) -> bool:
-        """Whether there is something of the kind that `_forget` drops, and it is to be kept if the function changes."""
+        """Tell whether there is knowledge that `_forget` would drop, and it is to be kept if the function changes."""
         return False
 
     def _drop(self, run: Search, why: str) -> bool:
-        """Forget, and have the result say why; returns whether there was something."""
+        """Forget, and add the reason to the result; return whether anything was dropped."""
         self._memory.pop("on_trial", None)
         if not self._forget():
             return False
@@ -131,8 +130,8 @@ class Minimizer(torch.optim.Optimizer):
         return True
 
     def _judge(self, run: Search, ratio: float) -> None:
-        """Decide, after the first step on a function that has changed, whether what was known stays: along that step
-        the function has `ratio` times the curvature that was known."""
+        """Decide, after the first step on a changed function, whether to keep what was known: along that step the
+        function has `ratio` times the known curvature."""
         if 1 / FIT <= ratio <= FIT:
             self._memory.pop("on_trial")
             run.kept = True
@@ -142,23 +141,23 @@ class Minimizer(torch.optim.Optimizer):
             )
 
     def _stays(self, run: Search) -> bool:
-        """Whether too many iterations have found nothing better."""
+        """Tell whether too many iterations have found nothing better."""
         return run.stale >= STALE
 
     def _function(self, closure: Closure) -> Function:
         return Function(self._vector, closure)
 
     def _steepest(self, here: Point) -> torch.Tensor:
-        """The gradient: the direction of steepest ascent, zero at a minimum."""
+        """Return the gradient: the direction of steepest ascent, zero at a minimum."""
         return here.gradient
 
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
-        """Go from the present parameters to better ones, until there is a reason to stop, which `result` tells.
+        """Improve the current parameters until there is a reason to stop, which is in `result`.
 
-        `closure()` evaluates f at the parameters, puts df/dX into their `.grad`, and returns f. Returns what it
-        returned first. Whatever it raises is raised, and the parameters are the best ones seen; but a `NonFiniteError`,
-        like an infinite or NaN f, away from the start only makes the step shorter.
+        `closure()` evaluates f at the parameters, writes df/dX to their `.grad`, and returns f. Returns what the
+        closure returned first. Exceptions of the closure are passed on, with the parameters at the best point so far;
+        but away from the start a `NonFiniteError`, like an infinite or NaN f, only shortens the step.
         """
         if not callable(closure):
             raise TypeError(f"`closure` must be a function that evaluates f and df/dX and returns f; got {closure!r}")
@@ -192,8 +191,8 @@ class Minimizer(torch.optim.Optimizer):
         return Point(memory["x"], memory["gradient"], memory["f"]) if "x" in memory else self._new_point()
 
     def _recognise(self, run: Search) -> None:
-        """Forget what belongs to another function, one that differs where the last step ended; or have the first step
-        decide about it."""
+        """Compare f with the last step's end: if the function has changed, forget what was known, or let the first step
+        decide."""
         here, last = run.here, run.spare[-1]
         f = last.f
         if math.isnan(f) or not torch.equal(here.x, last.x):
@@ -207,7 +206,7 @@ class Minimizer(torch.optim.Optimizer):
                 self._drop(run, "the function changed between two steps")
 
     def _descend(self, run: Search) -> Status:
-        """From point to point, until there is a reason to stop."""
+        """Move from point to point until there is a reason to stop."""
         while True:
             before = run.here
             step = self._advance(run)
@@ -248,31 +247,31 @@ class Minimizer(torch.optim.Optimizer):
             run.lowest.f, run.lowest.number = before.f, before.number
 
     def _accept(self, run: Search, f: float, step: float) -> Status | None:
-        """An iteration is over; `f` is what it began with."""
+        """Finish an iteration that began with `f`."""
         run.iterations += 1
         here, memory = run.here, self._memory
         run.steepest = largest(self._steepest(here))
         run.stale = 0 if here.f < run.least[0] or run.steepest < run.least[1] else run.stale + 1
         run.least = min(here.f, run.least[0]), min(run.steepest, run.least[1])
         if self.callback is not None:
-            self._vector.write(here.x)  # which need not be the last one that was evaluated
+            self._vector.write(here.x)  # not necessarily the last point evaluated
             numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
             if self.callback(Iteration(*numbers, here.f, run.steepest, step, run.change)):
                 return Status.CALLBACK
         return Status.CHANGE if self._changed_little(run, f) else None
 
     def _changed_little(self, run: Search, f: float) -> bool:
-        """Whether the last iteration, which began with `f`, says that there is no more to be gained."""
+        """Tell whether the last iteration, which began with `f`, leaves no improvement to expect."""
         tolerance = self._group["tolerance_change"]
         return abs(run.here.f - f) < tolerance or self._moved_at_most(tolerance, run.change)
 
     def _moved_at_most(self, tolerance: float, length: float) -> bool:
-        """Whether no element of the last step, of that length, is larger."""
+        """Tell whether no element of the last step, which has this length, is larger than `tolerance`."""
         may_be = length <= 2 * tolerance * math.sqrt(self._vector.size)  # twice, for rounding
         return may_be and largest(self._change) <= tolerance
 
     def _settle(self, run: Search) -> None:
-        """Leave the best point, in the middle of a search too."""
+        """Set the parameters to the best point, also in the middle of a search."""
         if run.line is not None:
             run.here, run.spare = run.line.take(None)
         if run.lowest is not None and run.lowest.f < run.here.f:
@@ -285,7 +284,7 @@ class Minimizer(torch.optim.Optimizer):
         self._spare = run.spare
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer of torch: tensors and numbers, no code."""
+        """Return tensors and numbers, no code, in the form of any torch optimizer."""
         state = super().state_dict()
         state["state"] = {
             index: {key: value.state_dict() if isinstance(value, Curvature) else value for key, value in memory.items()}
@@ -294,11 +293,9 @@ class Minimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Raises `ValueError` (or `TypeError`), and changes nothing, for another
-        number of parameters and for options that cannot work.
-
-        Of a state of `torch.optim.LBFGS` the options and counts are taken; the curvature is gathered anew.
-        """
+        """Load what `state_dict` returned. Raises `ValueError` (or `TypeError`), and changes nothing, for another
+        number of parameters and for options that cannot work. From a state of `torch.optim.LBFGS` the options and
+        counts are taken; the curvature starts empty."""
         memory = state_dict["state"].get(0, {})
         for group in state_dict["param_groups"]:
             check_options({key: value for key, value in group.items() if key in self.defaults})
@@ -312,7 +309,7 @@ class Minimizer(torch.optim.Optimizer):
         self.state.clear()
         self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
 
-    # What is remembered from step to step, beside what subclasses add.
+    # Keys that are remembered from step to step; subclasses add to them.
     _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial")
 
     def _unpacked(self, key: str, value: Any) -> Any:
@@ -324,5 +321,5 @@ class Minimizer(torch.optim.Optimizer):
 
 
 def limit(number: int | None) -> float:
-    """The number; infinity for None, which is no limit."""
+    """Return the number, or infinity for None."""
     return math.inf if number is None else number

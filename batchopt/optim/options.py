@@ -15,7 +15,7 @@ DATA_CHANGES = ("forget", "keep")
 
 
 def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with tensors of one element (a learning rate, as torch's optimizers take it) as numbers."""
+    """Return the options with one-element tensors (such as learning rates of torch optimizers) as numbers."""
     return {
         name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in options.items()
@@ -23,7 +23,7 @@ def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises `ValueError`, or `TypeError` for what is no number, that names the first option that cannot work."""
+    """Raise `ValueError`, or `TypeError` for a wrong type, that names the first option that cannot work."""
     for name, value in options.items():
         if name == "lr":
             _check_number(name, value)
@@ -63,7 +63,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises `ValueError` for a value that is none of `choices`."""
+    """Raise `ValueError` for a value that is none of `choices`."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}")
 

@@ -9,15 +9,15 @@ import torch
 
 from batchopt.optim.algebra import largest, power_of_two
 
-# Conjugate gradients end when the residual is this part of the right-hand side, or after so many products.
+# Conjugate gradients end when the residual is this fraction of the right-hand side, or after this many products.
 ACCURACY, MOST = 1e-3, 250
 
 
 class Products(Protocol):
-    """Has products with JᵀWJ."""
+    """Provides products with JᵀWJ."""
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
-        """JᵀWJ times `v`, shape `(n,)`."""
+        """Return JᵀWJ times `v`, shape `(n,)`."""
 
 
 class Model(Protocol):
@@ -28,15 +28,15 @@ class Model(Protocol):
     scale: torch.Tensor
 
     def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
-        """s with (JᵀWJ + damping D) s = right; None if the matrix is not positive definite, as far as rounding
-        tells."""
+        """Return s with (JᵀWJ + damping D) s = right; None if the matrix is not numerically positive definite."""
 
     def decrease(self, step: torch.Tensor) -> float:
-        """By how much f falls, if it is as modelled."""
+        """Return the predicted decrease of f."""
 
 
 class DenseModel:
-    """With the matrix; the scale is its diagonal where that is larger than `before` (`each`), or one number."""
+    """The model with the matrix itself. `each`: the scale is the matrix's diagonal, at least `before`; else one number,
+    fixed once."""
 
     def __init__(
         self, vector: torch.Tensor, matrix: torch.Tensor, before: torch.Tensor | None, each: bool = True
@@ -48,7 +48,7 @@ class DenseModel:
         else:
             largest = float(diagonal.max()) or 1.0
             scale = diagonal if each else torch.full_like(diagonal, largest)
-            # a parameter on which nothing depends stays where it is, whatever its scale
+            # a parameter that has no effect does not move, whatever its scale
             scale = torch.where(scale > 0, scale, torch.full_like(scale, largest))
             self.scale = scale.clone() if before is None else torch.maximum(scale, before)
         self._roots = self.scale.sqrt()
@@ -74,7 +74,7 @@ class DenseModel:
 
 
 class ProductModel:
-    """With products alone: the scale is one number, what the matrix does to the gradient first of all."""
+    """The model with products alone; the scale is one number, the curvature along the first gradient."""
 
     def __init__(self, products: Products, vector: torch.Tensor, before: torch.Tensor | None) -> None:
         self.vector, self._products = vector, products
@@ -90,7 +90,7 @@ class ProductModel:
         return self._products.gauss_newton(v).double()
 
     def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
-        """See `Model`; to the accuracy that conjugate gradients reach: Hestenes and Stiefel, 1952."""
+        """Solve by conjugate gradients (Hestenes and Stiefel, 1952), to their accuracy; see `Model`."""
         size = _size(right)
         found, residual = torch.zeros_like(right), right / size
         image, direction = torch.zeros_like(right), residual.clone()
@@ -120,5 +120,5 @@ class ProductModel:
 
 
 def _size(vector: torch.Tensor) -> float:
-    """A power of two by which the squares of its elements are numbers."""
+    """Return a power of two that keeps the squares of the scaled elements in range."""
     return power_of_two(largest(vector)) if bool(vector.any()) else 1.0

@@ -1,4 +1,4 @@
-"""A closure of the user's that returns residuals, with what Levenberg-Marquardt asks of one."""
+"""A user's closure that returns residuals, with the interface that Levenberg-Marquardt needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from batchopt_workers.process.torch_settings import differentiable_twice
 from batchopt_workers.tasks.jacobian import ROOM, dense, product_with
 from batchopt_workers.tasks.least_squares import PROBE, moved
 
-# `closure()`: a tensor of residuals, of any shape but a scalar's.
+# `closure()` returns a tensor of residuals, of any shape but a scalar's.
 ResidualsClosure = Callable[[], torch.Tensor]
 
 
 class ResidualSquares:
-    """f, the sum of the squares of what `closure` returns, and its normal equations, over `parameters`."""
+    """f, the sum of the squares of the residuals that `closure` returns, and its normal equations, over
+    `parameters`."""
 
     def __init__(self, closure: ResidualsClosure, parameters: Sequence[torch.Tensor]) -> None:
         self._closure, self.parameters = closure, parameters
@@ -25,7 +26,7 @@ class ResidualSquares:
         self._size = sum(self._sizes)
 
     def __call__(self) -> torch.Tensor:
-        """f, and df/dX in each `.grad`."""
+        """Return f, and set df/dX in each `.grad`."""
         residuals = self._residuals()
         for parameter, gradient in zip(self.parameters, self._backward(residuals, 2 * residuals.detach()), strict=True):
             parameter.grad = gradient
@@ -50,7 +51,7 @@ class ResidualSquares:
         return self._joined(self._backward(residuals, self._along(residuals, v)))
 
     def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-        """See `Squares`: by differences, as `BatchOptimizer.closure`."""
+        """See `Squares`: by finite differences, like `BatchOptimizer.closure`."""
         residuals = self._residuals()
         along = self._along(residuals, v)
         with moved(self.parameters, v * PROBE):
@@ -76,21 +77,21 @@ class ResidualSquares:
         return [torch.zeros_like(parameter) if g is None else dense(g) for g, parameter in pairs]
 
     def _rows(self, residuals: torch.Tensor, which: range) -> torch.Tensor:
-        """The rows of these residuals: all backwards at once, or one after the other where that cannot be."""
+        """Return the rows of these residuals by a batched backward, or one by one where that is unsupported."""
         units = torch.zeros(len(which), len(residuals), dtype=residuals.dtype, device=residuals.device)
         units[torch.arange(len(which)), torch.tensor(which)] = 1.0
         try:
             found = torch.autograd.grad(
                 residuals, [*self.parameters], units, retain_graph=True, allow_unused=True, is_grads_batched=True
             )
-        except RuntimeError:  # of a function that has no batching rule
+        except RuntimeError:  # a function without a batching rule
             return torch.stack([self._joined(self._backward(residuals, unit)) for unit in units])
         pairs = zip(found, self._sizes, strict=True)
         flat = [units.new_zeros(len(which), n) if g is None else reals(g).reshape(len(which), -1) for g, n in pairs]
         return torch.cat(flat, dim=1)
 
     def _along(self, residuals: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """J times a vector, in the shape of the residuals."""
+        """Return J times a vector, in the shape of the residuals."""
         return product_with(residuals, self.parameters, torch.split(v, self._sizes))
 
     def _joined(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,11 +11,8 @@ from batchopt_workers.data.structures import PLAIN
 
 
 class Rollback:
-    """Keeps X and the state of an optimizer as they were when last `take`n.
-
-    Of the tensors in the optimizer's state copies are kept, in memory that is used again; of lists (L-BFGS's history)
-    the items, which are appended and dropped but not written.
-    """
+    """Keeps X and the state of an optimizer as of the last `take`. Tensors in the optimizer's state are copied, into
+    reused memory; of lists (L-BFGS's history) the items are kept, which are appended and dropped but not written."""
 
     def __init__(self, vector: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
         self._vector = vector
@@ -26,11 +23,11 @@ class Rollback:
 
     @property
     def start(self) -> torch.Tensor:
-        """X as it was."""
+        """X at the last `take`."""
         return self._copy
 
     def take(self) -> None:
-        """Remember the present."""
+        """Remember the current state."""
         with torch.no_grad():
             self._copy.copy_(self._vector)
         if self._optimizer is not None:
@@ -45,7 +42,7 @@ class Rollback:
             ]
 
     def back(self) -> None:
-        """Put everything back. What was kept belongs to the optimizer now: `take` again before the next `back`."""
+        """Restore everything. The optimizer then owns the copies: call `take` before the next `back`."""
         with torch.no_grad():
             self._vector.copy_(self._copy)
         if self._optimizer is None:
@@ -63,8 +60,8 @@ class Rollback:
 
 
 def _kept(value: Any, room: Any) -> Any:
-    """A copy of a tensor, in `room` if it fits there; of a list; what can go back by itself, told to remember; anything
-    else as it is."""
+    """Return a copy of a tensor, in `room` if it fits there, or of a list; mark a `Curvature`, which restores itself;
+    return anything else unchanged."""
     if isinstance(value, Curvature):
         value.mark()
         return value

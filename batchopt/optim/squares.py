@@ -1,4 +1,4 @@
-"""What Levenberg-Marquardt asks of a closure: the normal equations of f, over the parameters that are its own."""
+"""The interface of closures for Levenberg-Marquardt: the normal equations of f, over the optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from batchopt_workers.data.layout import reals
 
 @runtime_checkable
 class Squares(Products, Protocol):
-    """A closure of f = rᵀWr that has the normal equations, too: `BatchOptimizer.closure`."""
+    """A closure of f = rᵀWr that also provides the normal equations, such as `BatchOptimizer.closure`."""
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """Which `parameters` J is with respect to, in this order."""
+        """The parameters with respect to which J is taken, in this order."""
 
     def __call__(self) -> torch.Tensor | float:
         """Evaluate f and df/dX at the parameters."""
 
     def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """f, JᵀWr and JᵀWJ there, in float64."""
+        """Return f, JᵀWr and JᵀWJ at the parameters, in float64."""
 
     def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-        """JᵀW times the second derivative of r along `v`."""
+        """Return JᵀW times the second derivative of r along `v`."""
 
 
 class SquaresOver:
-    """Those of a closure over other `parameters`: in another order, some alone; what f does not depend on is 0."""
+    """The normal equations of a closure over other `parameters`: in another order, or a subset; 0 for parameters that f
+    does not depend on."""
 
     def __init__(self, squares: Squares, parameters: Sequence[torch.Tensor]) -> None:
         self._squares = squares
@@ -41,7 +42,7 @@ class SquaresOver:
             self.size += reals(parameter.detach()).numel()
         sizes = [(id(p), reals(p.detach()).numel()) for p in parameters]
         places = [start[p] + torch.arange(n) if p in start else torch.full((n,), self.size) for p, n in sizes]
-        # where each element of ours is in theirs, behind which there is a 0
+        # the index of each element in the closure's vectors, which are padded with a 0
         self._places = torch.cat(places)
         self._alike = torch.equal(self._places, torch.arange(self.size))
 

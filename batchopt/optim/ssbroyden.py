@@ -1,4 +1,4 @@
-"""Self-scaled Broyden: a quasi-Newton method with a whole matrix, for some thousand parameters."""
+"""Self-scaled Broyden: a quasi-Newton method with a full matrix, for some thousand parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from batchopt.optim.descent import Descent
 from batchopt.optim.line import Point
 from batchopt.optim.minimizer import Callback, Search
 
-# Steps that are shorter than this part of what the matrix says, in the mean, show that the matrix is too large.
+# If steps are on average shorter than this fraction of the direction, the matrix is too large.
 SHORT = 0.1
-# The weight of the last step in that mean, which is geometric.
+# The weight of the last step in that average, which is geometric.
 LAST = 0.1
 
 
 class _Update(NamedTuple):
-    """What the matrix is to become: `scale` times itself, plus `left.T @ right` (shapes `(2, n)`)."""
+    """An update of the matrix: to `scale` times itself, plus `left.T @ right` (shapes `(2, n)`)."""
 
     scale: float
     left: torch.Tensor
@@ -31,22 +31,22 @@ class _Update(NamedTuple):
 class SSBroyden(Descent):
     """Self-scaled Broyden, with the inverse Hessian as one matrix of n x n elements for n parameters.
 
-    Where n is some thousand, as in physics-informed networks, it reaches losses and errors that `LBFGS` does not, in
-    fewer evaluations; float64 is advised. It takes the memory of the matrix (n = 3,000: 72 MB), and reads it twice an
-    iteration.
+    For some thousand parameters, as in physics-informed networks, it reaches losses and errors that `LBFGS` does not,
+    in fewer evaluations; float64 is advised. It needs the memory of the matrix (n = 3,000: 72 MB), and reads it twice
+    per iteration.
 
     Args:
-        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, when_data_change, callback: as
-            of `LBFGS`; max_iter 200 by default.
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, when_data_change, callback:
+            see `LBFGS`; max_iter is 200 by default.
 
     Each update is of Broyden's family, scaled, with the factors of Al-Baali and Khalfan, "A wide interval for efficient
-    self-scaling quasi-Newton algorithms", Optimization Methods and Software 20, 2005, as Urban, Stefanou and Pons
-    proposed it for physics-informed networks: "Unveiling the optimization process of physics informed neural networks",
-    Journal of Computational Physics 523, 2025. These factors only ever enlarge the matrix, apart from the direction of
-    a step. So where f is more curved than where a run began, and line searches end at less than a tenth of the
-    direction for some ten iterations, the matrix is multiplied with what they end at in the mean.
+    self-scaling quasi-Newton algorithms", Optimization Methods and Software 20, 2005, as proposed for physics-informed
+    networks by Urban, Stefanou and Pons, "Unveiling the optimization process of physics informed neural networks",
+    Journal of Computational Physics 523, 2025. These factors can only enlarge the matrix, except along the direction of
+    a step. So if f is more curved than where a run began, and line searches end at less than a tenth of the direction
+    for about ten iterations, the matrix is multiplied by their average step.
 
-    `result`, and what becomes of the parameters, as of `LBFGS`. Raises `ValueError` or `TypeError` for options that
+    `result` and the final parameters are as described for `LBFGS`. Raises `ValueError` or `TypeError` for options that
     cannot work.
     """
 
@@ -78,7 +78,7 @@ class SSBroyden(Descent):
 
     def _make_room(self) -> None:
         super()._make_room()
-        # Within a step the matrix lags behind by an update, which is made when it is read for the next direction.
+        # Within a step the matrix lags by one update, which is applied when the next direction reads the matrix.
         self._update: _Update | None = None
 
     def _aim(self, here: Point, out: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class SSBroyden(Descent):
             update_and_multiply(inverse, *due, here.gradient, out=out).neg_()
 
     def _catch_up(self) -> None:
-        """Make the update that is due."""
+        """Apply the pending update."""
         due, self._update = self._update, None
         if due is not None:
             update(self._memory["inverse"], *due)
@@ -105,7 +105,7 @@ class SSBroyden(Descent):
             return
         memory = self._memory
         if "inverse" in memory:
-            # the change is `length` times the direction, which is minus the inverse times the gradient
+            # the change is `length` times the direction, which is minus the matrix times the gradient
             length = dot(change, change) / along
             curvature = -length * dot(change, before.gradient) / self._shrunk(length)
         else:
@@ -119,7 +119,7 @@ class SSBroyden(Descent):
             self._update = _Update(scale, left, torch.stack((with_y, change)))
 
     def _shrunk(self, length: float) -> float:
-        """What the matrix was multiplied with because steps have been short, or 1; the last one was `length` times the
+        """Shrink the matrix if steps have been short, and return the factor, or 1; the last step was `length` times the
         direction."""
         memory = self._memory
         pace = memory.get("pace", 1.0) ** (1 - LAST) * length**LAST
@@ -154,12 +154,11 @@ class SSBroyden(Descent):
 
 
 def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float, float, float, float] | None:
-    """What the inverse Hessian H is multiplied with, and the weights of Hy (Hy)', of Hy s' + s (Hy)' and of s s' that
-    are added then.
+    """Return the factor of the inverse Hessian H, and the weights of Hy (Hy)', of Hy s' + s (Hy)' and of s s', which
+    are then added.
 
-    `sy` is s'y, `curvature` s'Bs with the inverse B of H, `yhy` y'Hy. None where rounding leaves no update that is
-    positive definite. The formulas are of Al-Baali and Khalfan 2005, with their names: b, h, a, c, rho, theta, sigma,
-    tau.
+    `sy` is s'y, `curvature` s'Bs with the inverse B of H, `yhy` y'Hy. None if rounding leaves no positive definite
+    update. The formulas are those of Al-Baali and Khalfan 2005, with their names: b, h, a, c, rho, theta, sigma, tau.
     """
     b, h = curvature / sy, yhy / sy
     a = b * h - 1.0

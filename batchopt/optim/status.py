@@ -1,4 +1,4 @@
-"""How an optimizer's step went, and why it ended."""
+"""The outcome of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """Why a step of an optimizer ended; the value says it in words."""
+    """The reason why a step of an optimizer ended; the value describes it."""
 
     GRADIENT = "converged: no element of the gradient is larger than tolerance_grad"
     CHANGE = "converged: f, or every parameter, changed by no more than tolerance_change"
@@ -23,14 +23,14 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a step: why it ended, `iterations` and `evaluations` of this step, f and the largest absolute
-    element of its gradient at the parameters that it left, and the length (Euclidean) of the last change of the
+    """The outcome of a step: the reason why it ended, `iterations` and `evaluations` of this step, f and the largest
+    absolute element of its gradient at the final parameters, and the length (Euclidean) of the last change of the
     parameters.
 
-    `number` says which of these evaluations, from 1 on, was of the parameters that it left. `not_finite` counts the
-    trials where f or its gradient was infinite or NaN, which made a step shorter. `forgotten` names each time that what
-    was known of the function's curvature was dropped, and why. `kept`: whether the function had changed, and what was
-    known fitted it well enough to be kept (`when_data_change="keep"`).
+    `number` says which of these evaluations, from 1 on, was at the final parameters. `not_finite` counts the trials
+    where f or its gradient was infinite or NaN, each of which shortened a step. `forgotten` has an entry, with the
+    reason, for each time that the known curvature was dropped. `kept`: the function had changed, and the known
+    curvature fitted it well enough to be kept (`when_data_change="keep"`).
     """
 
     status: Status

@@ -1,4 +1,4 @@
-"""Stochastic variance-reduced gradients, around any optimizer that steps along a gradient."""
+"""Stochastic variance-reduced gradients, on top of any optimizer that steps along a gradient."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class SVRG(torch.optim.Optimizer):
     """Steps of `base` along g(w) - g(v) + full(v): g is the gradient of a mini-batch, `full` that of all data, and v
     the parameters at the last snapshot.
 
-    The variance of what is stepped along goes to 0 with w - v, so the learning rate of `base` may stay as it is. Each
-    step evaluates the mini-batch twice; a snapshot, one whole pass.
+    The variance of this direction goes to 0 with w - v, so the learning rate of `base` can stay constant. Each step
+    evaluates the mini-batch twice; a snapshot takes one full pass.
 
     Args:
         base: an optimizer that needs no closure, over the parameters to move: `torch.optim.SGD(params, lr=0.1)`.
-        update_freq: passes from one snapshot to the next. Default 2.
+        update_freq: number of passes from one snapshot to the next. Default 2.
 
-    `begin_pass(full)` at the start of each pass over the data takes the snapshots. Groups of parameters, and so
-    learning rates and schedulers, are those of `base`. Johnson and Zhang, "Accelerating stochastic gradient descent
-    using predictive variance reduction", NIPS 2013. Raises `TypeError` or `ValueError` for arguments that cannot work.
+    `begin_pass(full)`, at the start of each pass over the data, takes the snapshots. Parameter groups, and so learning
+    rates and schedulers, are those of `base`. Johnson and Zhang, "Accelerating stochastic gradient descent using
+    predictive variance reduction", NIPS 2013. Raises `TypeError` or `ValueError` for arguments that cannot work.
     """
 
     def __init__(self, base: torch.optim.Optimizer, update_freq: int = 2) -> None:
@@ -42,16 +42,16 @@ class SVRG(torch.optim.Optimizer):
         return {"base": self.base, "update_freq": self.update_freq, "defaults": self.defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or of what was pickled."""
+        """Restore a copy or an unpickled object."""
         super().__setstate__({**state, "param_groups": state["base"].param_groups, "state": state["base"].state})
 
     def _share(self) -> None:
-        """One state and one list of groups, for both."""
+        """Share the state and the list of groups with `base`."""
         self.param_groups, self.state = self.base.param_groups, self.base.state
 
     @property
     def _memory(self) -> dict[str, Any]:
-        """The snapshot: what belongs to no single parameter has a name for its key."""
+        """The snapshot, stored under a name, since it belongs to no single parameter."""
         memory: dict[str, Any] = self.state["svrg"]  # type: ignore[index]
         return memory
 
@@ -60,11 +60,9 @@ class SVRG(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def begin_pass(self, full: Callable[[], Any]) -> bool:
-        """Say that a pass over the data begins; returns whether a snapshot was taken.
-
-        `full()`, which is called for that only, evaluates f of all data at the present parameters and leaves df/dX in
-        their `.grad`: `lambda: opt.full_gradient(loader)`.
-        """
+        """Announce a pass over the data; return whether a snapshot was taken. `full()`, called only for a snapshot,
+        evaluates f of all data at the current parameters and leaves df/dX in their `.grad`: `lambda:
+        opt.full_gradient(loader)`."""
         memory = self._memory
         due = memory["passes"] % self.update_freq == 0
         if due:
@@ -76,11 +74,9 @@ class SVRG(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
-        """One step of `base`; returns the loss of the mini-batch at the parameters before it.
-
-        `closure()` evaluates f of the mini-batch, leaves df/dX in `.grad`, and returns f; it is called twice. Raises
-        `RuntimeError` before the first `begin_pass`.
-        """
+        """Make one step of `base`; return the loss of the mini-batch at the parameters before it. `closure()` evaluates
+        f of the mini-batch, leaves df/dX in `.grad`, and returns f; it is called twice. Raises `RuntimeError` before
+        the first `begin_pass`."""
         memory, parameters = self._memory, self._parameters
         if "at" not in memory:
             raise RuntimeError("SVRG has no snapshot: call begin_pass(full) at the start of each pass over the data")
@@ -103,7 +99,7 @@ class SVRG(torch.optim.Optimizer):
         return loss.detach() if isinstance(loss, torch.Tensor) else loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, the snapshot with it."""
+        """Load what `state_dict` returned, including the snapshot."""
         self.base.load_state_dict(dict(state_dict))
         self._share()
 
@@ -114,5 +110,5 @@ def _assign(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) 
 
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies; 0 where there is none."""
+    """Return copies of the gradients; 0 where there is none."""
     return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]

@@ -12,11 +12,9 @@ from batchopt_workers.data.layout import reals
 
 
 def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All elements in one row, where they are: None unless each lies next to the one before.
-
-    In main memory an address is enough, whatever storages it belongs to; elsewhere they must be parts of one storage.
-    The row is good for as long as `tensors` are.
-    """
+    """Return all elements as one vector, in place: None unless each tensor lies directly after the one before. In main
+    memory addresses alone decide, whatever the storages; elsewhere they must be parts of one storage. The vector is
+    valid as long as `tensors` are."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return None
@@ -37,10 +35,10 @@ def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Vector:
-    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; where they lie as in
-    one, in one go.
+    """Reads and writes parameters, and reads their gradients, as one vector of `size` elements; in a single operation
+    if they are contiguous in memory.
 
-    `dtype` is that of the vector: the parameters', real, but single precision at least. Raises `ValueError` for
+    `dtype` is that of the vector: the parameters', real, but at least single precision. Raises `ValueError` for
     parameters on several devices, or of several dtypes, where complex ones count as their real numbers.
     """
 
@@ -54,19 +52,19 @@ class Vector:
         self._parameters = list(parameters)
 
     def empty(self) -> torch.Tensor:
-        """A vector to write to."""
+        """Return a new uninitialised vector."""
         return torch.empty(self.size, dtype=self.dtype, device=self.device)
 
     def read(self, out: torch.Tensor) -> None:
-        """The parameters, into `out`."""
+        """Copy the parameters to `out`."""
         self._gather([parameter.detach() for parameter in self._parameters], out)
 
     def read_gradient(self, out: torch.Tensor) -> None:
-        """Their gradients, into `out`; 0 where there is none."""
+        """Copy their gradients to `out`; 0 where there is none."""
         self._gather([_gradient(parameter) for parameter in self._parameters], out)
 
     def write(self, x: torch.Tensor) -> None:
-        """Set the parameters to `x`: a graph that needs what they were cannot be differentiated any more."""
+        """Set the parameters to `x`: graphs that need their previous values can no longer be differentiated."""
         tensors = [parameter.detach() for parameter in self._parameters]
         for part, tensor in self._parts(tensors, x):
             copy(part.view_as(tensor), tensor)
@@ -77,7 +75,7 @@ class Vector:
             copy(tensor.reshape(-1), part)
 
     def _parts(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of `vector` that belong to each of `tensors`; all of it in one part, if they lie together."""
+        """Return the part of `vector` that belongs to each of `tensors`; a single part if they are contiguous."""
         if (whole := _whole(tensors)) is not None:
             return [(vector, whole)]
         parts, start = [], 0
@@ -89,7 +87,7 @@ class Vector:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Dense; 0 where there is none."""
+    """Return the gradient, dense; 0 where there is none."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
