@@ -1,1 +1,1 @@
-"""Batches, modules and vectors: how they lie in memory, and how they travel."""
+"""Batches, modules and vectors: their layout in memory, and how they are sent."""

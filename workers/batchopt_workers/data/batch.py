@@ -1,4 +1,4 @@
-"""The data of an objective of one or more terms, and how a chunk of it is cut out."""
+"""The data of an objective of one or more terms, and how chunks are cut out of it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Lists,
-    tuples and arrays in there without tensors, if they are as long as the batch, have one entry a sample, too; whatever
-    else is there belongs to every sample."""
+    """Tensors whose first dimension is the sample: a tensor, or tuples, lists, mappings and dataclasses of them. Nested
+    lists, tuples and arrays without tensors, if they are as long as the batch, also have one entry per sample; anything
+    else belongs to every sample."""
 
     data: Any
 
@@ -37,17 +37,17 @@ class Columns:
         return first.shape[0]
 
     def slice(self, start: int, stop: int) -> Any:
-        """Samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
+        """Return samples `start` up to `stop`, in the same structure; views, and leaves of the autograd graph."""
         if type(self.data) is torch.Tensor and not self.data.requires_grad:
             return self.data[start:stop]
         return self._map(lambda column: _rows(column, start, stop) if is_tensor(column) else column[start:stop])
 
     def held(self, start: int, stop: int) -> list[Any]:
-        """What samples `start` up to `stop` are read from, itself."""
+        """Return the objects that samples `start` up to `stop` are read from."""
         return [self.data]
 
     def sample(self, index: int) -> Any:
-        """One sample, without its first dimension."""
+        """Return one sample, without its first dimension."""
         return self._map(lambda column: _leaf(column[index], column) if is_tensor(column) else column[index])
 
     def _map(self, function: Callable[[Any], Any]) -> Any:
@@ -57,7 +57,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Samples:
-    """A list with one entry a sample, of any shapes."""
+    """A list with one entry per sample, of any shapes."""
 
     data: Sequence[Any]
 
@@ -65,15 +65,15 @@ class Samples:
         return len(self.data)
 
     def slice(self, start: int, stop: int) -> Any:
-        """Samples `start` up to `stop`, as a list."""
+        """Return samples `start` up to `stop`, as a list."""
         return [self.sample(index) for index in range(start, stop)]
 
     def held(self, start: int, stop: int) -> list[Any]:
-        """What samples `start` up to `stop` are read from, itself."""
+        """Return the objects that samples `start` up to `stop` are read from."""
         return list(self.data[start:stop])
 
     def sample(self, index: int) -> Any:
-        """One sample; its tensors are leaves of the autograd graph."""
+        """Return one sample; its tensors are leaves of the autograd graph."""
         return map_tensors(lambda tensor: _leaf(tensor, tensor), self.data[index])
 
 
@@ -82,10 +82,10 @@ F = TypeVar("F", bound=Form)
 
 
 def realigned(data: F) -> F:
-    """The same with each tensor laid out as in shared memory, copied where it is not: dense, and starting at a
-    multiple of 64 bytes. What items have is laid out when it is read.
+    """Return the data with each tensor laid out as in shared memory, copied only if necessary: dense, and starting at a
+    multiple of 64 bytes. Items are laid out when they are read.
 
-    Matrix products of the same numbers have other bits when the numbers start elsewhere, modulo 16 bytes or more.
+    Matrix products of the same numbers have other bits if the numbers start elsewhere, modulo 16 bytes or more.
     """
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,9 +101,9 @@ def realigned(data: F) -> F:
 class Piece:
     """The data of one forward: consecutive samples, or one sample of a list.
 
-    `indices` are within the term, which has the index `term`; the loss counts `weight` in the term's. `attributes` of
-    the criterion take the place of its own; among them are the weights of samples. `kept`: whether there is room to
-    keep it until the next evaluation.
+    `indices` are within the term with the index `term`; the loss has the weight `weight` in the term's. `attributes`
+    replace those of the criterion; the weights of samples are among them. `kept`: it may be cached until the next
+    evaluation.
     """
 
     inputs: Any
@@ -117,21 +117,21 @@ class Piece:
 
     @property
     def sample_weight(self) -> torch.Tensor | None:
-        """The weights of the samples, if they have any: shape `(samples,)`, or `()` of one sample of a list."""
+        """The weights of the samples, if they have any: shape `(samples,)`, or `()` for one sample of a list."""
         return self.attributes.get(SAMPLE_WEIGHT)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The data of one term: inputs, with or without targets and options (one object a sample, for the hooks), and what
-    their loss is. Items have their targets with them. `name`: of the term; None where it is all there is."""
+    """The data of one term: inputs, with or without targets and options (one object per sample, for the hooks), and the
+    meaning of their loss. Items include their targets. `name`: of the term; None if there are no terms."""
 
     inputs: Form
     targets: Columns | Samples | None
     options: Sequence[Any] | None
     weighting: Weighting
     collate: Collate | None = None
-    # attributes of the criterion with a row for each sample, and the samples' own weights
+    # attributes of the criterion with a row for each sample, and the weights of the samples
     criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
     name: str | None = None
 
@@ -142,23 +142,23 @@ class Part:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each sample takes a forward of its own."""
+        """Tell whether each sample takes a forward of its own."""
         return not isinstance(self.inputs, Columns) and self.collate is None
 
     def fill(self, start: int, inputs: Any, targets: Any, options: Any) -> None:
-        """Put samples from `start` on where the lists of this part have holes; None for what is no list here."""
+        """Fill holes in the lists of this part with samples, from `start` on; pass None for what is not a list here."""
         lists: tuple[Any, ...] = (self.inputs.data, self.targets and self.targets.data, self.options)
         for whole, piece in zip(lists, (inputs, targets, options), strict=True):
             if piece is not None:
                 whole[start : start + len(piece)] = piece
 
     def pieces(self, start: int, stop: int, collation: Collation | None = None, term: int = 0) -> Iterator[Piece]:
-        """The forwards that evaluate samples `start` up to `stop`, in order.
+        """Yield the forwards that evaluate samples `start` up to `stop`, in order.
 
         Columns go through one forward, and so do items, which are read and collated. A list of samples takes one
-        forward a sample, or a single one if there is a `collate` function: it is given the list of `(input, target)`
-        pairs, or of inputs where the batch has no targets, and returns what the module and the criterion get. That may
-        come from `collation`, where it is kept for the part with the index `term`.
+        forward per sample, or a single one if there is a `collate` function: it is passed the list of `(input, target)`
+        pairs, or of inputs if the batch has no targets, and returns the arguments of the module and the criterion. The
+        result may come from `collation`, where it is cached for the part with the index `term`.
         """
         if isinstance(self.inputs, Columns):
             targets = self.targets.slice(start, stop) if self.targets is not None else None
@@ -180,7 +180,7 @@ class Part:
         inputs, targets = collation.of((term, start, stop), partial(self._items, items, start, stop), items.cache)
         piece = self._piece(inputs, targets, start, stop)
         piece.kept = items.cache
-        if is_tensor(targets):  # now it is known which attributes have a row for each sample
+        if is_tensor(targets):  # only now it is known which attributes have a row for each sample
             for name, rows in self.criterion_rows.items():
                 if rows.dim() < targets.dim() and name != SAMPLE_WEIGHT:
                     del piece.attributes[name]
@@ -211,7 +211,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plain:
-    """The tensors of a batch of columns: others of one `form` differ in the elements of these alone."""
+    """The tensors of a batch of columns: other batches of the same `form` differ in the elements of these only."""
 
     form: Any
     tensors: Sequence[torch.Tensor]
@@ -219,14 +219,14 @@ class Plain:
 
 @dataclass(frozen=True)
 class Batch:
-    """The data of all terms, whose samples are numbered one term after the other. `plain`: its tensors, if they are all
-    that it has."""
+    """The data of all terms, whose samples are numbered one term after the other. `plain`: its tensors, if it has
+    nothing else."""
 
     parts: tuple[Part, ...]
     plain: Plain | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"parts": self.parts}  # the form is of use to whoever reads batches alone
+        return {"parts": self.parts}  # the form is used only in the process that reads the batches
 
     @cached_property
     def size(self) -> int:
@@ -235,47 +235,47 @@ class Batch:
 
     @cached_property
     def numbering(self) -> Numbering:
-        """Where the samples of each term are."""
+        """The positions of each term's samples."""
         sizes = [part.weighting.size for part in self.parts]
         return Numbering(tuple([part.name for part in self.parts]), tuple(sizes))
 
     @cached_property
     def is_read(self) -> bool:
-        """Whether samples are read where they are evaluated."""
+        """Tell whether samples are read by the worker that evaluates them."""
         return bool([part for part in self.parts if isinstance(part.inputs, Items)])
 
     @cached_property
     def is_kept(self) -> bool:
-        """Whether what is read there is kept, as long as the batch is cut as it is."""
+        """Tell whether samples read there are kept, as long as the cut stays the same."""
         return bool([part for part in self.parts if isinstance(part.inputs, Items) and part.inputs.cache])
 
     @cached_property
     def is_of_columns(self) -> bool:
-        """Whether all inputs and targets are columns."""
+        """Tell whether all inputs and targets are columns."""
         forms = [form for part in self.parts for form in (part.inputs, part.targets) if form is not None]
         return all(isinstance(form, Columns) for form in forms)
 
     @cached_property
     def collates(self) -> bool:
-        """Whether a function of the user is given samples of this batch to collate."""
+        """Tell whether a function of the user collates samples of this batch."""
         return any(part.collate is not None and isinstance(part.inputs, Samples) for part in self.parts)
 
     def pieces(self, start: int, stop: int, collation: Collation | None = None) -> Iterator[Piece]:
-        """The forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
+        """Yield the forwards that evaluate samples `start` up to `stop`, in order; none has samples of two terms."""
         for term, samples in self.numbering.split(range(start, stop)):
             for piece in self.parts[term].pieces(samples.start, samples.stop, collation, term):
                 piece.term = term
                 yield piece
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Those of the inputs and the targets."""
+        """Yield those of the inputs and the targets."""
         for part in self.parts:
             for form in (part.inputs, part.targets):
                 if form is not None and not isinstance(form, Items):
                     yield from tensors_in(form.data)
 
     def realigned(self) -> Batch:
-        """The same with inputs and targets laid out as in shared memory."""
+        """Return the batch with inputs and targets laid out as in shared memory."""
         if self.plain is not None and not any([tensor.data_ptr() % ALIGNMENT for tensor in self.plain.tensors]):
             return self
         parts = [
@@ -291,8 +291,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Numbering:
-    """All samples of the first term, then those of the next. `names` and `sizes` are those of the terms, in order; the
-    only term of a batch without terms has no name."""
+    """The numbering of samples: all of the first term, then those of the next. `names` and `sizes` are those of the
+    terms, in order; the only term of a batch without terms has no name."""
 
     names: tuple[str | None, ...]
     sizes: tuple[int, ...]
@@ -307,11 +307,11 @@ class Numbering:
             first += size
 
     def position(self, term: int, samples: range) -> range:
-        """Where `samples` of a term are in the batch."""
+        """Return the positions in the batch of `samples` of a term."""
         first = sum(self.sizes[:term])
         return range(first + samples.start, first + samples.stop)
 
     def within(self, samples: range) -> dict[str, range]:
-        """The positions of `samples` within the terms, by name; empty for a batch without terms."""
+        """Return the positions of `samples` within the terms, by name; empty for a batch without terms."""
         parts = ((self.names[term], part) for term, part in self.split(samples))
         return {name: part for name, part in parts if name is not None}

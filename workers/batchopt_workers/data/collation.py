@@ -13,7 +13,7 @@ import torch
 from batchopt_workers.data.copies import put_together, taken_apart
 from batchopt_workers.process.interrupts import let_through
 
-# Bytes that a worker may keep; as many as the batch itself has, where that is more.
+# Bytes that a worker may keep; the size of the batch itself, if that is larger.
 LEAST = 2**26
 
 # A term's index, and the samples of it that were collated together.
@@ -22,20 +22,20 @@ Key = tuple[int, int, int]
 
 @dataclass
 class _Kept:
-    """A collated piece, taken apart: `data` has the structure, pickled, so that what user code does with one is not
-    seen by the next; `tensors` share the memory, with a flag for those that require grad."""
+    """A collated piece, split up: `data` is the pickled structure, so that changes by user code do not affect the next
+    use; `tensors` share the memory, with a flag for those that require grad."""
 
     data: bytes
     tensors: list[tuple[torch.Tensor, bool]]
-    nbytes: int  # of the room for all
+    nbytes: int  # taken from the room for all pieces
     versions: list[int] = field(default_factory=list)
-    copies: list[torch.Tensor] = field(default_factory=list)  # until one forward has shown that it does not write
+    copies: list[torch.Tensor] = field(default_factory=list)  # until one forward was seen not to write
 
     def begin(self) -> None:
         self.versions = [tensor._version for tensor, _ in self.tensors]
 
     def is_written(self) -> bool:
-        """Since `begin`; past the version counter too, where there are copies to compare with."""
+        """Tell whether it was written since `begin`, by the version counters and by any copies."""
         now = [tensor._version for tensor, _ in self.tensors]
         same = all(_same_bytes(tensor, copy) for (tensor, _), copy in zip(self.tensors, self.copies, strict=False))
         return now != self.versions or not same
@@ -46,13 +46,13 @@ class _Kept:
         return [tensor for tensor, _ in self.tensors]
 
     def fresh(self) -> Any:
-        """The same again, of new leaves."""
+        """Return the piece with new leaves."""
         leaves = [tensor.detach().requires_grad_(requires_grad) for tensor, requires_grad in self.tensors]
         return put_together(self.data, leaves)
 
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:
-    """Whether writes to it can be detected."""
+    """Tell whether writes to it can be detected."""
     plain = tensor.layout is torch.strided and tensor.is_leaf and not tensor.is_inference() and not tensor.is_meta
     return type(tensor) is torch.Tensor and plain and not vars(tensor)
 
@@ -72,41 +72,41 @@ def _random_states() -> tuple[Any, ...]:
 
 
 class Collation:
-    """The collated pieces of one batch in one cut, as this worker evaluates them.
+    """A cache of the collated pieces of one batch in one cut, as this worker evaluates them.
 
-    From the second time on that a piece is asked for it is kept, so that a batch that is evaluated once costs nothing.
-    It is not where its tensors are written, or its collate function draws random numbers (what is drawn after that
-    would change), or it cannot be pickled; and no more than `LEAST` bytes are, or as many as the `tensors` of the batch
-    have. What is read from a dataset is kept from the first time on, all of it, or never; what another worker had is
-    read only if what was read here is still the same.
+    A piece is kept from its second use on, so that a batch that is evaluated once causes no overhead. It is not kept if
+    its tensors are written, if its collate function draws random numbers (later draws would change), or if it cannot be
+    pickled; nor beyond `LEAST` bytes, or the size of the batch's `tensors` if that is larger. Samples of a dataset are
+    kept from the first time on, either all or none; samples that another worker had are read only if those read here
+    are still the same.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = (), keeps: bool = True) -> None:
-        """Of a batch with these tensors. `keeps` False: nothing is kept."""
+        """`tensors`: those of the batch. `keeps` False: nothing is kept."""
         self._keeps = keeps
-        self._own: set[int] = set()  # where the memory of the batch begins
+        self._own: set[int] = set()  # addresses of the batch's memory
         nbytes = 0
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 self._own.add(tensor.untyped_storage().data_ptr())
                 nbytes += tensor.numel() * tensor.element_size()
         self._room = max(LEAST, nbytes)
-        self._pieces: dict[Key, _Kept | None] = {}  # None: asked for once
+        self._pieces: dict[Key, _Kept | None] = {}  # None: used once
         self._never: set[Key] = set()
         self._used: list[Key] = []
-        self._read: tuple[Key, Callable[[], Any]] | None = None  # first of a dataset, of what is kept
+        self._read: tuple[Key, Callable[[], Any]] | None = None  # the first piece of a dataset that was kept
         self._reads_again = False
 
     def settle(self) -> None:
-        """An evaluation begins: what is read of a dataset from here on, another worker had."""
+        """Begin an evaluation: whatever is read of a dataset from here on, another worker had."""
         self._reads_again = self._read is not None
 
     def begin(self) -> None:
-        """A chunk is evaluated from here on."""
+        """Begin a chunk."""
         self._used = []
 
     def of(self, key: Key, collate: Callable[[], Any], cache: bool | None = None) -> Any:
-        """These samples, collated now or before. `cache`: whether to keep them whatever they take; None: from the
+        """Return these samples, collated now or before. `cache`: keep them regardless of size; None: keep them from the
         second time on, if there is room."""
         if key in self._never or cache is False or not self._keeps:
             return collate()
@@ -135,7 +135,7 @@ class Collation:
     def _keep(self, made: Any, unlimited: bool) -> _Kept | None:
         try:
             data, tensors = taken_apart(made)
-        except Exception as error:  # whatever the user's classes raise: it is collated each time, then
+        except Exception as error:  # whatever the user's classes raise: then it is collated each time
             let_through(error)
             return None
         if not all(map(_can_be_kept, tensors)):
@@ -152,7 +152,7 @@ class Collation:
         return kept
 
     def _check_read(self, key: Key, collate: Callable[[], Any]) -> None:
-        """Raise `ValueError` if what was read is not the same when it is read again."""
+        """Raise `ValueError` if reading the samples again gives a different result."""
         kept, again = self._pieces.get(key), self._keep(collate(), unlimited=True)
         if kept is None:  # it was written here
             self._read = None
@@ -170,7 +170,7 @@ class Collation:
         self._room += 0 if kept is None else kept.nbytes
 
     def check(self) -> None:
-        """The chunk was evaluated: what was written is not kept."""
+        """Drop the pieces that the chunk, which was evaluated, has written."""
         for key in self._used:
             kept = self._pieces.get(key)
             if kept is not None and kept.is_written():
@@ -180,7 +180,7 @@ class Collation:
         self._used = []
 
     def forget(self) -> None:
-        """The chunk has failed: nobody knows what it has written."""
+        """Drop the pieces of the chunk, which has failed: it is unknown what it has written."""
         for key in self._used:
             self._drop(key)
         self._used = []

@@ -1,4 +1,4 @@
-"""Copies of samples, apart from what they are copied of."""
+"""Copies of samples that share nothing with the originals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def taken_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The object pickled without its tensors, and those. Raises whatever pickling it raises."""
+    """Return the object pickled without its tensors, and the tensors. Raise whatever pickling it raises."""
     file = io.BytesIO()
     recorder = _Recorder(file)
     recorder.dump(obj)
@@ -47,13 +47,13 @@ def taken_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def put_together(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The object, with these tensors in the place of its own."""
+    """Return the object, with these tensors in place of its own."""
     return _Unpickler(data, tensors).load()
 
 
 def copy_of(data: Any) -> Any:
-    """The same with tensors (leaves), containers and other objects of its own; an object that cannot be pickled is
-    itself there."""
+    """Return a copy with its own tensors (leaves), containers and other objects; an object that cannot be pickled is
+    not copied."""
     return map_tensors(_own, data, lambda item: not (isinstance(item, (tuple, list, Mapping)) or is_record(item)))
 
 

@@ -1,4 +1,4 @@
-"""What samples add to the divisor of a mean, found out by whoever has read their targets."""
+"""The samples' contributions to the divisor of a mean, determined by the process that has read their targets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Denominators = Callable[[Any, Any], Any]
 
 
 def class_denominators(classes: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
-    """Each sample's denominator (shape `(samples,)`, float64) in the mean of a cross entropy or negative log likelihood
-    of these classes (shape `(samples, ...)`): the weights of those that are not `ignored`."""
+    """Return each sample's denominator (shape `(samples,)`, float64) in the mean of a cross entropy or negative log
+    likelihood of these classes (shape `(samples, ...)`): the weights of those that are not `ignored`."""
     with torch.no_grad():
         classes = classes.long().cpu()
         counted = classes != ignored
@@ -25,7 +25,7 @@ def class_denominators(classes: torch.Tensor, weight: torch.Tensor | None, ignor
 
 @dataclass(frozen=True)
 class GivenDenominators:
-    """Those that the user's function returns for the samples of a chunk."""
+    """The denominators that the user's function returns for the samples of a chunk."""
 
     function: Denominators
 
@@ -35,7 +35,7 @@ class GivenDenominators:
 
 @dataclass(frozen=True)
 class ClassDenominators:
-    """Those of the samples of a chunk by `class_denominators`; NaN where targets are no classes."""
+    """The denominators of the samples of a chunk by `class_denominators`; NaN if the targets are not classes."""
 
     weight: torch.Tensor
     ignored: int

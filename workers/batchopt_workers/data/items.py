@@ -1,4 +1,4 @@
-"""The samples of a map-style dataset, which are read where they are evaluated."""
+"""The samples of a map-style dataset, which are read by the worker that evaluates them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class CollatesAll:
-    """The user's `collate`, all of whose samples have to be in what it makes: a mean divides by their number."""
+    """The user's `collate`, whose result must contain all samples: a mean divides by their number."""
 
     collate: Collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        """What it makes. Raises `ValueError` for targets (inputs, where there are no targets) of fewer samples, as far
-        as a tensor tells: a dimension as long as the samples may be theirs, and so may a first one that is longer."""
+        """Collate the samples. Raise `ValueError` for targets (or else inputs) of fewer samples, as far as a tensor's
+        shape shows it: a dimension as long as the samples may be theirs, and so may a longer first one."""
         made = self.collate(samples)
         last = made[-1] if isinstance(made, (tuple, list)) and len(made) == 2 else made
         shape: tuple[int, ...] = tuple(last.shape) if is_tensor(last) else ()
@@ -45,8 +45,8 @@ class CollatesAll:
 
 @dataclass(frozen=True)
 class Items:
-    """`size` items of a dataset, each `(input, target)` or an input alone. `cache`: whether what was collated is kept.
-    `ignored`: a class that no target may be. `denominators`: what has told those of all samples, in a pass before."""
+    """`size` items of a dataset, each `(input, target)` or an input alone. `cache`: collated samples are kept.
+    `ignored`: a class that no target may have. `denominators`: determined those of all samples in an earlier pass."""
 
     data: Any
     size: int
@@ -58,14 +58,14 @@ class Items:
         return self.size
 
     def held(self, start: int, stop: int) -> list[Any]:
-        """Nothing: what is read is made for the one who reads it."""
+        """Return an empty list: items are created when they are read."""
         return []
 
     def read(self, start: int, stop: int, collate: Collate) -> tuple[Any, Any]:
-        """Inputs and targets (or None) that `collate` makes of samples `start` up to `stop`, laid out as the rows of
-        tensors with all samples would be.
+        """Return inputs and targets (or None) that `collate` makes of samples `start` up to `stop`, laid out like the
+        rows of tensors with all samples.
 
-        Raises `Unreadable` for an item that raises, or whose target is `ignored`, and `ValueError` for what is not
+        Raise `Unreadable` for an item that raises, or whose target is `ignored`, and `ValueError` for anything but
         inputs and targets.
         """
         inputs, targets = _inputs_and_targets(collate([self._item(index) for index in range(start, stop)]))
@@ -75,7 +75,7 @@ class Items:
         return inputs, targets
 
     def pick(self, indices: Sequence[int], collate: Collate) -> tuple[Any, Any]:
-        """Inputs and targets (or None) that `collate` makes of these samples. Raises `Unreadable` and `ValueError`."""
+        """Return inputs and targets (or None), collated from these samples. Raise `Unreadable` and `ValueError`."""
         return _inputs_and_targets(collate([self._item(index) for index in indices]))
 
     def _item(self, index: int) -> Any:
@@ -85,12 +85,12 @@ class Items:
             raise Unreadable(index, error) from error
 
     def check_denominators(self, inputs: Any, targets: Any, start: int, running: torch.Tensor) -> None:
-        """Raise `Unreadable` for the first sample whose denominator is another one than it was in the pass before;
-        `running`: what that has found, as `Weighting` has it."""
+        """Raise `Unreadable` for the first sample whose denominator differs from that of the earlier pass; `running`:
+        the result of that pass, as in `Weighting`."""
         assert self.denominators is not None
         found = self.denominators(None, inputs, targets).double().cpu()
         before = running[start : start + len(found) + 1].diff()
-        other = ~((found - before).abs() <= 1e-12 * running[-1])  # NaN is another one
+        other = ~((found - before).abs() <= 1e-12 * running[-1])  # true for NaN
         if bool(other.any()):
             index = int(other.nonzero()[0, 0])
             message = (
@@ -112,7 +112,7 @@ class Items:
 
 
 def _inputs_and_targets(made: Any) -> tuple[Any, Any]:
-    """As from a data loader: a tuple or list of one or two, or the inputs alone."""
+    """Split the result as a data loader's: a tuple or list of one or two, or the inputs alone."""
     if not isinstance(made, (tuple, list)) or hasattr(made, "_fields"):
         return made, None
     if not 1 <= len(made) <= 2:
@@ -125,8 +125,8 @@ def _inputs_and_targets(made: Any) -> tuple[Any, Any]:
 
 
 def _laid_out(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The tensor, copied if need be: a leaf that begins in memory where row `start` of a tensor with all rows would,
-    modulo 64 bytes. Matrix products of the same numbers have other bits elsewhere."""
+    """Return the tensor, copied if necessary: a leaf that begins in memory where row `start` of a tensor with all rows
+    would, modulo 64 bytes. Matrix products of the same numbers have other bits elsewhere."""
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return leaf

@@ -1,4 +1,4 @@
-"""Where each trainable parameter lies in the one flat vector X."""
+"""The place of each trainable parameter in the flat vector X."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements `offset` to `offset + numel` of the vector, in row-major order; of a complex one
-    real and imaginary parts by turns."""
+    """One parameter's place: elements `offset` to `offset + numel` of the vector, in row-major order; for a complex one
+    alternating real and imaginary parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Slot:
         return torch.Size(self.shape).numel() * (2 if self.is_complex else 1)
 
     def dtype(self, vector: torch.dtype) -> torch.dtype:
-        """The parameter's, in a vector of that dtype."""
+        """Return the parameter's dtype in a vector of that dtype."""
         return vector.to_complex() if self.is_complex else vector
 
 
@@ -34,7 +34,7 @@ class Slot:
 class Layout:
     """The slots of every trainable parameter, without gaps, and the real dtype of the vector.
 
-    Complex ones come first: then each lies at a multiple of its element's size, wherever the vector begins at one.
+    Complex ones come first: then each lies at a multiple of its element's size, if the vector begins at one.
     """
 
     slots: tuple[Slot, ...]
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Layout:
-        """Lay `(name, parameter)` pairs out one after the other. `dtype`: of any of them."""
+        """Lay out `(name, parameter)` pairs one after the other. `dtype`: of any of them."""
         slots, offset = [], 0
         for name, parameter in parameters:
             slots.append(Slot(name, tuple(parameter.shape), offset, parameter.is_complex()))
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements of the whole vector."""
+        """Number of elements of the vector."""
         return self.slots[-1].offset + self.slots[-1].numel if self.slots else 0
 
     @property
@@ -60,9 +60,9 @@ class Layout:
         return torch.promote_types(self.dtype, torch.float32)
 
     def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `vector` (shape `(size,)`), each in its slot's shape and kind, sharing its memory.
+        """Return the parts of `vector` (shape `(size,)`), each in its slot's shape and kind, sharing its memory.
 
-        In main memory each is a storage of its own: to save, pickle or share one of them takes its bytes, not all.
+        On the CPU each has a storage of its own: saving, pickling or sharing one of them takes its bytes, not all.
         """
         if vector.device.type != "cpu":
             parts = [vector[slot.offset : slot.offset + slot.numel] for slot in self.slots]
@@ -79,12 +79,12 @@ def _view(memory: npt.NDArray[np.uint8], dtype: torch.dtype, slot: Slot) -> torc
 
 
 def reals(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as real numbers: of a complex one pairs of real and imaginary parts, in one more dimension, the last."""
+    """Return it as real numbers; complex ones become pairs of real and imaginary parts, in a new last dimension."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def in_form_of(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Real numbers in a row in the shape and kind of `tensor`: a copy, since not every part of a vector may be viewed
-    as complex numbers, here or in the backward of a `view_as_real`."""
+    """Return a vector of real numbers in the shape and kind of `tensor`: a copy, since not every part of a vector can
+    be viewed as complex numbers, here or in the backward of a `view_as_real`."""
     own = numbers.clone()
     return torch.view_as_complex(own.view(*tensor.shape, 2)) if tensor.is_complex() else own.view(tensor.shape)

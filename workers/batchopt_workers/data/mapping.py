@@ -1,7 +1,7 @@
 """Replaces a memory mapping by another with the same content at the same address: shared by private, or back.
 
-So every tensor over it stays. In a process that is forked, memory that was shared becomes a copy, as at the time of the
-fork: its own, as all that is not shared is anyway.
+So every tensor over it stays valid. In a forked process, memory that was shared becomes a copy from the time of the
+fork: private, like all memory that is not shared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-# Of a file, for this process alone; nothing is set aside for what is hardly ever written.
+# Of a file, for this process alone; no memory is reserved, since it is hardly ever written.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
-# Bytes that are copied at a time where what was copied is given back before the next.
+# Bytes that are copied at a time, and released before the next.
 _PIECE = 2**26
 
 
@@ -42,12 +42,12 @@ def _libc() -> ctypes.CDLL:
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where it begins."""
+    """Return the address of its first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def protect(mapping: mmap.mmap, writable: bool) -> None:
-    """Forbid this process to write there, or allow it again. Does nothing where the C library cannot."""
+    """Forbid this process to write there, or allow it again. Does nothing if the C library cannot."""
     with suppress(OSError, AttributeError):
         _libc().mprotect(address_of(mapping), len(mapping), _WRITABLE if writable else mmap.PROT_READ)
 
@@ -60,24 +60,24 @@ def _checked(address: int | None) -> int:
 
 
 class PrivateView:
-    """The first bytes of a file as an array, for NumPy: what is written here stays in this process. Unlike a mapping of
-    Python's it holds no descriptor."""
+    """The first bytes of a file as an array, for NumPy: writes stay in this process. Unlike a mapping of Python's it
+    holds no descriptor."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         address = _checked(_libc().mmap(None, nbytes, _WRITABLE, UNRESERVED, fd, 0))
-        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False  # somebody may still read then
+        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False  # it may still be read at exit
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
 
 
 def _copy(address: int, nbytes: int) -> int:
-    """The address of new memory of this process, with the content of that at `address`. Raises `OSError`."""
+    """Return the address of new memory of this process, with the content of that at `address`. Raise `OSError`."""
     copy = _checked(_libc().mmap(None, nbytes, _WRITABLE, _PRIVATE, -1, 0))
     ctypes.memmove(copy, address, nbytes)
     return copy
 
 
 def _move(source: int, nbytes: int, target: int) -> None:
-    """Have the memory at `source` at `target` instead of what is there; at once, where the system can."""
+    """Replace the memory at `target` by that at `source`; atomically, if the system can."""
     if hasattr(_libc(), "mremap"):
         _checked(_libc().mremap(source, nbytes, nbytes, _MOVE, target))
         return
@@ -87,15 +87,15 @@ def _move(source: int, nbytes: int, target: int) -> None:
 
 
 def give_back(fd: int, offset: int, nbytes: int) -> None:
-    """Have the file hold no memory for these bytes, which become zero; it stays as long as it is. Does nothing where
-    the system cannot."""
+    """Release the file's memory for these bytes, which become zero; its length stays. Does nothing if the system
+    cannot."""
     with suppress(AttributeError):
         ctypes.CDLL(None).fallocate(fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
 
 
 def make_private(mapping: mmap.mmap, fd: int) -> None:
-    """Replace a shared mapping of the file `fd`, which nobody else may be using, by memory of this process; it takes a
-    piece more than there was, since the file is emptied on the way."""
+    """Replace a shared mapping of the file `fd`, which no one else may be using, by memory of this process; this takes
+    a piece more than before, since the file is emptied on the way."""
     start, nbytes = address_of(mapping), len(mapping)
     with _lock:
         _forget(start)
@@ -103,7 +103,7 @@ def make_private(mapping: mmap.mmap, fd: int) -> None:
             length = min(_PIECE, nbytes - offset)
             try:
                 _move(_copy(start + offset, length), length, start + offset)
-            except OSError:  # no memory: the rest stays the file's, until a page of it is written
+            except OSError:  # no memory: the rest stays in the file until a page of it is written
                 _checked(_libc().mmap(start, offset + length, _WRITABLE, mmap.MAP_PRIVATE | _FIXED, fd, 0))
                 break
             give_back(fd, offset, length)
@@ -111,7 +111,7 @@ def make_private(mapping: mmap.mmap, fd: int) -> None:
 
 
 def make_shared(mapping: mmap.mmap, fd: int) -> None:
-    """Replace the memory of `mapping` by the file `fd`, which is as long, and gets its content. Raises `OSError`."""
+    """Replace the memory of `mapping` by the file `fd` of the same length, with its content. Raise `OSError`."""
     start, nbytes = address_of(mapping), len(mapping)
     done = 0
     with memoryview(mapping) as content:
@@ -121,29 +121,28 @@ def make_shared(mapping: mmap.mmap, fd: int) -> None:
     keep_apart(mapping)
 
 
-# Mappings, by address, that tensors of the user view and that a child must not have in common with this process: those
-# are alive for as long as such a tensor.
+# Mappings, by address, that tensors of the user view and that a child must not share with this process. They live as
+# long as such a tensor.
 _shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-# Of such mappings, by address, copies for children, and their length: processes that are forked one after the other
-# have the pages of one copy in common, until one writes them.
+# Copies of such mappings for children, and their lengths, by address: processes that are forked one after the other
+# share the pages of one copy until one writes them.
 _copies: dict[int, tuple[int, int]] = {}
-# Held while copies are made and given back, and while this process forks.
+# Held while copies are made and released, and while this process forks.
 _lock = threading.RLock()
 
 
 def keep_apart(mapping: mmap.mmap) -> None:
-    """From now on a process that is forked from this one has a copy of its own of this shared mapping."""
+    """Give each process that is forked from now on its own copy of this shared mapping."""
     _shared[address_of(mapping)] = mapping
 
 
 def is_shared(mapping: mmap.mmap) -> bool:
-    """Whether it is to be kept apart, and is no copy yet."""
+    """Tell whether forked processes get a copy of it, and it is not such a copy itself."""
     return _shared.get(address_of(mapping)) is mapping
 
 
 def forget_copies() -> None:
-    """Give back the copies that were made for the last fork, which a next one could have: what is shared will
-    change."""
+    """Release the copies made for the last fork, which the next one could share: the shared memory will change."""
     if _copies and _lock.acquire(blocking=False):
         try:
             for address in [*_copies]:
@@ -163,7 +162,7 @@ def _mappings() -> list[mmap.mmap]:
 
 
 def _before_fork() -> None:
-    """Make the copies: after the fork this process may go on writing before the child has read."""
+    """Make the copies: after the fork this process may write before the child has read."""
     _lock.acquire()
     for address in [*_copies]:
         if address not in _shared:
@@ -179,7 +178,7 @@ def _copy_for_child(address: int, nbytes: int) -> None:
     _forget(address)
     free = free_memory()
     try:
-        if free is not None and nbytes > free:  # the kernel would promise it, and kill for it later
+        if free is not None and nbytes > free:  # the kernel would grant it, and kill a process for it later
             raise OSError(f"{free / 1e6:.1f} MB are free")
         _copies[address] = _copy(address, nbytes), nbytes
     except OSError as error:
@@ -212,7 +211,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
-# A container's own control group, as it sees it: limit, usage, statistics, and the keys of memory that only caches.
+# A container's own control group, as seen inside: limit, usage, statistics, and the keys of file caches.
 _VERSIONS = (
     ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
     (
@@ -225,8 +224,8 @@ _VERSIONS = (
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the machine has free or could free, swap included, and that the container's limit allows; None where
-    that cannot be known. Rather too much than too little."""
+    """Return the bytes that the machine has free or could free, including swap, and that the container's limit allows;
+    None if unknown. Rather too many than too few."""
     try:
         machine = _numbers(meminfo)
         swap = 1024 * machine.get("SwapFree", 0)
@@ -238,13 +237,13 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Of lines such as `MemFree: 12 kB`, or without colon and unit, each name's number."""
+    """Return the number for each name, in lines such as `MemFree: 12 kB`, or without colon and unit."""
     fields = [line.split() for line in path.read_text().splitlines()]
     return {name.rstrip(":"): int(number) for name, number, *_ in fields}
 
 
 def _room(cgroup: Path) -> int | None:
-    """Bytes between what the control group uses, less what only caches files, and its limit; None without one."""
+    """Return the bytes between the control group's use, minus file caches, and its limit; None without a limit."""
     for limit, usage, statistics, cached in _VERSIONS:
         try:
             most, used = (cgroup / limit).read_text().strip(), int((cgroup / usage).read_text())

@@ -17,24 +17,24 @@ import torch
 from batchopt_workers.data import mapping
 from batchopt_workers.data.mapping import free_memory
 
-# Bytes that are written at a time, at most.
+# Most bytes that are written at a time.
 _MOST = 2**30
-ALIGNMENT = 64  # bytes: a cache line, and what torch's own allocator gives
+ALIGNMENT = 64  # bytes: a cache line, and the alignment of torch's own allocator
 
 
 def aligned(nbytes: int) -> int:
-    """The smallest multiple of `ALIGNMENT` that holds `nbytes` bytes."""
+    """Return the smallest multiple of `ALIGNMENT` that holds `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of its elements in row-major order, shape `(bytes,)`; a view where they lie so."""
+    """Return the bytes of its elements in row-major order, shape `(bytes,)`; a view if they are stored so."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element alone may have any stride
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def anonymous_file() -> int:
-    """A descriptor of a new, empty file without a name."""
+    """Return a descriptor of a new, empty file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("batchopt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:  # macOS: a file that has lost its name before anyone could open it
@@ -50,7 +50,7 @@ def _shortage(nbytes: int, free: int | None) -> str:
 
 
 def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
-    """The error to raise in place of `error`, met while `nbytes` were asked for."""
+    """Return the error to raise in place of `error`, which occurred when `nbytes` were requested."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return OSError(
@@ -76,9 +76,9 @@ def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
 
 
 def _take(fd: int, offset: int, nbytes: int) -> None:
-    """Have the pages of so many bytes, which lengthen the file if they lie beyond its end."""
+    """Allocate the pages of `nbytes` bytes, which lengthen the file if they lie beyond its end. Raise `MemoryError`."""
     free = free_memory()
-    if free is not None and nbytes > free:  # the kernel would take what there is, then kill for the rest
+    if free is not None and nbytes > free:  # the kernel would take what is free, then kill a process for the rest
         raise MemoryError(_shortage(nbytes, free))
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, offset, nbytes)
@@ -87,14 +87,14 @@ def _take(fd: int, offset: int, nbytes: int) -> None:
 
 
 def _seal(fd: int) -> None:
-    """The file keeps its length: whoever else has it cannot take away memory that this process would touch, which ends
-    it with SIGBUS. Does nothing where the system cannot."""
+    """Fix the file's length: no other process can take away memory that this process would access, which would kill it
+    with SIGBUS. Does nothing if the system cannot."""
     if hasattr(fcntl, "F_ADD_SEALS"):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def _new_file(nbytes: int, sparse: bool = False) -> int:
-    """The descriptor of a file without a name, of so many zero bytes, for good."""
+    """Return the descriptor of a file without a name, of `nbytes` zero bytes and fixed length."""
     try:
         fd = anonymous_file()
     except OSError as error:
@@ -115,10 +115,10 @@ def _new_file(nbytes: int, sparse: bool = False) -> int:
 
 
 class GrowingFile:
-    """Anonymous memory that is written as a file, by several processes; it may grow, and not shrink."""
+    """Anonymous memory that several processes write as a file; it may grow, but not shrink."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """A new one; or that behind `fd`, which this object owns from here on."""
+        """Create a new one; or use that behind `fd`, which this object owns from here on."""
         if fd is None:
             try:
                 fd = anonymous_file()
@@ -130,7 +130,7 @@ class GrowingFile:
         weakref.finalize(self, os.close, fd)
 
     def write(self, elements: memoryview, offset: int) -> None:
-        """Write these bytes from `offset` on. Raises `MemoryError` and `OSError`."""
+        """Write these bytes from `offset` on. Raise `MemoryError` and `OSError`."""
         done = 0
         try:
             while done < len(elements):
@@ -139,8 +139,8 @@ class GrowingFile:
             raise _explained(error, offset + len(elements), free_memory()) from error
 
     def private(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The first bytes of the file, for as long as somebody has them: what is written here stays here. Takes no
-        descriptor, of which a process may have few. Raises `MemoryError` and `OSError`."""
+        """Return the first bytes of the file, mapped as long as the array lives; writes to it stay in this process.
+        Takes no descriptor, of which a process may have few. Raise `MemoryError` and `OSError`."""
         self.lengthen(nbytes, sparse=True)
         try:
             return np.asarray(mapping.PrivateView(self.fd, max(nbytes, 1)))
@@ -148,7 +148,7 @@ class GrowingFile:
             raise _explained(error, nbytes, free_memory()) from error
 
     def lengthen(self, nbytes: int, sparse: bool = False) -> None:
-        """Be so many bytes long, in whole pages, and have those pages, unless it is `sparse`. Raises `MemoryError`."""
+        """Make it at least `nbytes` long, in full pages, allocated unless it is `sparse`. Raise `MemoryError`."""
         present = os.fstat(self.fd).st_size
         nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         if nbytes <= present:
@@ -162,13 +162,12 @@ class GrowingFile:
 class SharedBlock:
     """One mapping of anonymous shared memory, known by its file descriptor alone.
 
-    The kernel frees it when the last process has unmapped it, however that process ended. It does not
-    live in /dev/shm, so a container's small /dev/shm does not limit it.
+    The kernel frees it when the last process has unmapped it, however that process ended. It does not live in /dev/shm,
+    so a container's small /dev/shm does not limit it.
     """
 
     def __init__(self, fd: int, private: bool = False) -> None:
-        """Map the memory behind `fd`, which this object owns from here on. `private`: what is written here stays
-        here."""
+        """Map the memory behind `fd`, which this object owns from here on. `private`: writes stay in this process."""
         self.fd, self._close = fd, weakref.finalize(self, os.close, fd)
         self.nbytes = os.fstat(fd).st_size
         try:
@@ -179,16 +178,16 @@ class SharedBlock:
 
     @classmethod
     def create(cls, nbytes: int, sparse: bool = False) -> SharedBlock:
-        """A new block of at least `nbytes` zero bytes, in whole pages.
+        """Return a new block of at least `nbytes` zero bytes, in full pages.
 
-        Its pages are taken here, so a machine or a container without the memory raises `MemoryError` now instead of
-        killing whoever touches a page later; those of a `sparse` one when they are reserved. Raises `OSError` where
-        this process may open no more files, or may not make such memory.
+        Its pages are allocated here, so a machine or a container without the memory raises `MemoryError` now instead of
+        killing a process that accesses a page later; those of a `sparse` one are allocated by `reserve`. Raise
+        `OSError` if this process may open no more files, or may not create such memory.
         """
         return cls(_new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE, sparse))
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Take the pages of `nbytes` bytes from `offset` on, of a sparse block, unless they are there. Raises
+        """Allocate the pages of `nbytes` bytes from `offset` on, in a sparse block, unless they exist. Raise
         `MemoryError`."""
         if hasattr(os, "SEEK_HOLE") and os.lseek(self.fd, offset, os.SEEK_HOLE) >= offset + nbytes:
             return
@@ -198,35 +197,35 @@ class SharedBlock:
             raise _explained(error, nbytes, free_memory()) from error
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-        """The memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""
+        """Return the memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def protect(self, writable: bool = False) -> None:
-        """Forbid this process to write here (to try is SIGSEGV), or allow it again. Does nothing where the C library
+        """Forbid this process to write here (a write is then SIGSEGV), or allow it again. Does nothing if the C library
         cannot."""
         mapping.protect(self._map, writable)
 
     def discard(self) -> None:
-        """Of a private mapping: drop what was written here, and see what the others see."""
+        """Drop what was written to a private mapping, so that it shows the shared content again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def keep_apart(self) -> None:
-        """From now on a process that is forked from this one has a copy of its own, as at the time of the fork: for
-        memory that tensors of the user view."""
+        """Give each process that is forked from now on its own copy, as at the time of the fork: for memory that
+        tensors of the user view."""
         mapping.keep_apart(self._map)
 
     def make_private(self) -> None:
-        """Be memory of this process alone, at the same address: tensors over it stay. For once nobody else uses it;
-        does nothing in a fork, which has its own."""
+        """Turn it into memory of this process, at the same address: tensors over it stay valid. Call it when no other
+        process uses it; does nothing in a fork, which has its own."""
         if self._close.alive and mapping.is_shared(self._map):
             mapping.make_private(self._map, self.fd)
             self.release()
 
     def make_shared(self) -> None:
-        """Be memory that others can map again, at the same address. Raises as `create` does."""
+        """Turn it into memory that others can map again, at the same address. Raise as `create` does."""
         if self._close.alive:
             return
         fd = _new_file(self.nbytes)
@@ -238,5 +237,5 @@ class SharedBlock:
         self.fd, self._close = fd, weakref.finalize(self, os.close, fd)
 
     def release(self) -> None:
-        """Close `fd`; the mapping, and a descriptor of its own, live on for as long as a tensor views it."""
+        """Close `fd`; the mapping, and a descriptor of its own, live on as long as a tensor views it."""
         self._close()

@@ -1,9 +1,9 @@
-"""Pickling with the tensors set apart, so that they cross the process boundary as shared memory.
+"""Pickling without the tensors, which cross the process boundary as shared memory.
 
-`pack` pickles any object (functions, lambdas and local classes by value, through cloudpickle) and lists the tensors
-that it met instead of writing their bytes; `place` puts those into one shared block, once, and every worker's
-`unpack` builds the object around views of that block. A trainable parameter is written as its index, and becomes a
-view of the worker's X: tied parameters stay tied, and no parameter is ever sent.
+`pack` pickles any object (functions, lambdas and local classes by value, through cloudpickle) and lists its tensors
+instead of writing their bytes; `place` copies those into one shared block, once, and every worker's `unpack` builds the
+object around views of that block. A trainable parameter is written as its index, and becomes a view of the worker's X:
+tied parameters stay tied, and no parameter is ever sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchopt_workers.data.memory import SharedBlock, aligned
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor lies in the block, and what it was."""
+    """A tensor's place in the block, and its properties."""
 
     offset: int
     shape: tuple[int, ...]
@@ -36,22 +36,22 @@ class Placement:
     is_parameter: bool
 
     def view(self, block: SharedBlock) -> torch.Tensor:
-        """The tensor's place in `block`."""
+        """Return the tensor's place in `block`."""
         flat = block.tensor(self.dtype, (self.numel,), self.offset)
         return flat.as_strided(self.shape, self.stride)
 
     @property
     def numel(self) -> int:
-        """Number of elements in memory: those along which the tensor is expanded once."""
+        """Number of elements in memory, counting expanded dimensions once."""
         pairs = zip(self.shape, self.stride, strict=True)
         return torch.Size([1 if stride == 0 and size else size for size, stride in pairs]).numel()
 
     def empty(self) -> torch.Tensor:
-        """Memory of this process for the tensor."""
+        """Return uninitialised memory of this process for the tensor."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
 
     def dressed(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in that memory: of the kind that it was."""
+        """Return the tensor in that memory, of its original kind."""
         if self.is_parameter:
             return torch.nn.Parameter(memory, requires_grad=self.requires_grad)
         return memory.requires_grad_() if self.requires_grad else memory
@@ -59,7 +59,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Packed:
-    """An object apart from its tensors: `data` is sent, `tensors` are placed in shared memory."""
+    """An object separated from its tensors: `data` is sent, `tensors` are placed in shared memory."""
 
     data: bytes
     tensors: tuple[torch.Tensor, ...]
@@ -67,7 +67,7 @@ class Packed:
     nbytes: int
 
     def place(self, block: SharedBlock) -> list[torch.Tensor]:
-        """Copy the tensors into `block` (at least `nbytes` long); returns its views of them, in order."""
+        """Copy the tensors into `block` (at least `nbytes` long), and return its views of them, in order."""
         views = []
         for tensor, placement in zip(self.tensors, self.placements, strict=True):
             view = placement.view(block)
@@ -77,7 +77,7 @@ class Packed:
 
 
 def copy_into(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write the elements of `tensor` to `view`, of the same shape: where that is expanded, once."""
+    """Write the elements of `tensor` to `view`, of the same shape; along expanded dimensions once."""
     tensor = tensor.detach()
     for dimension, (stride, size) in enumerate(zip(view.stride(), view.shape, strict=True)):
         if stride == 0 and size > 1:
@@ -86,7 +86,7 @@ def copy_into(view: torch.Tensor, tensor: torch.Tensor) -> None:
         view.copy_(tensor)
 
 
-# Where a tensor may lie that is sent; a meta tensor has no elements.
+# Devices of tensors that can be sent; a meta tensor has no elements.
 DEVICES = ("cpu", "meta")
 
 
@@ -107,13 +107,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type not in DEVICES:
-            # each worker would hold a copy of its own there, and all that the accelerator's library takes
+            # each worker would hold its own copy there, and all the memory that the accelerator's library takes
             raise TypeError(f"a tensor is on {obj.device}, and workers run on cpu: call .cpu() on it")
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
             # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
         if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
-            # such as `torch._C._functions`, made within another: by its name there, for it cannot be sent by value
+            # such as `torch._C._functions`, made within another: by its name there, since it cannot be pickled by value
             owner, _, name = obj.__name__.rpartition(".")
             if getattr(sys.modules.get(owner), name, None) is obj:
                 return getattr, (sys.modules[owner], name)
@@ -149,7 +149,7 @@ class _Unpacker(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         kind, index, requires_grad, attributes = pid
         tensor: torch.Tensor = self._named[kind][index]
-        if kind == "parameter":  # which may have been used before
+        if kind == "parameter":  # it may have been used before
             vars(tensor).clear()
             tensor.requires_grad_(requires_grad)
         vars(tensor).update(attributes)
@@ -157,15 +157,15 @@ class _Unpacker(pickle.Unpickler):
 
 
 def dumps(obj: object) -> bytes:
-    """Pickle `obj` with its tensors in it: small messages, which `pickle.loads` reads. Raises as `pack` does."""
+    """Pickle `obj` including its tensors: for small messages, which `pickle.loads` reads. Raise as `pack` does."""
     file = io.BytesIO()
     _Pickler(file).dump(obj)
     return file.getvalue()
 
 
 def _stride(tensor: torch.Tensor, expanded: bool) -> tuple[int, ...]:
-    """The tensor's own order of dimensions, less its gaps: kernels, and so the bits, depend on it. Where it is
-    expanded, and is to stay so, 0."""
+    """Return the strides for the tensor's own order of dimensions, without gaps: kernels, and so the bits, depend on
+    it. If `expanded`, expanded dimensions keep the stride 0."""
     dense = torch.empty_like(tensor, device="meta")
     if not expanded or 0 not in tensor.stride():
         return dense.stride()
@@ -175,10 +175,10 @@ def _stride(tensor: torch.Tensor, expanded: bool) -> tuple[int, ...]:
 
 
 def pack(obj: object, parameters: Sequence[torch.Tensor] = (), expanded: bool = False) -> Packed:
-    """Pickle `obj`; its tensors are set apart, and those in `parameters` are only named by their index. `expanded`:
-    whether expanded tensors stay so, for code that writes them; else each element gets memory of its own.
+    """Pickle `obj` without its tensors; those in `parameters` are only named by their index. `expanded`: expanded
+    tensors stay so, for code that writes them; otherwise each element gets memory of its own.
 
-    Raises `TypeError` for a tensor on an accelerator, and whatever else pickling `obj` raises.
+    Raise `TypeError` for a tensor on an accelerator, and whatever else pickling `obj` raises.
     """
     file = io.BytesIO()
     packer = _Packer(file, parameters)
@@ -194,17 +194,17 @@ def pack(obj: object, parameters: Sequence[torch.Tensor] = (), expanded: bool = 
 
 
 def views(placements: Sequence[Placement], block: SharedBlock) -> list[torch.Tensor]:
-    """The tensors in `block`, of the kinds that they were."""
+    """Return the tensors in `block`, of their original kinds."""
     return [placement.dressed(placement.view(block)) for placement in placements]
 
 
 def assemble(data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = ()) -> Any:
-    """Build the object that `pack` was given around these tensors and `parameters`."""
+    """Build the object that was passed to `pack` around these tensors and `parameters`."""
     return _Unpacker(data, tensors, parameters).load()
 
 
 def unpack(
     data: bytes, placements: Sequence[Placement], block: SharedBlock | None, parameters: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Build the object that `pack` was given, its tensors being views of `block`; without any, it needs no block."""
+    """Build the object that was passed to `pack`, with its tensors as views of `block` (None: there are none)."""
     return assemble(data, [] if block is None else views(placements, block), parameters)

@@ -1,4 +1,4 @@
-"""Structures of tensors: tuples, lists, mappings and dataclasses, one in the other."""
+"""Structures of tensors: nested tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 
 def is_tensor(item: Any) -> bool:
-    """Whether it is a tensor."""
+    """Tell whether it is a tensor."""
     return isinstance(item, torch.Tensor)
 
 
 def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> Any:
     """Apply `function` to every tensor (or other leaf) of a structure of tuples, lists, mappings and dataclasses, which
-    keep their types; what is no leaf stays."""
+    keep their types; everything else stays."""
     if is_leaf(data):
         return function(data)
     if isinstance(data, tuple) and hasattr(data, "_make"):
@@ -35,12 +35,12 @@ def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[An
 
 
 def is_record(data: Any) -> bool:
-    """Whether it is an instance of a dataclass."""
+    """Tell whether it is an instance of a dataclass."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
 def items_of(data: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a tuple, list, mapping or dataclass, each with its index, key or name; none for any other object."""
+    """Yield the items of a tuple, list, mapping or dataclass with their indices, keys or names; otherwise nothing."""
     if isinstance(data, (tuple, list)):
         yield from enumerate(data)
     elif isinstance(data, Mapping):
@@ -62,7 +62,7 @@ def _filled(data: Any, items: dict[Any, Any]) -> Any:
 
 
 def _replaced(data: Any, items: dict[str, Any]) -> Any:
-    """A copy of a dataclass with other values; frozen ones, and those whose `__init__` does more, too."""
+    """Return a copy of a dataclass with other values; also of frozen ones, and of those whose `__init__` does more."""
     found = copy.copy(data)
     for name, item in items.items():
         object.__setattr__(found, name, item)
@@ -70,7 +70,7 @@ def _replaced(data: Any, items: dict[str, Any]) -> Any:
 
 
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of such a structure, in order."""
+    """Yield every tensor of such a structure, in order."""
     if isinstance(data, torch.Tensor):
         yield data
     else:
@@ -78,12 +78,12 @@ def tensors_in(data: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-# What has no tensors in it, as a look at its type tells.
+# Types that contain no tensors.
 PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def has_a_row_each(item: Any, samples: int) -> bool:
-    """Whether it is a list, tuple or array of other things than tensors, one a sample."""
+    """Tell whether it is a list, tuple or array of things other than tensors, one per sample."""
     if isinstance(item, np.ndarray):
         return item.ndim > 0 and len(item) == samples
     if (not isinstance(item, list) and type(item) is not tuple) or len(item) != samples:
@@ -93,7 +93,7 @@ def has_a_row_each(item: Any, samples: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """The names of attributes that instances of a class, and of those that it is made of, keep in `__slots__`."""
+    """Return the names of the attributes that instances of a class keep in `__slots__`, inherited ones too."""
     found: list[str] = []
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())

@@ -191,8 +191,7 @@ class StepBuffers:
         self._find()
 
     def begin_step(self) -> None:
-        """Take the module's current state as the start of the step; if the start is shared, take that as the module's
-        state."""
+        """Take the module's current state as the start of the step; or, if shared, the start as its state."""
         if self._shared:
             self.restore()
         elif self.places or self.state or statistics(self._module):

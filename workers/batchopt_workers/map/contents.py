@@ -103,8 +103,7 @@ class Contents:
 
 
 def _of_dict(mapping: dict[Any, Any], kept: tuple[Any, ...]) -> Iterable[Undo]:
-    """Yield what restores the dict, item by item if its keys are the same: other items may change before that is
-    done."""
+    """Yield what restores the dict; item by item if its keys are the same, since other items may change until then."""
     keys, values = kept[: len(kept) // 2], kept[len(kept) // 2 :]
     if len(mapping) == len(keys) and all(map(is_, mapping, keys)):
         for key, value in zip(keys, values, strict=True):

@@ -112,9 +112,8 @@ class HessianProducts:
 
 @dataclass(frozen=True)
 class AtPoints:
-    """The losses of the terms of the loaded batch, with this cut, at several points that replace X and are given as
-    inputs; and, on request, df/dX there. Where an exception of one of the `kinds` is raised, the losses are
-    infinite."""
+    """The losses of the terms of the loaded batch, with this cut, at several points in place of X, which are the
+    inputs; on request also df/dX there. Where an exception of one of the `kinds` is raised, the losses are infinite."""
 
     cut: Cut
     gradients: bool

@@ -52,8 +52,8 @@ class Objective:
         parameters.
 
         `attributes`: what replaces the criterion's own for these samples: its rows of a weight of each sample, another
-        reduction; and the weights of the samples themselves. `keeps`: the output is kept, so a copy of it is returned,
-        which the criterion cannot write.
+        reduction; and the weights of the samples themselves. `keeps`: return a copy of the output, which the criterion
+        cannot write.
 
         Raise `TypeError` or `ValueError`, saying what to do, for any other loss.
         """

@@ -96,8 +96,7 @@ class Watch:
             self._originals = {id(tensor): tensor.detach().clone() for tensor in tensors if _is_plain(tensor)}
 
     def begin(self, compares: bool = False) -> None:
-        """Note that chunks are evaluated from here on. `compares`: constants are compared with their originals after
-        each."""
+        """Begin a run of chunks. `compares`: constants are compared with their originals after each."""
         self._goes_on = compares
         if compares:
             self.compare()

@@ -66,9 +66,8 @@ class Mirror:
         self._is_task = False  # whether the order is one of a task
 
     def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
-        """Replace the frozen parameters and the buffers of those `owners` that are modules by copies on the device;
-        earlier ones are dropped. `originals`: the tensors that the copies follow, by the identity of the replaced
-        ones."""
+        """Replace the frozen parameters and buffers of those `owners` that are modules by copies on the device, and
+        drop earlier ones. `originals`: the tensors that the copies follow, by the identity of the replaced ones."""
         ours = {id(parameter) for parameter in self.parameters}
         self._constants, self._originals = {}, originals
         for owner in owners:

@@ -49,8 +49,8 @@ class Command(IntEnum):
 
 
 class CommandMessage(NamedTuple):
-    """A message of the parent: for `FORK` the worker's rank, the number of workers, and its threads; otherwise `pid`
-    and zeros."""
+    """A message of the parent: for `FORK` the worker's rank, the number of workers, its threads; else `pid` and
+    zeros."""
 
     number: int
     task: Command

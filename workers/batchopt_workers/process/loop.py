@@ -123,8 +123,7 @@ class _Mailbox:
 
 
 def serve(connection: Connection, session: Session) -> None:
-    """Process messages until the parent hangs up; exceptions of the user's code are reported, and the worker
-    continues."""
+    """Process messages until the parent hangs up; exceptions of the user's code are reported, and do not end it."""
     mailbox = _Mailbox(connection, session.wake_parent)
     awake = 0.0
     while True:

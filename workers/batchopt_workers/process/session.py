@@ -87,8 +87,7 @@ class Session:
         self._blocks[name] = block
 
     def attach_copy(self, name: str, fd: int) -> None:
-        """Map it as `attach` does, and a second time privately, so that what the user's code writes stays in this
-        process."""
+        """Map it as `attach` does, and also privately, so that what the user's code writes stays in this process."""
         private = SharedBlock(os.dup(fd), private=True)
         private.release()
         self.attach(name, fd)

@@ -58,8 +58,8 @@ class TorchSettings(NamedTuple):
     def apply(self) -> None:
         """Set the settings of this process; `contexts` are entered separately.
 
-        Only those that differ are set: torch's switch of deterministic algorithms imports a compiler, which takes half
-        a second.
+        Only those that differ: torch's switch of deterministic algorithms imports a compiler, which takes half a
+        second.
         """
         now = TorchSettings.current()
         torch.set_default_dtype(self.default_dtype)

@@ -13,8 +13,7 @@ import torch
 
 @lru_cache(maxsize=1)
 def versions() -> str:
-    """Return those of Python, torch, cloudpickle, and a hash of this package's text as this process would load it
-    now."""
+    """Return those of Python, torch, cloudpickle, and a hash of this package's current text."""
     text = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         text.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""A stand-in for the module in which each sample has parameters of its own."""
+"""A stand-in for the module in which each sample has its own parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batchopt_workers.data.structures import has_a_row_each, is_tensor, map_tens
 
 
 class Unmappable(Exception):
-    """Samples cannot be evaluated one by one in this way."""
+    """Samples cannot be evaluated separately in this way."""
 
 
 class Apart:
-    """Called like the module, or a part of it; evaluates each sample with parameters of its own, which are views of
-    `parameters`, shape `(samples, ...)`. Raises `Unmappable` for whatever else is asked of it."""
+    """Called like the module, or a part of it; evaluates each sample with its own parameters, which are views of
+    `parameters`, shape `(samples, ...)`. Any other use raises `Unmappable`."""
 
     def __init__(
         self, module: torch.nn.Module, prefix: str, parameters: Mapping[str, torch.Tensor], samples: int
@@ -45,7 +45,7 @@ class Apart:
             if own is None or found.numel() != 1:
                 raise Unmappable
             return own.reshape(self._samples, 1)
-        if type(found) in (bool, int, float, str, torch.nn.Parameter):  # a parameter that is not trained
+        if type(found) in (bool, int, float, str, torch.nn.Parameter):  # a frozen parameter
             return found
         if isinstance(found, torch.nn.Module):
             return Apart(found, f"{self._prefix}{name}.", self._parameters, self._samples)
@@ -53,8 +53,8 @@ class Apart:
 
 
 def per_sample(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-    """The tensors with a row for each sample, and what puts others in their places. Raises `Unmappable` where there is
-    something else for each sample."""
+    """Return the tensors with a row for each sample, and a function that replaces them. Raise `Unmappable` if anything
+    else has an entry for each sample."""
 
     def is_leaf(item: Any) -> bool:
         return is_tensor(item) or has_a_row_each(item, samples)

@@ -1,4 +1,4 @@
-"""What a function returns for a chunk: its tensors, and the structure that they are in."""
+"""The result of a function for a chunk: its tensors, and the structure that contains them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from batchopt_workers.data.layout import Layout, Slot
 from batchopt_workers.data.memory import aligned
 from batchopt_workers.data.structures import items_of, map_tensors
 
-# Integers up to here are sums of double precision without an error.
+# Integers up to here are exact in double precision.
 LARGEST_INTEGER = 2**53
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for the tensor of that index."""
+    """A placeholder for the tensor of that index."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor of the result, by its path there: `shape` is that of the row of one sample, or, in a total, the whole
-    one's."""
+    """A tensor of the result, by its path there: `shape` is that of one sample's row or, in a total, of the tensor."""
 
     path: str
     dtype: torch.dtype
@@ -39,15 +38,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Form:
-    """The result of a chunk without its tensors. `objects` has one entry a sample, where it is a list of such; a list
-    of as many tensors, all with as many rows, can be read both ways, until other chunks show which is meant."""
+    """The result of a chunk without its tensors. `objects`: one entry per sample, if the result is a list of them. A
+    list of n tensors with n rows each, for n samples, can be read both ways, until other chunks show which is meant."""
 
     columns: tuple[Column, ...]
     skeleton: Any
     objects: list[Any] | None = None
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The structure with these tensors in their places."""
+        """Return the structure with these tensors in their places."""
         return map_tensors(lambda place: tensors[place.index], self.skeleton, _is_place)
 
 
@@ -60,7 +59,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
-    """What is no container, with its path; without None."""
+    """Yield everything but containers and None, with its path."""
     if _is_array(data):
         yield path, data
         return
@@ -73,7 +72,7 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor(path: str, leaf: Any) -> torch.Tensor:
-    """In main memory, without its graph, as plain numbers."""
+    """Return it as plain numbers on the CPU, without its graph. Raise `TypeError` if it is not a dense tensor."""
     if isinstance(leaf, np.ndarray) and _is_array(leaf):
         leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
     if not isinstance(leaf, torch.Tensor):
@@ -92,19 +91,19 @@ def _stripped(result: Any, is_leaf: Any) -> Any:
 
 
 def _free(item: Any) -> Any:
-    """The object of a sample, which holds nothing of the worker's any more."""
+    """Return the object of a sample, detached from all memory of the worker."""
     return map_tensors(lambda tensor: tensor.detach().cpu().clone(), item)
 
 
 def objects_form(objects: Sequence[Any]) -> Form:
-    """The form of a chunk with one object a sample."""
+    """Return the form of a chunk with one object per sample."""
     return Form((), None, [_free(item) for item in objects])
 
 
 def rows_form(result: Any, samples: int) -> tuple[Form, list[torch.Tensor]]:
-    """The form of a chunk of so many samples, and its tensors, whose first dimension is the sample.
+    """Return the form of a chunk of `samples` samples, and its tensors, whose first dimension is the sample.
 
-    Raises `TypeError` or `ValueError` for a result that has no row for each sample.
+    Raise `TypeError` or `ValueError` for a result without a row for each sample.
     """
     is_list = type(result) is list
     fits_objects = is_list and len(result) == samples
@@ -141,9 +140,9 @@ def _of_number(number: complex) -> torch.Tensor:
 
 
 def sums_form(result: Any) -> tuple[Form, list[torch.Tensor]]:
-    """The form of what is summed over chunks, and its tensors; Python's numbers are tensors without dimensions.
+    """Return the form of a result that is summed over chunks, and its tensors; Python's numbers become 0-dim tensors.
 
-    Raises `TypeError` or `ValueError` for what cannot be summed.
+    Raise `TypeError` or `ValueError` for what cannot be summed.
     """
     found = map_tensors(_of_number, result, lambda item: isinstance(item, (bool, int, float, complex)))
     leaves = list(_leaves("", found))
@@ -155,8 +154,8 @@ def sums_form(result: Any) -> tuple[Form, list[torch.Tensor]]:
 
 
 def places(columns: Sequence[Column], samples: int) -> tuple[list[int], int]:
-    """The byte at which each column begins where the rows of so many samples lie one column after the other, and how
-    many bytes there are in all."""
+    """Return the byte at which each column begins if the rows of `samples` samples are stored one column after the
+    other, and the total number of bytes."""
     offsets, nbytes = [], 0
     for column in columns:
         offsets.append(nbytes)
@@ -165,8 +164,8 @@ def places(columns: Sequence[Column], samples: int) -> tuple[list[int], int]:
 
 
 def sums_layout(columns: Sequence[Column]) -> Layout:
-    """Where each tensor of a total lies in a row: all in one precision, double unless all are of single precision or
-    less. A complex one has two numbers an element."""
+    """Return the place of each tensor of a total in a row. All have one precision: double, unless all are of single
+    precision or less. A complex tensor has two numbers per element."""
     dtypes = {column.dtype for column in columns}
     small = dtypes <= {torch.float32, torch.float16, torch.bfloat16, torch.complex64}
     slots, offset = [], 0
@@ -178,8 +177,8 @@ def sums_layout(columns: Sequence[Column]) -> Layout:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as real numbers, of which complex ones have two. Raises `ValueError` for integers that a sum in
-    double precision would not hold."""
+    """Return its elements as real numbers, two per complex one. Raise `ValueError` for integers that a sum in double
+    precision cannot represent."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     if tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) > LARGEST_INTEGER:
@@ -188,8 +187,8 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summed(column: Column, view: torch.Tensor) -> torch.Tensor:
-    """The sum in `view`, as in its slot, as a tensor of the column's own kind: integers for booleans, which are
-    counted, and single precision for half, which could not hold it."""
+    """Return the sum in `view`, with the slot's shape, as a tensor of the column's own kind: integers for booleans,
+    which are counted, and single precision for half. Raise `ValueError` for inexact integers."""
     if column.dtype.is_complex:
         return torch.view_as_complex(view.clone()).to(column.dtype)
     if column.dtype.is_floating_point:

@@ -13,17 +13,18 @@ from batchopt_workers.data.items import Items
 from batchopt_workers.data.structures import map_tensors
 from batchopt_workers.tasks.task import Surroundings
 
-# Makes an optimizer of parameters.
+# Creates an optimizer for parameters.
 Factory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Hogwild:
-    """A step on each mini-batch of a piece, whose inputs are the numbers of samples, and that of the mini-batch that
-    each belongs to. Each worker makes an optimizer of its own, with the first step. Returns for each sample the loss
-    before the step, and the worker's rank.
+    """Steps on each mini-batch of a piece, whose inputs are the numbers of samples and of their mini-batches. Each
+    worker creates its own optimizer at the first step. Returns for each sample the loss before the step, and the
+    worker's rank.
 
-    Where the loss or a gradient is not finite no step is made, and none after it: the loss is NaN, and then the rank
-    -1."""
+    If the loss or a gradient is not finite, neither this step nor any later one is made: the loss is NaN, and in later
+    ones the rank is -1.
+    """
 
     def __init__(self, data: Part, factory: Factory) -> None:
         self._data, self._factory = data, factory
@@ -55,14 +56,14 @@ class Hogwild:
 
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether their gradients are."""
+    """Tell whether their gradients are finite."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [gradient._values() if gradient.is_sparse else gradient for gradient in found]
     return all(bool(value.isfinite().all()) for value in values)
 
 
 def gathered(data: Part, indices: torch.Tensor) -> tuple[Any, Any]:
-    """Inputs and targets (or None) of these samples."""
+    """Return inputs and targets (or None) of these samples."""
     inputs, targets = data.inputs, data.targets
     if isinstance(inputs, Items):
         assert data.collate is not None

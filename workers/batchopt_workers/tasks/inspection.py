@@ -1,4 +1,4 @@
-"""Inspects modules: state kept outside of parameters and buffers, and layers whose result depends on the whole
+"""Inspects modules for state outside of parameters and buffers, and for layers whose result depends on the whole
 chunk."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _OF_TORCH = ("_parameters", "_buffers", "_modules", "training")
 
 
 def written(worker: Worker) -> dict[str, str]:
-    """A digest of what a forward may write: the buffers, frozen parameters and own attributes of each part of the
-    module, and of the criterion, by name; what cannot be pickled is left out."""
+    """Return a digest, by name, of everything that a forward may write: the buffers, frozen parameters and own
+    attributes of each part of the module and of the criterion; the digest is empty for what cannot be pickled."""
     found = {}
     for prefix, whole in (("", worker.module), ("criterion", worker.criterion)):
         if isinstance(whole, torch.nn.Module):
@@ -31,13 +31,13 @@ def _kept(part: torch.nn.Module) -> dict[str, object]:
 
 
 def name_of(part: torch.nn.Module, module: torch.nn.Module) -> str:
-    """The name of a part within `module`."""
+    """Return the name of a part within `module`."""
     found: str = next(name for name, other in module.named_modules() if other is part)
     return found
 
 
 def normalises_by_chunk(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The first part that is a batch normalisation by the statistics of the samples at hand, not by running ones."""
+    """Return the first batch normalisation by the statistics of the current samples, not by running ones, or None."""
     for part in module.modules():
         is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
         if is_norm and (part.training or part.running_mean is None):
@@ -46,7 +46,7 @@ def normalises_by_chunk(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def counts_frequencies(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The first part whose gradient depends on how often each of its entries is among the samples at hand."""
+    """Return the first part whose gradient depends on how often each entry occurs in the current samples, or None."""
     for part in module.modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.scale_grad_by_freq:
             return part

@@ -18,17 +18,17 @@ from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.torch_settings import differentiable_twice
 from batchopt_workers.tasks.apart import Apart, Unmappable, per_sample
 
-# Rows of a Jacobian that are held at a time: bytes; rows, where each is a backward.
+# Rows of a Jacobian that are held at a time: in bytes; in rows, if each takes a backward.
 ROOM = 32 * 2**20
 EACH = 32
-# Residuals of a sample that are differentiated one by one: of more, `vmap` over them takes less time than a loop.
+# Residuals of a sample that are differentiated one by one: for more, `vmap` over them is faster than a loop.
 FEW = 4
-# Residuals and gradients found in two ways are the same to so many digits of their dtype.
+# Residuals and gradients computed in two ways agree to this fraction of the digits of their dtype.
 SAME = 0.5
 
 
 class Block(NamedTuple):
-    """The residuals of so many samples, shape `(rows,)`, and their Jacobian, shape `(rows, n)`."""
+    """The residuals of `samples` samples, shape `(rows,)`, and their Jacobian, shape `(rows, n)`."""
 
     residuals: torch.Tensor
     rows: torch.Tensor
@@ -36,38 +36,38 @@ class Block(NamedTuple):
 
 
 class PieceResiduals(NamedTuple):
-    """The residuals of one piece, as functions of X. `key`: of the piece in its batch; None: of no batch that stays.
+    """The residuals of one piece, as functions of X. `key`: of the piece in its batch; None if the batch is not kept.
     `sample_weight`: see `Piece`."""
 
     jacobian: Jacobian
     inputs: Any
     targets: Any
-    samples: int | None  # None: one, which is not one of several
+    samples: int | None  # None: a single sample, without a dimension for samples
     key: object = None
     sample_weight: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
-        """Shape `(samples, ...)`, with their graph, which may be differentiated twice."""
+        """Return them, shape `(samples, ...)`, with their graph, which may be differentiated twice."""
         with differentiable_twice():
             return self.jacobian.residuals(self.inputs, self.targets, self.samples)
 
     def blocks(self) -> Iterator[Block]:
-        """With their rows, so many at a time that there is room for them."""
+        """Yield them with their rows, as many at a time as there is room for."""
         return self.jacobian.blocks(self.inputs, self.targets, self.samples, self.key)
 
 
 class Jacobian:
     """The residuals of a term and their derivatives with respect to X, whose tensors are `parameters`.
 
-    Rows are found in one of three ways, the first that works and agrees with a plain backward: `torch.func` over the
-    samples; the residuals of all samples at once, the module evaluating each with parameters of its own (for residuals
-    that use `torch.autograd.grad` themselves); a backward for each row, of as few samples as possible.
+    Rows are computed in one of three ways, the first that works and agrees with a plain backward: `torch.func` over the
+    samples; the residuals of all samples at once, with separate parameters for each in the module (for residuals that
+    use `torch.autograd.grad` themselves); a backward for each row, of as few samples as possible.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], squares: MeanSquare) -> None:
         self.squares = squares
-        self.one_by_one = 0  # rows that took a backward each
-        # the pieces whose samples do not depend on each other, and how many residuals each of these has
+        self.one_by_one = 0  # number of rows that took a backward each
+        # the pieces whose samples do not depend on each other, with the number of residuals of each sample
         self.looked_at: dict[object, int] = {}
         self._module = module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -77,24 +77,25 @@ class Jacobian:
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
         self._called = _Called(module, squares)
         self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
-        self._agreed = False  # whether the first of these did with a plain backward
+        self._agreed = False  # whether the first of these was seen to agree with a plain backward
 
     def serves(self, squares: MeanSquare, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether this is of these residuals, and the same of these parameters are trained as when it was made."""
+        """Tell whether it is for these residuals, and the trained parameters are those from when it was made."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         ours = [*self._trained.values()]
         return squares == self.squares and len(trained) == len(ours) and all(map(operator.is_, trained, ours))
 
     def residuals(self, inputs: Any, targets: Any, samples: int | None) -> torch.Tensor:
-        """Shape `(samples, ...)`, with their graph; samples None: of a sample that is not one of several."""
+        """Return residuals, shape `(samples, ...)`, with their graph; `samples` None: of one sample, not one of
+        several."""
         with torch.enable_grad():
             return checked(self.squares.residual(self._module, inputs, targets), samples)
 
     # ---- rows
 
     def blocks(self, inputs: Any, targets: Any, samples: int | None, key: object = None) -> Iterator[Block]:
-        """Residuals and rows, so many samples at a time that there is room for them. Raises `ValueError` for samples
-        that depend on others of the piece, which is looked at once for each `key`."""
+        """Yield residuals and rows, as many samples at a time as there is room for. Raise `ValueError` for samples that
+        depend on others of the piece, which is checked once for each `key`."""
         if samples is None or not _sliceable((inputs, targets), samples):
             yield self._block((inputs, targets), samples)._replace(samples=samples or 1)
             return
@@ -109,7 +110,7 @@ class Jacobian:
             block = self._block(whole.data if stop - start == samples else whole.slice(start, stop), stop - start)
             if among_all is not None:
                 expected = among_all[start:stop].reshape(-1)
-                if not self._ways:  # they were evaluated together
+                if not self._ways:  # its samples were evaluated together
                     self._refuse_coupled(block, whole, [range(i, i + 1) for i in range(start, stop)])
                 elif not _alike(block.residuals, expected, float(expected.abs().max())):
                     self._refuse_coupled(block, whole, [range(start, stop)])
@@ -124,26 +125,26 @@ class Jacobian:
         while self._ways and samples is not None:
             try:
                 if self._agreed:
-                    with differentiable_twice():  # its plain operations are those that have a batching rule
+                    with differentiable_twice():  # only its plain operations have a batching rule
                         return self._ways[0](self._trained, inputs, targets, samples)
                 own = self._copies()
                 with torch.random.fork_rng(devices=[]), differentiable_twice():
                     block = self._ways[0](own, inputs, targets, samples)
                     self._agreed = self._agree(block, own, inputs, targets, samples)
                 return block
-            except Exception as error:  # whatever torch, the module or the function has against being evaluated so
+            except Exception as error:  # torch, the module or the function may refuse this way for any reason
                 let_through(error)
                 self._ways.pop(0)
                 self._agreed = False
         try:
             return self._each(inputs, targets, samples)
         except Exception:
-            self._ways = ways  # it was these samples, not the way
+            self._ways = ways  # these samples failed, not the way
             raise
 
     def _refuse_coupled(self, block: Block, data: Columns, parts: Sequence[range]) -> None:
-        """Raise `ValueError` for residuals of some samples, the block's, that are others in `parts` of them than among
-        all, as far as that is no rounding."""
+        """Raise `ValueError` if residuals of the block's samples, computed in `parts`, differ from those among all
+        samples by more than rounding."""
         own = self._copies()
 
         def found(start: int, stop: int) -> torch.Tensor:
@@ -157,7 +158,7 @@ class Jacobian:
         try:
             self._same_residuals(Block(few.reshape(-1), block.rows), own, among_all)
         except Unmappable:
-            self._ways, self._agreed = [self._mapped, self._apart], False  # it was these samples, not the ways
+            self._ways, self._agreed = [self._mapped, self._apart], False  # these samples failed, not the ways
             raise ValueError(
                 "the residuals of a sample depend on the other samples of its chunk, or on random numbers: there is no "
                 "Jacobian by rows. Make each row of its own sample alone (normalisation layers in evaluation mode, no "
@@ -165,12 +166,12 @@ class Jacobian:
             ) from None
 
     def _copies(self) -> dict[str, torch.Tensor]:
-        """X as it is now: it may be written meanwhile, where somebody else was faster with this chunk, and nobody waits
-        for it."""
+        """Return copies of the current X, which may be written in the meantime if another worker finished this chunk
+        first."""
         return {name: parameter.detach().clone().requires_grad_() for name, parameter in self._trained.items()}
 
     def _plain(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> torch.Tensor:
-        """The residuals at these parameters, with their graph."""
+        """Return the residuals at these parameters, with their graph."""
         with torch.enable_grad():
             found = functional_call(
                 self._called, {f"module.{name}": p for name, p in trained.items()}, (inputs, targets)
@@ -180,13 +181,15 @@ class Jacobian:
     def _agree(
         self, block: Block, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int
     ) -> bool:
-        """Raise `Unmappable` unless residuals and a sum of rows are those of a plain forward and backward. False if
-        that cannot be told, where these are not finite."""
+        """Raise `Unmappable` unless residuals and a sum of rows are those of a plain forward and backward. Return False
+        if that cannot be determined, because these are not finite."""
         found = self._plain(trained, inputs, targets, samples)
         if not bool(found.isfinite().all()):
             return False
         self._same_residuals(block, trained, found)
-        weights = torch.linspace(1.0, 2.0, found.numel()).to(found)  # which no minimum makes cancel each other
+        weights = torch.linspace(1.0, 2.0, found.numel()).to(
+            found
+        )  # different weights: at a minimum, equal ones could cancel
         gradients = torch.autograd.grad(found, [*trained.values()], weights.view_as(found), allow_unused=True)
         whole = self._joined(gradients, 1)[0]
         if not bool(whole.isfinite().all()):
@@ -196,15 +199,15 @@ class Jacobian:
         return True
 
     def _same_residuals(self, block: Block, trained: Mapping[str, torch.Tensor], found: torch.Tensor) -> None:
-        """Raise `Unmappable` unless these are the block's, as far as their own rounding lets one tell: they may be
-        small differences of large numbers."""
+        """Raise `Unmappable` unless these equal the block's within their rounding: they may be small differences of
+        large numbers."""
         x = self._joined([parameter.detach() for parameter in trained.values()], 1)[0]
         scale = float(found.detach().abs().max()) + float((block.rows.abs() @ x.abs()).max())
         if not _alike(block.residuals, found.detach().reshape(-1), scale):
             raise Unmappable
 
     def _joined(self, gradients: Sequence[torch.Tensor | None], rows: int) -> torch.Tensor:
-        """One matrix of these, each of so many rows; columns of no gradient are 0."""
+        """Return one matrix of these, each with `rows` rows; columns without gradient are 0."""
         found = [None if g is None else reals(dense(g)).reshape(rows, -1) for g in gradients]
         if len(self._slots) == len(self._layout.slots) and all(g is not None for g in found):
             return torch.cat([g for g in found if g is not None], dim=1)
@@ -216,7 +219,7 @@ class Jacobian:
         return whole
 
     def _mapped(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
-        """By `torch.func`, sample by sample."""
+        """Compute a block by `torch.func`, sample by sample."""
         leaves, rebuild = per_sample((inputs, targets), samples)
         names, tensors = [f"module.{name}" for name in trained], [tensor.detach() for tensor in trained.values()]
 
@@ -238,7 +241,7 @@ class Jacobian:
         return Block(residuals.reshape(-1), self._joined(found, rows))
 
     def _apart(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
-        """All samples at once, through a module that has parameters for each of them."""
+        """Compute a block at once, through a module that has separate parameters for each sample."""
         parameters = {
             name: parameter.detach().expand(samples, *parameter.shape).clone().requires_grad_()
             for name, parameter in trained.items()
@@ -254,7 +257,7 @@ class Jacobian:
         return Block(residuals.detach().reshape(-1), rows)
 
     def _each(self, inputs: Any, targets: Any, samples: int | None) -> Block:
-        """By a backward for each row."""
+        """Compute a block by a backward for each row."""
         residuals = self.residuals(inputs, targets, samples).reshape(-1)
         self.one_by_one += len(residuals)
         rows = []
@@ -269,17 +272,17 @@ class Jacobian:
     # ---- products
 
     def times(self, residuals: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-        """J times a vector (shape `(n,)`), in the shape of `residuals`, whose graph is kept.
+        """Return J times a vector (shape `(n,)`), in the shape of `residuals`, whose graph is kept.
 
         The derivative of Jᵀu along the direction is linear in u, with J times the direction as its gradient: two
-        backwards, whatever the functions are. Raises `ValueError` where the first one has no derivative, as of a
-        function whose backward is NumPy's: then the direction times Jᵀu is not u times the product.
+        backwards, whatever the functions are. Raise `ValueError` if the first one has no derivative, e.g. for a
+        function whose backward uses NumPy: then the direction times Jᵀu is not u times the product.
         """
         parameters = [*self._trained.values()]
         return product_with(residuals, parameters, [self._slot(direction, i) for i in range(len(parameters))])
 
     def transposed_times(self, residuals: torch.Tensor, weights: torch.Tensor, keep: bool = False) -> torch.Tensor:
-        """Jᵀ times numbers in the shape of `residuals`, whose graph is kept or not: shape `(n,)`, float64."""
+        """Return Jᵀ times numbers in the shape of `residuals`: shape `(n,)`, float64. `keep`: their graph is kept."""
         product = torch.zeros(self._layout.size, dtype=torch.float64, device=residuals.device)
         if residuals.requires_grad:
             parameters = [*self._trained.values()]
@@ -295,7 +298,7 @@ class Jacobian:
 
 
 class _Called(torch.nn.Module):
-    """The residual function as a module, so that the user's one can be called with other parameters inside of it."""
+    """The residual function as a module, so that the user's module in it can be called with other parameters."""
 
     def __init__(self, module: torch.nn.Module, squares: MeanSquare) -> None:
         super().__init__()
@@ -308,7 +311,7 @@ class _Called(torch.nn.Module):
 def product_with(
     residuals: torch.Tensor, parameters: Sequence[torch.Tensor], direction: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """J times a vector, whose parts, each in a row, are those of the parameters: see `Jacobian.times`."""
+    """Return J times a vector, given as a flat part per parameter: see `Jacobian.times`."""
     if not residuals.requires_grad:
         return torch.zeros_like(residuals)
     weights = torch.linspace(1.0, 2.0, residuals.numel()).to(residuals).view_as(residuals).requires_grad_()
@@ -344,12 +347,12 @@ def _check_adjoint(
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient, of an embedding with sparse=True, too, as a plain tensor."""
+    """Return the gradient as a dense tensor, also for an embedding with sparse=True."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _sliceable(data: Any, samples: int) -> bool:
-    """Whether each tensor has a row for each sample, and there is one."""
+    """Tell whether each tensor has a row for each sample, and there is one."""
     leaves = [*tensors_in(data)]
     return bool(leaves) and all(leaf.shape[:1] == (samples,) for leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""What least squares needs of a piece of the batch: residuals, their Jacobian, and its products."""
+"""Functions of a piece of the batch for least squares: residuals, their Jacobian, and its products."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from batchopt_workers.map.squares import of_residuals
 from batchopt_workers.tasks.jacobian import PieceResiduals
 from batchopt_workers.tasks.task import Surroundings
 
-# Blocks of columns of a symmetric matrix, of which only those on and above the diagonal are computed: more of them, or
-# narrower ones, are slower.
+# Column blocks of a symmetric matrix, computed only on and above the diagonal: more or narrower ones are slower.
 STRIPES, NARROWEST = 8, 64
-# The part of a step at which residuals are looked at for their second derivative.
+# The fraction of a step over which residuals are differenced for their second derivative.
 PROBE = 0.1
 
 
 def _each(piece: Piece, values: torch.Tensor) -> torch.Tensor:
-    """Residuals or their derivatives with a row for each sample: shape `(samples, d)`."""
+    """Return residuals or their derivatives with a row for each sample: shape `(samples, d)`."""
     return values.detach().reshape(len(piece.indices), -1)
 
 
 def _metric(around: Surroundings, found: PieceResiduals, values: torch.Tensor) -> float | torch.Tensor:
-    """W, in the shape of the residuals or as a number: what stands between Jᵀ and J in the normal equations."""
+    """Return W, the factor between Jᵀ and J in the normal equations, in the shape of the residuals or as a number."""
     squares, weights = found.jacobian.squares, of_residuals(found.sample_weight, values)
     scale = squares.weight(around.weight, values.numel(), found.sample_weight)
     return squares.curvature(values.detach()) * weights * scale
@@ -51,7 +50,7 @@ class JacobianRows:
 
 @dataclass(frozen=True)
 class JacobianProduct:
-    """J times a vector, shape `(n,)`: shape `(samples, d)`."""
+    """J times a vector of shape `(n,)`: shape `(samples, d)`."""
 
     direction: torch.Tensor
 
@@ -64,7 +63,7 @@ class JacobianProduct:
 @dataclass(frozen=True)
 class TransposedProduct:
     """Jᵀ times `weights`, a number for each residual of a term: shape `(samples, d)`, or a list with those of each
-    sample. Shape `(n,)`, float64."""
+    sample. The product has shape `(n,)`, float64."""
 
     weights: torch.Tensor | list[torch.Tensor]
 
@@ -105,8 +104,8 @@ class GaussNewtonProducts:
 class Accelerations:
     """JᵀW times the second derivative of the residuals along `direction` (shape `(n,)`): shape `(n,)`, float64.
 
-    By differences of the residuals over a tenth of the direction, as Transtrum and Sethna advise ("Improvements to the
-    Levenberg-Marquardt algorithm", 2012): a step is corrected by it, and not much of it has to be right.
+    It uses differences of the residuals over a tenth of the direction, as recommended by Transtrum and Sethna
+    ("Improvements to the Levenberg-Marquardt algorithm", 2012): it only corrects a step, so little accuracy is needed.
     """
 
     direction: torch.Tensor
@@ -126,7 +125,7 @@ class Accelerations:
 
 @contextmanager
 def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[None]:
-    """The parameters are elsewhere in the body."""
+    """Move the parameters by `change` for the body."""
     before = [parameter.data for parameter in parameters]
     start = 0
     try:
@@ -142,9 +141,9 @@ def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[
 
 @dataclass(frozen=True)
 class NormalSums:
-    """f, half of its gradient and JᵀWJ, in float64. W has the weights of the squares in f; under a robust loss, times
-    its curvature. Of the matrix the stripes of columns that `stripes` says, as `(start, stop)`, from the diagonal on.
-    `each`: rows that took a backward of their own."""
+    """f, half of its gradient and JᵀWJ, in float64. W has the weights of the squares in f, times the curvature of a
+    robust loss. The matrix is given by its stripes of columns, `stripes` as `(start, stop)`, from the diagonal on.
+    `each`: number of rows that took a backward of their own."""
 
     stripes: tuple[tuple[int, int], ...]
     _room: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
@@ -177,14 +176,14 @@ class NormalSums:
         }
 
     def _zeroed(self, start: int, stop: int, size: int) -> torch.Tensor:
-        """Memory that was used for a piece before: new memory of this size would cost as much as a sum."""
+        """Return memory that was used for an earlier piece: new memory of this size would take as long as a sum."""
         if start not in self._room:
             self._room[start] = torch.empty(stop - start, size - start, dtype=torch.float64)
         return self._room[start].zero_()
 
 
 def stripes(size: int) -> tuple[tuple[int, int], ...]:
-    """The stripes of columns of a matrix of that size."""
+    """Return the stripes of columns of a matrix of that size."""
     count = max(min(STRIPES, size // NARROWEST), 1)
     bounds: Sequence[int] = sorted({round(size * i / count) for i in range(count + 1)})
     return tuple(pairwise(bounds))

@@ -1,4 +1,4 @@
-"""Where the rows go that a function returns for the samples of a chunk."""
+"""Destinations of the rows that a function returns for the samples of a chunk."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from batchopt_workers.data.mapping import free_memory
 from batchopt_workers.data.memory import GrowingFile, octets
 from batchopt_workers.tasks.forms import Column, Form, objects_form, places, rows_form
 
-# Bytes from which on it is looked at whether there is the memory.
+# Bytes from which free memory is checked.
 _LARGE = 2**20
 
 
 class Output(Protocol):
-    """Takes the rows of samples `start` up to `stop` of so many in all: a tensor for each of the columns."""
+    """Takes the rows of samples `start` up to `stop` of `samples` in all: a tensor for each of the columns."""
 
     def write(
         self, columns: Sequence[Column], tensors: Sequence[torch.Tensor], start: int, stop: int, samples: int
     ) -> None:
-        """Write them to their places. Raises `MemoryError`."""
+        """Write them to their places. Raise `MemoryError`."""
 
 
 class FileOutput:
-    """A file of memory that several processes write to, each where its samples are; whoever made it reads it.
+    """A file of memory that several processes write to, each at the places of its samples; its creator reads it.
 
-    Nobody has to know how large it will be: it grows with what is written. Its pages are written by the kernel, once,
-    and no writer maps them.
+    Its size need not be known in advance: it grows with what is written. Its pages are written by the kernel, once, and
+    no writer maps them.
     """
 
     def __init__(self, fd: int) -> None:
-        """Takes over the descriptor."""
+        """Take ownership of the descriptor."""
         self._file = GrowingFile(fd)
 
     def write(
         self, columns: Sequence[Column], tensors: Sequence[torch.Tensor], start: int, stop: int, samples: int
     ) -> None:
-        """See `Output`. Raises `OSError` where files may not be as large."""
+        """See `Output`. Raise `OSError` if files may not be as large."""
         offsets, _ = places(columns, samples)
         for tensor, offset in zip(tensors, offsets, strict=True):
             elements = octets(tensor).numpy().data
@@ -49,7 +49,7 @@ class FileOutput:
 
 def _check_room(nbytes: int) -> None:
     free = free_memory() if nbytes >= _LARGE else None
-    if free is not None and nbytes > free:  # the kernel would take what there is, then kill for the rest
+    if free is not None and nbytes > free:  # the kernel would take what is free, then kill a process for the rest
         raise MemoryError(
             f"{nbytes / 1e6:.1f} MB are needed for what the function returned, and {free / 1e6:.1f} MB are free: "
             "return less (transform=...), or go through the data in batches"
@@ -77,9 +77,9 @@ class MemoryOutput:
 
 
 def write_results(output: Output, results: Sequence[Any], part: Part, samples: range) -> Form:
-    """Write what was returned for the pieces of a chunk, `samples` of a part, and return its form.
+    """Write the results for the pieces of a chunk, `samples` of a part, and return their form.
 
-    Raises `TypeError` or `ValueError` for what has no row for each sample.
+    Raise `TypeError` or `ValueError` for a result without a row for each sample.
     """
     if part.one_by_one:
         return objects_form(results)

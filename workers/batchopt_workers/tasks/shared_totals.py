@@ -1,4 +1,4 @@
-"""Memory for the sums of totals that a worker shares with its parent, who does not know how much it will take."""
+"""Memory for the sums of totals that a worker shares with its parent, which does not know the size in advance."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from batchopt_workers.map.sums import Rows, rows_nbytes
 
 
 class SharedTotals:
-    """Rows in a file that grows with what a function returns; whoever made the file maps what was reported."""
+    """Rows in a file that grows with the results; the process that made the file maps the reported rows."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over the descriptor."""
+        """Take ownership of the descriptor."""
         self._file = GrowingFile(fd)
         self._block: SharedBlock | None = None
         self._rows: Rows | None = None
         self._layout: Layout | None = None
 
     def rows(self, layout: Layout, count: int) -> Rows:
-        """See `Totals`. Raises `MemoryError`."""
+        """See `Totals`. Raise `MemoryError`."""
         if self._rows is not None and self._layout == layout and len(self._rows) >= count:
             return self._rows
         nbytes = rows_nbytes(layout, 0, count)

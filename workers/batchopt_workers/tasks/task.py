@@ -1,5 +1,4 @@
-"""What is done with each chunk of a batch where it is not f that is asked for: a function of the user, in its
-surroundings."""
+"""Tasks: functions other than f, applied to each chunk of a batch, and their surroundings."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 
 class Surroundings(NamedTuple):
-    """The worker, its module and the trainable parameters; `loss` of a piece, which the prehook has seen, as it counts
-    `weight` in f, and the `residuals` whose mean square it is; and `evaluate`: the losses of the terms, and df/dX, of
-    the loaded batch as it is cut there, at the parameters as they are."""
+    """The worker, its module and the trainable parameters; `loss` of the piece, after the prehook, with the weight
+    `weight` in f, and the `residuals` whose mean square it is; `evaluate`: the losses of the terms, and df/dX, of the
+    loaded batch with the given cut, at the current parameters."""
 
     worker: Worker
     module: torch.nn.Module
@@ -39,18 +38,18 @@ class Surroundings(NamedTuple):
 
 
 class PieceFunction(Protocol):
-    """What is done with one piece of a batch: a chunk, or one sample of a list."""
+    """A function of one piece of a batch: a chunk, or one sample of a list."""
 
     def __call__(self, piece: Piece, around: Surroundings) -> Any:
-        """The result: rows for its samples, or what is summed."""
+        """Return the result: rows for its samples, or what is summed."""
 
 
 @dataclass(frozen=True)
 class Task:
     """The meaning of an order to collect or to total: apply `function` to samples of the term with the index `term`
-    (None: of all terms, as they are numbered): those of the loaded batch, or (`aside`) of a batch that comes with the
-    task. `train`: the mode that the module is in meanwhile; None: its own. `whole`: whether the function evaluates the
-    loaded batch, all of it; `writes`: whether it steps, and writes parameters."""
+    (None: of all terms, as they are numbered), of the loaded batch or (`aside`) of a batch sent with the task. `train`:
+    the mode of the module in the meantime; None: its own. `whole`: the function evaluates the complete loaded batch;
+    `writes`: it makes steps, and writes parameters."""
 
     function: PieceFunction
     term: int | None = 0
@@ -61,7 +60,7 @@ class Task:
 
     @property
     def is_users(self) -> bool:
-        """Whether code of the user runs in it that is no part of f."""
+        """Tell whether it runs code of the user that is not part of f."""
         function = self.function
         return (isinstance(function, Applied) and function.function is not None) or (
             isinstance(function, Predicted) and function.transform is not None
@@ -70,9 +69,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Applied:
-    """The user's function, which is given samples of its own, without a graph unless `grad`; None: the module itself.
-    With `layers`, names of parts of the module, the outputs of those are the result, by name, beside that of the
-    function if there is one."""
+    """The user's function, which is passed copies of the samples, without a graph unless `grad`; None: the module
+    itself. With `layers`, names of parts of the module, the result is the outputs of those, by name, in addition to
+    that of the function if there is one."""
 
     function: ChunkFunction | None
     grad: bool = False
@@ -92,7 +91,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The module's output, or what `transform` makes of it; with the `targets` if they are wanted."""
+    """The module's output, or the result of `transform` on it; together with the targets if `targets`."""
 
     transform: Callable[[Any], Any] | None = None
     targets: bool = False
@@ -110,8 +109,8 @@ class Predicted:
 
 @contextmanager
 def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Notes what these parts of the module return meanwhile. Raises `ValueError` for one that is called twice, or, in
-    the end, was not called."""
+    """Record the outputs of these parts of the module in the body. Raise `ValueError` if one is called twice or, at the
+    end, was not called."""
     found: dict[str, Any] = {}
     handles = []
 
@@ -122,7 +121,7 @@ def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict
                     f"layer {name!r} is called more than once in a forward: which output is meant? Register a hook "
                     "inside of the function, and return what you need"
                 )
-            found[name] = map_tensors(torch.clone, output)  # what follows may write it
+            found[name] = map_tensors(torch.clone, output)  # later layers may write it
 
         return hook
 
@@ -139,14 +138,14 @@ def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict
 
 
 class Modes:
-    """Brings a module into training mode or evaluation mode again and again, and each of its parts back into its own.
+    """Switches a module repeatedly into training mode or evaluation mode, and each of its parts back into its own.
 
-    `module.train()` looks at every attribute, which takes longer than a small forward; so it is called only where a
-    part has a `train` of its own. That may do more than to set the mode: then all of it is undone.
+    `module.train()` looks at every attribute, which takes longer than a small forward; so it is called only if a part
+    has its own `train`. That may do more than set the mode: then all of it is undone.
     """
 
     def __init__(self, module: torch.nn.Module, train: bool | None) -> None:
-        """`train`: the mode; None: that in which the module is."""
+        """`train`: the mode; None: the current mode of each part."""
         self._module, self._train = module, train
         self._parts = [*module.modules()]
         self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
@@ -180,7 +179,7 @@ class Modes:
 
 
 class ParameterWatch:
-    """Sees to it that a function leaves the parameters alone. Those that are mapped read-only (`protected`) cannot be
+    """Ensures that a function does not change the parameters. Those that are mapped read-only (`protected`) cannot be
     written; others are compared with copies."""
 
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], protected: bool) -> None:
@@ -191,7 +190,7 @@ class ParameterWatch:
         ]
 
     def check(self) -> None:
-        """Raise `ValueError` if one was changed; all are as before then."""
+        """Raise `ValueError` if one was changed, after restoring all."""
         changed = ""
         for parameter, data, copy, requires_grad in self._before:
             if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != requires_grad:
@@ -217,7 +216,7 @@ class Totals(Protocol):
     """Memory for the sums of totals."""
 
     def rows(self, layout: Layout, count: int) -> Rows:
-        """So many rows, at least, of that layout; those of before keep what they have, if their layout was the same."""
+        """Return at least `count` rows; existing ones keep their content if their layout was the same."""
 
 
 class PrivateTotals:

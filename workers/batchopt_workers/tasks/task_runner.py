@@ -24,24 +24,24 @@ from batchopt_workers.tasks.task import Modes, ParameterWatch, PrivateTotals, Su
 
 
 class ChunkDone(NamedTuple):
-    """The chunks of an order before `next` are done, which began at `began`, and took so long: what the posthook
-    returned for the last one, and the form of what a task yields."""
+    """The chunks of an order before `next` are done; they began at `began`, and took `seconds`. `results`: what the
+    posthook returned for the last one; `form`: that of a task's result."""
 
     sums: Sums
     next: int
     began: float
-    seconds: float  # since then
+    seconds: float  # since `began`
     drew: bool = False
     results: Sequence[Any] = ()
     form: Form | None = None
 
     def report(self) -> Report:
-        """What the worker has of the evaluation, until the next chunk is begun."""
+        """Return the report of the evaluation, valid until the next chunk is begun."""
         return self.sums.report(self.next, self.began, self.seconds, self.drew)
 
     @property
     def says_something(self) -> bool:
-        """Whether a hook returned anything."""
+        """Tell whether a hook returned anything."""
         for result in self.results:
             if result is not None:
                 return True
@@ -49,25 +49,26 @@ class ChunkDone(NamedTuple):
 
 
 class F(Protocol):
-    """The function that is minimised, as far as tasks may use it."""
+    """The function that is minimised, as far as tasks use it."""
 
     def loss_of(self, piece: Piece, term: int) -> torch.Tensor:
-        """The loss of a piece, of that term, with its graph."""
+        """Return the loss of a piece for that term, with its graph."""
 
     def residuals_of(self, piece: Piece, term: int) -> PieceResiduals:
-        """The residuals whose mean square is the loss of a piece, of that term."""
+        """Return the residuals whose mean square is the loss of a piece for that term."""
 
     def weight_of(self, term: int) -> float:
-        """The weight of that term in f."""
+        """Return the weight of that term in f."""
 
     def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
-        """The loss of each term of the loaded batch, cut so, and df/dX (shape `(n,)`; empty, if it is not wanted)."""
+        """Return each term's loss for the loaded batch with this cut, and df/dX (shape `(n,)`; empty without
+        `gradient`)."""
 
 
 class TaskRunner:
-    """Carries out orders to collect and to total, of the task that was begun last.
+    """Runs orders to collect and to total, for the task that was begun last.
 
-    Rows are written to `output`, sums to rows of `totals`. `protected`: whether the parameters cannot be written.
+    Rows are written to `output`, sums to rows of `totals`. `protected`: the parameters cannot be written.
     """
 
     def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
@@ -78,27 +79,27 @@ class TaskRunner:
         self._task: Task | None = None
         self._loaded: LoadedBatch | None = None
         self._sums: Sums | None = None
-        self._form: Form | None = None  # of the present evaluation
+        self._form: Form | None = None  # of the current evaluation
         self._rows: Rows | None = None
 
     def begin(self, task: Task, batch: Batch) -> None:
-        """Do this with chunks of `batch`, whose only part is the term, from now on."""
+        """Run this task on chunks of `batch` from now on; if the task has a term, that is the batch's only part."""
         self._task, self._loaded, self._sums = task, LoadedBatch(batch, keeps=False), None
 
     def end(self) -> None:
-        """Hold nothing of the task any more, nor of its batch."""
+        """Release everything of the task, and its batch."""
         self._task = self._loaded = self._sums = self._form = self._rows = None
         self.output = MemoryOutput()
 
     @property
     def loaded(self) -> LoadedBatch:
-        """The task's batch, as it is cut."""
+        """The task's batch with its cut. Raise `RuntimeError` if there is none."""
         if self._loaded is None:
             raise RuntimeError("no task was begun in this worker")
         return self._loaded
 
     def evaluate(self, order: Order, f: F) -> Iterator[ChunkDone]:
-        """Do the task with the chunks of `order`, one after the other."""
+        """Run the task on the chunks of `order`, one after the other."""
         loaded, task = self.loaded, self._task
         assert task is not None
         if self._sums is None or self._sums.evaluation != order.evaluation:
@@ -147,7 +148,7 @@ class TaskRunner:
         )
 
     def _total(self, result: Any, needed: int, row: int, first: bool) -> Form:
-        """Add the result of a piece, the first of its chunk or not, to a row, and return its form."""
+        """Add the result of a piece (`first`: of its chunk) to a row, and return its form."""
         form, tensors = sums_form(result)
         if self._form is None:
             self._form, self._rows = form, None
@@ -169,5 +170,5 @@ def _listed(form: Form) -> str:
 
 
 def of_term(batch: Batch, term: int | None) -> Batch:
-    """The samples of one term as a batch of their own; None: of all."""
+    """Return the samples of one term as a batch of their own; None: the batch with all terms."""
     return batch if term is None else Batch((batch.parts[term],))
