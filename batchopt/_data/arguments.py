@@ -1,4 +1,4 @@
-"""Checks of arguments: each error names the argument, the value given, and what is needed."""
+"""Checks of arguments: each error names the argument, its value, and what is required."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 
 def read_parallelize(value: Any) -> int:
-    """The number of workers; `"auto"` is one a usable core."""
+    """Return the number of workers; `"auto"` is one per usable core."""
     return usable_cores() if value == "auto" else _integer("parallelize", value, 1)
 
 
 def read_count(name: str, value: Any) -> int:
-    """A positive int."""
+    """Return a positive int."""
     return _integer(name, value, 1)
 
 
 def read_optional_count(name: str, value: Any) -> int | None:
-    """A positive int, or None."""
+    """Return a positive int, or None."""
     return None if value is None else _integer(name, value, 1)
 
 
 def read_seed(value: Any) -> int:
-    """A seed: any non-negative int."""
+    """Return a seed: any non-negative int."""
     return _integer("seed", value, 0)
 
 
 def read_count_of_state(name: str, value: Any) -> int:
-    """A counter in a state that was saved: any non-negative int. Raises `ValueError`."""
+    """Return a counter of a saved state: any non-negative int. Raise `ValueError`."""
     if type(value) is not int or value < 0:
         raise ValueError(f"`{name}` of a state must be an int >= 0, got {value!r}")
     return value
@@ -61,7 +61,7 @@ def read_on_nonfinite(value: Any) -> str:
 
 
 def read_nonfinite_errors(value: Any) -> tuple[type[Exception], ...]:
-    """Classes of exceptions: one, or a tuple or list of them."""
+    """Return classes of exceptions: one, or a tuple or list of them."""
     kinds = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -70,28 +70,28 @@ def read_nonfinite_errors(value: Any) -> tuple[type[Exception], ...]:
 
 
 def read_verbose(value: Any) -> int:
-    """How much to say."""
+    """Return the verbosity, 0 to 3."""
     if type(value) is not int or value not in (0, 1, 2, 3):
         raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {value!r}")
     return value
 
 
 def read_bool(name: str, value: Any) -> bool:
-    """True or False."""
+    """Return True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__} {value!r}")
     return value
 
 
 def read_optional_bool(name: str, value: Any) -> bool | None:
-    """True, False or None."""
+    """Return True, False or None."""
     return None if value is None else read_bool(name, value)
 
 
 def read_timeout(value: Any) -> float | None:
-    """Seconds: any positive finite number, or None.
+    """Return a positive finite number of seconds, or None.
 
-    Raises `TypeError` for what is no number, `ValueError` for any other number.
+    Raise `TypeError` for anything but a number, `ValueError` for any other number.
     """
     if value is None:
         return None
@@ -105,14 +105,14 @@ def read_timeout(value: Any) -> float | None:
 
 
 def read_restarts(value: Any) -> int | None:
-    """How many workers may be replaced: any non-negative int; None: four for each worker."""
+    """Return the number of workers that may be replaced, >= 0; None: four for each worker."""
     return None if value is None else _integer("max_restarts", value, 0)
 
 
 def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
-    """The device of each worker, two or more; None: this machine's cores. `parallelize` is 1, or their number.
+    """Return the device of each worker, two or more; None: this machine's cores. `parallelize` is 1, or their number.
 
-    Raises `TypeError` or `ValueError` for anything else, and for an accelerator that is not there.
+    Raise `TypeError` or `ValueError` for anything else, and for an accelerator that does not exist.
     """
     if devices is None:
         return None
@@ -135,8 +135,8 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
 
 
 def read_speeds(speeds: Any, workers: int | None) -> Speeds | None:
-    """The speeds given, one a worker, which stay fixed; None: they are measured. `workers` None: their number is not
-    known yet."""
+    """Return the given speeds, one per worker, which stay fixed; None: they are measured. `workers` None: their number
+    is not yet known."""
     if speeds is None:
         return None
     if workers is None and isinstance(speeds, Sequence):
@@ -163,7 +163,7 @@ _CALLED = {
 
 
 def called_here(init: Callable[P, None]) -> Callable[P, None]:
-    """A constructor that raises `TypeError` for an argument that it does not have, with what that is called here."""
+    """Wrap a constructor: for an unknown argument it raises `TypeError`, which tells the argument's name here."""
     known = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -195,7 +195,7 @@ def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
 
 
 def check_hooks(**hooks: Any) -> None:
-    """Raise `TypeError` unless each of precode, prehook and posthook is None or can be called as it will be."""
+    """Raise `TypeError` unless each of precode, prehook and posthook is None or can be called as required."""
     for name, hook in hooks.items():
         check_callable(name, hook, ("worker",) if name == "precode" else ("worker", "sample"))
 
@@ -206,14 +206,14 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Raise `TypeError` unless it is None, or callable as it will be and no class."""
+    """Raise `TypeError` unless it is None, or a callable with the right parameters and not a class."""
     if isinstance(loss_fn, type):
         raise TypeError(f"`loss_fn` must be a function of (module, inputs, targets); got the class {loss_fn.__name__}")
     check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
 
 
 def check_criterion(criterion: Any, loss_fn: Any) -> None:
-    """Raise `TypeError` or `ValueError` unless there is at most one of the two, each callable and no class."""
+    """Raise `TypeError` or `ValueError` unless at most one of the two is given, callable and not a class."""
     if criterion is not None and loss_fn is not None:
         raise ValueError(
             "`criterion` and `loss_fn` are both given: the loss is either criterion(module(inputs), targets) or "

@@ -1,4 +1,4 @@
-"""Turns the user's data into a `Batch`."""
+"""Conversion of the user's data into a `Batch`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ InMemory = Columns | Samples
 
 @dataclass(frozen=True)
 class Reading:
-    """How the user's data becomes a batch: what collates lists of samples, and what the loss of a batch is.
+    """The rules for turning the user's data into a batch: how lists of samples are collated, and the loss of a batch.
 
-    `device`: where all tensors must lie, since the workers compute there; None: anywhere. `cache`: whether workers keep
-    what they have read of a dataset. `loss_fn`: of which samples may have weights, if it is one of residuals.
+    `device`: all tensors must be there, since the workers compute there; None: anywhere. `cache`: workers keep what
+    they have read of a dataset. `loss_fn`: samples may have weights if it is one of residuals.
     """
 
     collate: Collate | None
@@ -53,7 +53,7 @@ class Reading:
     loss_fn: LossFunction | None = None
 
     def weighed(self, part: Part) -> Part:
-        """The same with what the loss of some of its samples is."""
+        """Return the part with the weighting of its samples."""
         inputs, targets, size = part.inputs, part.targets, len(part.inputs)
         sample_weight = part.criterion_rows.get(SAMPLE_WEIGHT)
         own = {} if sample_weight is None else {SAMPLE_WEIGHT: sample_weight}
@@ -77,7 +77,7 @@ class Reading:
         columns: InMemory | None,
         sample_weight: torch.Tensor | None = None,
     ) -> Weighting:
-        """How much the loss of some of the samples counts."""
+        """Return the weighting of the samples."""
         each, divided_once = None, False
         if self.reduction == "mean" and self.denominators is not None:
             each = given_denominators(self.denominators, inputs, targets, samples)
@@ -89,33 +89,32 @@ class Reading:
         return Weighting(self.reduction, samples, running_denominators(each), divided_once)
 
     def unread_denominators(self, part: Part) -> ChunkFunction | None:
-        """What tells the denominators of samples that only workers read; None where they are known."""
+        """Return a function for the denominators of samples that only workers read; None if they are known."""
         is_known = not isinstance(part.inputs, Items) or self.reduction == "sum" or part.weighting.running is not None
         return None if is_known else unread_denominators(self.criterion, self.denominators)
 
     def weighting_of(self, each: torch.Tensor, samples: int) -> Weighting:
-        """How much the loss of some of the samples counts that were found to have these denominators; all NaN: they
-        count the same."""
+        """Return the weighting of samples that were found to have these denominators; all NaN: they count equally."""
         if bool(each.isnan().all()) and self.denominators is None:
             return Weighting(self.reduction, samples)
         running = running_denominators(checked_denominators(each, samples))
         return Weighting(self.reduction, samples, running, self.denominators is None and divides_once(self.criterion))
 
 
-# How the data of each term is read, by name; under None where there are no terms.
+# The reading of each term, by name; under None if there are no terms.
 Readings = Mapping[str | None, Reading]
 
 
 def reweighed(batch: Batch, readings: Readings) -> Batch:
-    """A batch that was read, with what these readings say that the loss of its samples is."""
+    """Return a batch that was read before, with the weightings by these readings."""
     return Batch(tuple(readings[part.name].weighed(part) for part in batch.parts))
 
 
 def read_batch(inputs: Any, targets: Any, options: Any, readings: Readings) -> Batch:
-    """The batch that `inputs`, `targets` (or None) and `options` (or None) make up, all of them as `read_part` says.
+    """Return the batch of `inputs`, `targets` (or None) and `options` (or None), each read as by `read_part`.
 
-    Where there are terms, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and
-    options. Raises `TypeError` or `ValueError`, which names the term.
+    With terms, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and options. Raise
+    `TypeError` or `ValueError`, which names the term.
     """
     if None in readings:
         return Batch((read_part(inputs, targets, options, readings[None]),))
@@ -148,13 +147,13 @@ def _read_term(name: str, entry: Any, reading: Reading) -> Part:
 
 
 def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part:
-    """The data that `inputs`, `targets` (or None) and `options` (or None) make up.
+    """Return the data of `inputs`, `targets` (or None) and `options` (or None).
 
     A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list
-    is either one entry a sample or, when its entries are tensors of one length, such columns: the number of targets and
-    options decides. A map-style Dataset has its targets with it. `Weighted` inputs have weights of samples. Raises
-    `TypeError` or `ValueError` for data without samples, of different lengths, that the workers cannot take, or that
-    can be read both ways.
+    is either one entry per sample or, if its entries are tensors of one length, such columns: the number of targets and
+    options decides. A map-style Dataset includes its targets. `Weighted` inputs have weights of samples. Raise
+    `TypeError` or `ValueError` for data without samples, of different lengths, that workers cannot receive, or that can
+    be read both ways.
     """
     if isinstance(inputs, Weighted):
         if isinstance(inputs.inputs, Weighted):
@@ -185,7 +184,7 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     ]
     if not fitting:
         raise ValueError(_mismatch(all_inputs, all_targets, options))
-    if options is not None and all(option is None for option in options):  # given to say that each is a sample
+    if options is not None and all(option is None for option in options):  # passed to mark each entry as a sample
         fitting = [pair for pair in fitting if isinstance(pair[0], Samples)] or fitting
     chosen_inputs, chosen_targets = _decide(fitting)
     if len(chosen_inputs) == 0:
@@ -216,7 +215,7 @@ def _read_options(options: Any) -> list[Any] | None:
 
 
 def _readings(name: str, data: Any, reading: Reading) -> list[InMemory]:
-    """The ways in which `data` can be read: as columns, as samples, or, a list of tensors of one length, as both."""
+    """Return the possible readings of `data`: as columns, as samples or, for a list of tensors of one length, both."""
     tensors = _check_tensors(name, data, reading.device)
     if isinstance(data, list):
         found: list[InMemory] = [Samples(data)]
@@ -240,8 +239,8 @@ def _readings(name: str, data: Any, reading: Reading) -> list[InMemory]:
 
 
 def as_tensors(data: Any) -> Any:
-    """The same with tensors over the memory of its NumPy arrays of numbers. Where there are tensors too, arrays beside
-    them stay what they are; and so do the samples of a list."""
+    """Return the data with tensors over the memory of its numeric NumPy arrays. If there are tensors too, the arrays
+    stay as they are; so do the samples of a list."""
     if isinstance(data, list) or next(tensors_in(data), None) is not None:
         return data
     return map_tensors(_as_tensor, data, lambda item: isinstance(item, np.ndarray) and item.dtype.kind in "biufc")
@@ -253,7 +252,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _instead(data: Any) -> str:
-    """Advice for an object that holds samples but is no batch."""
+    """Return advice for an object that holds samples but is not a batch."""
     if isinstance(data, torch.utils.data.DataLoader):
         return (
             ": `for loss in opt.steps(loader)` steps on each of its batches, opt.full_gradient(loader) sums over all "
@@ -273,8 +272,8 @@ def _instead(data: Any) -> str:
 
 
 def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in `data` with the path to each; raises `ValueError` for one that cannot be shared with workers, or
-    that does not lie on `device`."""
+    """Return the tensors in `data` with the path to each; raise `ValueError` for one that cannot be shared with
+    workers, or that is not on `device`."""
     if isinstance(data, torch.Tensor):
         if data.requires_grad and not data.is_leaf:
             raise ValueError(f"`{path}` requires grad and is not a leaf: call .detach() on it")
@@ -308,8 +307,8 @@ def _counts(readings: Sequence[InMemory | None]) -> str:
 
 
 def _decide(fitting: list[tuple[InMemory, InMemory | None]]) -> tuple[InMemory, InMemory | None]:
-    """The only reading that fits; or the one where inputs and targets both are lists of samples, and cannot be
-    anything else or have entries of one form each."""
+    """Return the only reading that fits; otherwise the one in which inputs and targets both are lists of samples, if
+    they cannot be anything else or have entries of one form each."""
     if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
         fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]
     if len(fitting) > 1:
@@ -326,6 +325,6 @@ def _decide(fitting: list[tuple[InMemory, InMemory | None]]) -> tuple[InMemory, 
 
 
 def _are_alike(samples: Samples) -> bool:
-    """Whether all are tensors of one shape and dtype, as samples are more often than columns."""
+    """Tell whether all are tensors of one shape and dtype, which is more common for samples than for columns."""
     forms = {(item.shape, item.dtype) if isinstance(item, torch.Tensor) else None for item in samples.data}
     return len(forms) == 1 and None not in forms

@@ -1,4 +1,4 @@
-"""Map-style datasets: their samples are read by index, where they are evaluated."""
+"""Map-style datasets: their samples are read by index, by the worker that evaluates them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchopt_workers.data.items import Collate
 
 
 def samples_of(dataset: Dataset[Any]) -> int:
-    """The number of samples. Raises `TypeError` for a dataset without a length, or whose samples have no index."""
+    """Return the number of samples. Raise `TypeError` for a dataset without a length, or without indexed samples."""
     if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
         try:
             return len(dataset)
@@ -30,8 +30,8 @@ def _not_map_style(dataset: Dataset[Any]) -> str:
 
 
 def tensors_of(dataset: Dataset[Any], targets: Any, collate: Collate | None) -> tuple[Any, Any]:
-    """Inputs and targets of a dataset that has them as tensors; of any other one, itself. Raises `ValueError` for
-    `targets` beside it."""
+    """Return inputs and targets of a dataset that has them as tensors; otherwise the dataset and None. Raise
+    `ValueError` for separate `targets`."""
     if targets is not None:
         raise ValueError("`targets` of a Dataset come with its items, (input, target): leave `targets` out")
     if type(dataset) is TensorDataset and collate is None and len(dataset.tensors) <= 2:

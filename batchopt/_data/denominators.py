@@ -11,22 +11,22 @@ from batchopt_workers.data.batch import Columns, Samples
 from batchopt_workers.data.denominators import ClassDenominators, Denominators, GivenDenominators, class_denominators
 from batchopt_workers.tasks.task import ChunkFunction
 
-# The losses whose mean divides by the weights of classes; the last is not in every torch.
+# Losses whose mean divides by class weights; the last is not in every torch.
 _OF_CLASSES: Any = (
     torch.nn.CrossEntropyLoss,
     torch.nn.NLLLoss,
     *([torch.nn.LinearCrossEntropyLoss] if hasattr(torch.nn, "LinearCrossEntropyLoss") else []),
 )
-# Those whose weights may have a row for each sample.
+# Losses whose weights may have a row for each sample.
 _OF_ENTRIES = (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
 _REDUCTIONS = ("mean", "sum")
 _ASKED_FOR = ("reduction", "weight", "pos_weight", "ignore_index", "label_smoothing")
 
 
 def resolve_reduction(reduction: str | None, criterion: Any) -> str:
-    """`"mean"` or `"sum"`: as given, else the criterion's own, else the mean.
+    """Return `"mean"` or `"sum"`: the given one, else the criterion's own, else the mean.
 
-    Raises `ValueError` for a criterion that does not reduce, and for any other word.
+    Raise `ValueError` for a criterion that does not reduce, and for any other word.
     """
     own = getattr(criterion, "reduction", None)
     own = "mean" if own == "batchmean" else own
@@ -42,8 +42,8 @@ def resolve_reduction(reduction: str | None, criterion: Any) -> str:
 
 
 def marks_of(criterion: Any) -> tuple[Any, ...]:
-    """What a criterion has of all that it is asked for here: another value once that was changed."""
-    is_module = isinstance(criterion, torch.nn.Module)  # whose own way to say that it lacks something is slow
+    """Return a value that changes whenever a property of the criterion that is used here is changed."""
+    is_module = isinstance(criterion, torch.nn.Module)  # its own `getattr` of a missing name is slow
     own, buffers = (vars(criterion), criterion._buffers) if is_module else ({}, {})
     found: list[Any] = []
     for name in _ASKED_FOR:
@@ -56,17 +56,17 @@ def marks_of(criterion: Any) -> tuple[Any, ...]:
 
 
 def running_denominators(each: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of the denominators of the samples before each (shape `(samples + 1,)`, float64)."""
+    """Return the sum of the denominators of the samples before each (shape `(samples + 1,)`, float64)."""
     return None if each is None else torch.cat([each.new_zeros(1), each.cumsum(0)])
 
 
 def given_denominators(function: Denominators, inputs: Any, targets: Any, samples: int) -> torch.Tensor:
-    """The checked result of the user's `denominators(inputs, targets)`: `samples` finite numbers >= 0."""
+    """Return the checked result of the user's `denominators(inputs, targets)`: `samples` finite numbers >= 0."""
     return checked_denominators(function(inputs, targets), samples)
 
 
 def checked_denominators(found: Any, samples: int) -> torch.Tensor:
-    """The result of the user's `denominators`, as float64 (shape `(samples,)`). Raises `TypeError` or `ValueError`."""
+    """Return the user's `denominators` as float64 (shape `(samples,)`). Raise `TypeError` or `ValueError`."""
     try:
         each = torch.as_tensor(found).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -86,8 +86,8 @@ def checked_denominators(found: Any, samples: int) -> torch.Tensor:
 
 
 def is_torchs_own(criterion: Any) -> bool:
-    """Whether `criterion` is a loss of `torch.nn`, with the forward that torch gave it: a subclass, or an instance,
-    whose forward is another one computes something else."""
+    """Tell whether `criterion` is a loss of `torch.nn` with torch's own forward: a subclass or an instance with another
+    forward computes something else."""
     kind = type(criterion)
     if not isinstance(criterion, torch.nn.Module) or "forward" in vars(criterion):
         return False
@@ -96,18 +96,18 @@ def is_torchs_own(criterion: Any) -> bool:
 
 
 def divides_once(criterion: Any) -> bool:
-    """Whether samples that add nothing to what one of torch's means divides by may still have a loss: label smoothing
-    counts all classes, those of weight 0 as targets too."""
+    """Tell whether samples that add nothing to the divisor of one of torch's means may still have a loss: label
+    smoothing counts all classes, also for targets of weight 0."""
     weight: torch.Tensor | None = getattr(criterion, "weight", None)
     return getattr(criterion, "label_smoothing", 0.0) > 0 and weight is not None and bool((weight == 0).any())
 
 
 def own_denominators(criterion: Any, targets: Columns | Samples | None) -> torch.Tensor | None:
-    """Each sample's denominator (shape `(samples,)`, float64) in the mean of one of torch's losses; None where all
-    count the same.
+    """Return each sample's denominator (shape `(samples,)`, float64) in the mean of one of torch's losses; None if all
+    count equally.
 
-    Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a
-    list of samples that holds for one class a sample; where each has many, f is the mean of the samples' losses.
+    Cross entropy and negative log likelihood divide by the class weights of the targets that are not ignored. In a list
+    of samples that holds for one class per sample; if each has several, f is the mean of the samples' losses.
     """
     if not isinstance(criterion, _OF_CLASSES) or not is_torchs_own(criterion) or targets is None:
         return None
@@ -125,15 +125,15 @@ def _ignored(criterion: Any) -> int:
 
 
 def ignored_class(criterion: Any) -> int | None:
-    """The class whose samples do not count in one of torch's losses, so that where there are none, and no class
-    weights, all samples count the same; None where there is no such class."""
+    """Return the class whose samples do not count in one of torch's losses: without such samples, and without class
+    weights, all samples count equally. None if there is no such class."""
     own = isinstance(criterion, _OF_CLASSES) and is_torchs_own(criterion)
     return _ignored(criterion) if own and criterion.weight is None else None
 
 
 def unread_denominators(criterion: Any, denominators: Denominators | None) -> ChunkFunction | None:
-    """What tells each sample's denominator where its targets are read; None where all count the same, unless they are
-    ignored."""
+    """Return the function that determines each sample's denominator when its targets are read; None if all count
+    equally, unless they are ignored."""
     if denominators is not None:
         return GivenDenominators(denominators)
     if isinstance(criterion, _OF_CLASSES) and is_torchs_own(criterion) and criterion.weight is not None:
@@ -142,8 +142,8 @@ def unread_denominators(criterion: Any, denominators: Denominators | None) -> Ch
 
 
 def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[str, torch.Tensor]:
-    """The criterion's `weight` and `pos_weight`, those that have one row for each sample of the batch; one of features
-    has none."""
+    """Return those of the criterion's `weight` and `pos_weight` that have one row for each sample of the batch, not
+    those of features."""
     if not isinstance(criterion, _OF_ENTRIES) or not is_torchs_own(criterion) or not targets:
         return {}
     one = targets.sample(0)
@@ -158,8 +158,8 @@ def rows_of_samples(criterion: Any, targets: Columns | Samples | None) -> dict[s
 
 
 def rows_of_as_many(criterion: Any, samples: int) -> dict[str, torch.Tensor]:
-    """The criterion's `weight` and `pos_weight`, those with as many rows as there are samples. The targets tell whether
-    they are the samples'."""
+    """Return those of the criterion's `weight` and `pos_weight` with as many rows as there are samples. The targets
+    tell later whether these are the samples'."""
     if not isinstance(criterion, _OF_ENTRIES) or not is_torchs_own(criterion) or samples < 2:
         return {}
     found = {name: getattr(criterion, name, None) for name in ("weight", "pos_weight")}
@@ -171,7 +171,7 @@ def rows_of_as_many(criterion: Any, samples: int) -> dict[str, torch.Tensor]:
 
 
 def _stacked(samples: Sequence[Any]) -> torch.Tensor | None:
-    """A list of single classes, tensors or ints, as one tensor."""
+    """Return a list of single classes, tensors or ints, as one tensor; None for other lists."""
     if all(sample.numel() == 1 if isinstance(sample, torch.Tensor) else isinstance(sample, int) for sample in samples):
         return torch.stack([torch.as_tensor(sample).reshape(()) for sample in samples])
     return None

@@ -21,7 +21,7 @@ from batchopt_workers.data.structures import has_a_row_each, items_of, map_tenso
 
 
 class Turn(NamedTuple):
-    """A batch in its turn: the `number` that it has in its epoch, and whether it is the last one there."""
+    """A batch of an epoch: its `number` there, and whether it is the last one."""
 
     epoch: int
     number: int
@@ -33,46 +33,46 @@ class Source(Protocol):
     """The batches of each epoch."""
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
 
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
-        """Those of an epoch from number `start` on, and whether each is the last one."""
+        """Yield those of an epoch from number `start` on, and whether each is the last one."""
 
     def rows(self, epoch: int, index: int) -> Sequence[int] | None:
-        """Which samples of the data batch `index` of an epoch has; None where that is not known."""
+        """Return the samples of the data in batch `index` of an epoch; None if unknown."""
 
     def done(self, index: int) -> float:
-        """The part of an epoch that the batches before number `index` are."""
+        """Return the fraction of an epoch before batch number `index`."""
 
     def identity(self) -> dict[str, int]:
-        """What has to be the same for a position to mean the same, by name."""
+        """Return what must be the same for a position to have the same meaning, by name."""
 
 
 class Batches:
     """Batches of `data`, in an order that depends on `seed` and the epoch alone.
 
-    Each iteration goes to the end of the present epoch; where an earlier one was left, the next goes on there. No
-    generator of torch, NumPy or `random` is used or changed.
+    Each iteration goes to the end of the current epoch; after a break, the next one resumes there. No generator of
+    torch, NumPy or `random` is used or changed.
 
     Args:
         data: a tensor or a NumPy array, or tuples or mappings of them, whose first dimension is the sample; a map-style
-            `torch.utils.data.Dataset`; a list of samples; or a loader: anything else that can be iterated over again
-            and again, and yields batches, such as a `DataLoader`.
-        batch_size: samples in a batch. Default: all data is one batch.
-        shuffle: draw another order for each epoch. Default: the order of the data.
+            `torch.utils.data.Dataset`; a list of samples; or a loader: anything else that can be iterated over
+            repeatedly, and yields batches, such as a `DataLoader`.
+        batch_size: samples per batch. Default: all data is one batch.
+        shuffle: draw a new order for each epoch. Default: the order of the data.
         seed: of these orders.
-        drop_last: leave out a last batch of fewer samples.
+        drop_last: omit a last batch of fewer samples.
         collate_fn: makes a batch of a list of samples, for lists (default: torch's `default_collate`) and datasets.
             Without it a batch of a Dataset is a `torch.utils.data.Subset`, whose samples the workers read.
 
-    A loader makes its own batches, and the other arguments must be left out. A position in its epoch is found again by
+    A loader makes its own batches, and the other arguments must be omitted. A position in its epoch is restored by
     reading and skipping, with a warning, and is the same one only if the loader's order is. Raises `TypeError` or
     `ValueError` for anything else.
 
-    **Position.** It counts the batches that are finished. In a plain loop a batch is finished when it is handed to the
-    loop's body: so save after the step, not before. `BatchOptimizer.steps` and `prepared` read ahead; there a batch is
-    finished when it was stepped on (or loaded, or when the loop goes on without it). What was only read ahead, and a
-    step that failed, do not count.
+    **Position.** It counts finished batches. In a plain loop a batch is finished when it is passed to the loop's body:
+    so save after the step, not before. `BatchOptimizer.steps` and `prepared` read ahead; there a batch is finished when
+    it was stepped on (or loaded, or when the loop continues without it). Batches that were only read ahead, and failed
+    steps, do not count.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Batches:
         self._epoch = self._index = self._iteration = 0
 
     def __len__(self) -> int:
-        """Batches in an epoch; raises `TypeError` for a loader without a length."""
+        """Return the number of batches in an epoch; raise `TypeError` for a loader without a length."""
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,13 +108,13 @@ class Batches:
             yield turn.batch
 
     def turns(self) -> Iterator[Turn]:
-        """The batches from the present position to the end of the epoch, which are read without being finished."""
+        """Yield the batches from the current position to the end of the epoch, without marking them as finished."""
         epoch, start = self._epoch, self._index
         for index, (batch, last) in enumerate(self._source.read(epoch, start), start):
             yield Turn(epoch, index, last, batch)
 
     def finish(self, turn: Turn) -> None:
-        """Count this batch. Raises `RuntimeError` if it is not the next one: then something else moved the position."""
+        """Count this batch. Raise `RuntimeError` if it is not the next one: then something else moved the position."""
         if (turn.epoch, turn.number) != (self._epoch, self._index):
             raise RuntimeError(
                 f"batch {turn.number} of epoch {turn.epoch} is not the next one: these Batches are at batch "
@@ -125,11 +125,11 @@ class Batches:
         self._epoch, self._index = (turn.epoch + 1, 0) if turn.last else (turn.epoch, turn.number + 1)
 
     def rows(self, turn: Turn) -> Sequence[int] | None:
-        """Which samples of the data this batch has; None where that is not known."""
+        """Return the samples of the data in this batch; None if unknown."""
         return self._source.rows(turn.epoch, turn.number)
 
     def whole(self) -> Iterator[Any]:
-        """All batches of the present epoch, wherever the position is; it stays."""
+        """Yield all batches of the current epoch, regardless of the position, which stays."""
         for batch, _ in self._source.read(self._epoch, 0):
             yield batch
 
@@ -137,28 +137,28 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """Epochs that are finished."""
+        """Number of finished epochs."""
         return self._epoch
 
     @property
     def iteration(self) -> int:
-        """Batches that are finished, in all epochs."""
+        """Number of finished batches, in all epochs."""
         return self._iteration
 
     @property
     def is_new_epoch(self) -> bool:
-        """Whether the last batch that was finished was the last one of its epoch."""
+        """Tell whether the last finished batch was the last one of its epoch."""
         return self._iteration > 0 and self._index == 0
 
     @property
     def epoch_detail(self) -> float:
-        """Epochs that are finished, with the finished part of the present one (by samples; of a loader by batches).
-        Raises `TypeError` in an epoch of a loader without a length."""
+        """Number of finished epochs, including the finished part of the current one (by samples; for a loader by
+        batches). Raises `TypeError` in an epoch of a loader without a length."""
         return self._detail(self._epoch, self._index)
 
     @property
     def previous_epoch_detail(self) -> float | None:
-        """`epoch_detail` before the last batch that was finished; None before the first one."""
+        """`epoch_detail` before the last finished batch; None before the first one."""
         if self._iteration == 0:
             return None
         if self._index > 0:
@@ -169,15 +169,15 @@ class Batches:
         return epoch + (self._source.done(index) if index else 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and what of the data and the order it depends on: a dict of ints, for `load_state_dict`."""
+        """Return the position, and what it depends on of the data and the order: a dict of ints."""
         position = {"epoch": self._epoch, "index": self._index, "iteration": self._iteration}
         return {**position, **self._source.identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from where `state_dict` was called. An iteration that has begun cannot go on.
+        """Continue from the point at which `state_dict` was called. An iteration that has begun cannot continue.
 
-        Raises `ValueError` for a state of data of another length, or of another batch size, seed, shuffle or drop_last,
-        and for what is no state. Then nothing was changed.
+        Raise `ValueError` for a state of data of another length, or of another batch size, seed, shuffle or drop_last,
+        and for anything but a state. Then nothing was changed.
         """
         identity = self._source.identity()
         expected = {"epoch", "index", "iteration", *identity}
@@ -197,7 +197,7 @@ class Batches:
 
 
 class _Cut:
-    """Batches of `samples` samples; `pick(indices)` makes one. `seed` None: in order."""
+    """Batches of `size` samples; `pick(indices)` creates one. `seed` None: in order."""
 
     def __init__(
         self, samples: int, pick: Callable[[Any], Any], size: int | None, seed: int | None, drop_last: bool
@@ -235,7 +235,7 @@ class _Cut:
 
 
 class LoaderSource:
-    """The batches of the user's loader, each epoch an iteration of its own; one is read ahead, to know the last."""
+    """The batches of the user's loader, one iteration per epoch; it reads one batch ahead, to detect the last."""
 
     def __init__(self, loader: Any, others: Mapping[str, Any]) -> None:
         for name, value in others.items():
@@ -258,7 +258,7 @@ class LoaderSource:
         return len(self._loader)
 
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
-        """The batches of an epoch from number `start` on, and whether each is the last one."""
+        """Yield the batches of an epoch from number `start` on, and whether each is the last one."""
         if start:
             warnings.warn(
                 f"going on in epoch {epoch} of a loader ({type(self._loader).__name__}): its first {start} batches are "
@@ -280,29 +280,29 @@ class LoaderSource:
             batch = following
 
     def rows(self, epoch: int, index: int) -> None:
-        """Nobody knows which samples a loader's batch has."""
+        """Return None: it is unknown which samples a loader's batch has."""
 
     def done(self, index: int) -> float:
-        """The part of an epoch that so many batches are."""
+        """Return the fraction of an epoch before batch number `index`."""
         return index / len(self)
 
     def identity(self) -> dict[str, int]:
-        """The length, if there is one."""
+        """Return the length, if there is one."""
         try:
             return {"length": len(self)}
-        except TypeError:  # an IterableDataset's DataLoader says so only when it is asked
+        except TypeError:  # the DataLoader of an IterableDataset raises only when called
             return {}
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch (shape `(samples,)`, int64): a function of the arguments alone."""
+    """Return the order of an epoch (shape `(samples,)`, int64): a function of the arguments alone."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, epoch), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return torch.randperm(samples, generator=generator, device="cpu", dtype=torch.int64)
 
 
 def _picking(data: Any, collate: Collate | None) -> tuple[int, Callable[[Any], Any] | None]:
-    """The number of samples in `data`, and what makes a batch of some of them; None for a loader."""
+    """Return the number of samples in `data`, and a function for a batch of some of them; None for a loader."""
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
     if isinstance(data, Dataset):
@@ -333,7 +333,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _columns(path: str, data: Any) -> list[tuple[str, Any]]:
-    """The tensors and arrays in `data`, with the path to each. Raises `ValueError` unless they are equally long."""
+    """Return the tensors and arrays in `data` with their paths. Raise `ValueError` unless they are equally long."""
     found: list[tuple[str, Any]] = [(path, data)] if _is_array(data) else []
     for key, item in () if found else items_of(data):
         found += _columns(f"{path}[{key!r}]", item)
@@ -346,7 +346,7 @@ def _columns(path: str, data: Any) -> list[tuple[str, Any]]:
 
 
 def _rows(data: Any, samples: int, indices: range | torch.Tensor) -> Any:
-    """These samples of columns, in the same structure: views where they are contiguous."""
+    """Return these samples of columns, in the same structure: views if they are contiguous."""
 
     def pick(column: Any) -> Any:
         if isinstance(indices, range):

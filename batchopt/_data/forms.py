@@ -1,4 +1,4 @@
-"""The form of a batch of plain tensors: another one of the same form is read without looking at anything but these."""
+"""The form of a batch of plain tensors: another batch of the same form is read by looking only at its tensors."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from batchopt._data.denominators import own_denominators
 from batchopt_workers.data.batch import Batch, Columns, Part, Plain
 from batchopt_workers.map.weighting import Weighting
 
-# Of a batch; they are the same for all of one form.
+# Properties of a batch that are the same for all of one form.
 PROPERTIES = ("size", "numbering", "is_read", "is_kept", "is_of_columns", "collates")
-# How many columns there are: of a tuple, or -1 for a tensor; None for no targets.
+# Number of columns: of a tuple, or -1 for a tensor; None for no targets.
 Count = int | None
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """What is the same for batches that differ in the elements of their tensors alone: of each part its name, what its
-    loss is, and how many columns inputs and targets have; and the tensors' shapes, strides and dtypes."""
+    """The common properties of batches that differ in the elements of their tensors only: the name, the weighting, and
+    the number of columns of inputs and targets of each part; and the tensors' shapes, strides and dtypes."""
 
     parts: tuple[tuple[str | None, Weighting, Count, Count], ...]
     tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    found: dict[str, Any] = field(compare=False)  # what the properties of such a batch are
+    found: dict[str, Any] = field(compare=False)  # the values of its `PROPERTIES`
 
     def filled(self, inputs: Any, targets: Any, reading: Reading) -> Batch | None:
-        """The batch of this form that has these, without terms; None if they are of another."""
+        """Return the batch of this form with these inputs and targets, without terms; None if they do not fit."""
         name, weighting, *counts = self.parts[0]
         tensors: list[torch.Tensor] = []
         for data, count in zip((inputs, targets), counts, strict=True):
@@ -49,8 +49,8 @@ class BatchForm:
 
 
 def with_form(batch: Batch) -> Batch:
-    """The same that says its form, if it is of columns that are plain tensors of this machine's memory, or tuples of
-    them, without weights, options and functions."""
+    """Return the batch with its form, if its columns are plain CPU tensors, or tuples of them, without weights, options
+    and functions; otherwise return it unchanged."""
     parts = []
     tensors: list[torch.Tensor] = []
     for part in batch.parts:
@@ -72,7 +72,7 @@ def with_form(batch: Batch) -> Batch:
 
 
 def _forms(tensors: list[Any]) -> tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...] | None:
-    """Of each its shape, stride and dtype; None unless these and the elements are all there is to them."""
+    """Return the tensors' shapes, strides and dtypes; None unless the tensors have no other properties."""
     found = []
     for tensor in tensors:
         if (
@@ -89,5 +89,5 @@ def _forms(tensors: list[Any]) -> tuple[tuple[torch.Size, tuple[int, ...], torch
         ):
             return None
         found.append((tensor.shape, tensor.stride(), tensor.dtype))
-    # one that is there twice is sent once
+    # a tensor that occurs twice is sent once
     return tuple(found) if len(set(map(id, tensors))) == len(tensors) else None

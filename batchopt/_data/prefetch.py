@@ -1,4 +1,4 @@
-"""Prefetching: the next batch is read while the workers compute on the present one."""
+"""Prefetching: the next batch is read while the workers compute on the current one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from batchopt_workers.process.interrupts import let_through
 
 T = TypeVar("T")
 
-# Where items of a map-style dataset are read, here or in a loader's worker: the data does not end in there.
+# Code that reads items of a map-style dataset, here or in a loader's worker: the data cannot end in there.
 _READING = {_MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__}
 
 
 def to_the_end(batches: Iterator[T]) -> Iterator[T]:
-    """The same up to their end. Raises `RuntimeError`, as PEP 479 does, where StopIteration comes out of an item that a
-    loader of torch reads: it would end the data there."""
+    """Yield the batches up to their end. Raise `RuntimeError`, as PEP 479 does, if StopIteration comes out of an item
+    that a torch loader reads: it would end the data there."""
     while True:
         try:
             batch = next(batches)
@@ -31,9 +31,9 @@ def to_the_end(batches: Iterator[T]) -> Iterator[T]:
 
 
 class Ahead(Generic[T]):
-    """Iterates over `prepare(item)` of each item of `source`; `fetch` does so for the next one already, once.
+    """Iterates over `prepare(item)` of each item of `source`; `fetch` does so for the next one in advance.
 
-    What `source` or `prepare` raises is raised when its turn has come.
+    Exceptions of `source` or `prepare` are raised when their item is due.
     """
 
     def __init__(self, source: Iterable[Any], prepare: Callable[[Any], T]) -> None:
@@ -41,10 +41,10 @@ class Ahead(Generic[T]):
         self._prepare = prepare
         self._next: T | None = None
         self._over = False
-        self._error: Exception | None = None  # with which it was over
+        self._error: Exception | None = None  # that ended it
 
     def fetch(self) -> None:
-        """Have the next one ready, unless it is."""
+        """Prepare the next one, unless that is done."""
         if self._next is None and not self._over:
             try:
                 item = next(self._source)
@@ -57,7 +57,7 @@ class Ahead(Generic[T]):
                 return
             try:
                 self._next = self._prepare(item)
-            except StopIteration as error:  # as PEP 479: else it would end the data here
+            except StopIteration as error:  # as PEP 479: otherwise it would end the data here
                 self._over, self._error = True, RuntimeError("StopIteration was raised while a batch was read")
                 self._error.__cause__ = error
             except Exception as error:
@@ -76,21 +76,21 @@ class Ahead(Generic[T]):
         try:
             raise StopIteration if error is None else error
         finally:
-            del error  # which knows this frame, and through it all that waited for workers meanwhile
+            del error  # breaks the cycle traceback -> frame -> batch
 
 
 def as_batch_of_terms(batch: Any) -> tuple[Any, Any, Any]:
-    """The same where there are terms: what a loader yields is a dict, with a tuple or list of one to three for each
-    term, or its inputs alone."""
+    """Return the arguments as `as_arguments`, with terms: a loader yields a dict, with a tuple or list of one to three
+    for each term, or its inputs alone."""
     if not isinstance(batch, Mapping):
         return batch, None, None
     return {name: as_arguments(entry) for name, entry in batch.items()}, None, None
 
 
 def as_arguments(batch: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and options of what a data loader yields: a tuple or list of one to three, or the inputs alone.
+    """Return inputs, targets and options of a loader's batch: a tuple or list of one to three, or the inputs alone.
 
-    Raises `ValueError` for a longer one.
+    Raise `ValueError` for a longer one.
     """
     if not isinstance(batch, (tuple, list)) or hasattr(batch, "_fields"):
         return batch, None, None

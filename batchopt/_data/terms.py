@@ -22,15 +22,15 @@ class Term:
     samples.
 
     Args:
-        loss_fn: `loss_fn(module, inputs, targets) -> scalar`; `targets` is None where the term's data has none.
+        loss_fn: `loss_fn(module, inputs, targets) -> scalar`; `targets` is None if the term's data has none.
         residual: instead of it, `residual(module, inputs, targets)`, shape `(samples, ...)`: the loss is the mean of
             the squares of all these numbers (or, with the reduction `"sum"`, their sum), and least squares know its
-            Jacobian. Each row has to depend on its own sample alone.
-        loss, scale: of residuals r, in place of their squares: the mean of scale² rho((r / scale)²), where rho is that
-            of `"linear"`, the default (the squares), `"soft_l1"`, `"huber"`, `"cauchy"` or `"arctan"`, as SciPy's
-            `least_squares` defines them: residuals much larger than `scale` (default 1), outliers, pull less.
+            Jacobian. Each row must depend only on its own sample.
+        loss, scale: for residuals r, instead of their squares: the mean of scale² rho((r / scale)²), where rho is that
+            of `"linear"`, the default (the squares), `"soft_l1"`, `"huber"`, `"cauchy"` or `"arctan"`, as in SciPy's
+            `least_squares`: outliers, residuals much larger than `scale` (default 1), have less influence.
         weight: finite and >= 0. With 0 the term's loss is evaluated, and adds nothing to f and df/dX.
-        reduction: `"mean"`, the default, or `"sum"`: what the loss of some of the term's samples is.
+        reduction: `"mean"`, the default, or `"sum"`: the meaning of the term's loss of several samples.
         denominators, collate_fn: of this term, as in `BatchOptimizer`.
 
     Raises `TypeError` or `ValueError` for anything else.
@@ -71,9 +71,9 @@ class Term:
 
 
 def read_terms(terms: Any, **instead: Any) -> dict[str, Term] | None:
-    """The terms given, by name; None: there are none. `instead`: the arguments that a `Term` has a place for.
+    """Return the given terms, by name; None if there are none. `instead`: the arguments that a `Term` replaces.
 
-    Raises `TypeError` or `ValueError` unless there is at least one, each is a `Term` under a string, and all of
+    Raise `TypeError` or `ValueError` unless there is at least one, each is a `Term` under a string, and all of
     `instead` are None.
     """
     if terms is None:
@@ -97,9 +97,9 @@ def read_terms(terms: Any, **instead: Any) -> dict[str, Term] | None:
 
 
 def reweighed(terms: Mapping[str, Term] | None, weights: Any) -> dict[str, Term]:
-    """The same terms with other weights, one for each name.
+    """Return the terms with other weights, one for each name.
 
-    Raises `TypeError` or `ValueError` for other names, for what is no finite number >= 0, and where there are no terms.
+    Raise `TypeError` or `ValueError` for other names, for anything but finite numbers >= 0, and if there are no terms.
     """
     if terms is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Samples that count more than others."""
+"""Weights of samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class Weighted:
 
     Args:
         inputs: of any form that `BatchOptimizer.load` takes.
-        sample_weight: shape `(samples,)`: finite numbers >= 0, not all 0. A mean is then the sum of weighted losses of
-            samples divided by the sum of the weights; of classes with weights, by the sum of both weights' products; a
-            sum is the sum of weighted losses. A sample of weight 0 is evaluated all the same, and has to have a finite
-            loss.
+        sample_weight: shape `(samples,)`: finite numbers >= 0, not all 0. A mean is then the sum of the samples'
+            weighted losses divided by the sum of the weights; with class weights, by the sum of the products of both; a
+            sum is the sum of weighted losses. A sample of weight 0 is still evaluated, and must have a finite loss.
 
-    For the losses of `torch.nn` but `CTCLoss`, and for residuals, robust losses included. `load` raises `ValueError`
-    for any other loss, whose samples' losses nobody knows: have the weights among the targets there, and
-    `denominators`.
+    For the losses of `torch.nn` except `CTCLoss`, and for residuals, including robust losses. `load` raises
+    `ValueError` for any other loss, since the losses of its samples are unknown: put the weights into the targets
+    there, and pass `denominators`.
     """
 
     inputs: Any
@@ -32,7 +31,7 @@ class Weighted:
 
 
 def read_weights(sample_weight: Any, samples: int) -> torch.Tensor:
-    """As float64, shape `(samples,)`. Raises `TypeError` or `ValueError`."""
+    """Return the weights as float64, shape `(samples,)`. Raise `TypeError` or `ValueError`."""
     needed = f"`sample_weight` must be {samples} finite numbers >= 0, one a sample"
     try:
         has_dtype = hasattr(sample_weight, "dtype")  # a list of numbers would be rounded to torch's default
@@ -50,7 +49,7 @@ def read_weights(sample_weight: Any, samples: int) -> torch.Tensor:
 
 
 def refuse_weights(criterion: Any, is_of_residuals: bool, denominators: Denominators | None, is_read: bool) -> None:
-    """Raise `ValueError` for a loss whose samples cannot have weights; `is_read`: where workers read the targets."""
+    """Raise `ValueError` for a loss whose samples cannot have weights; `is_read`: workers read the targets."""
     of_torch = is_torchs_own(criterion) and not isinstance(criterion, torch.nn.CTCLoss)
     if not (is_of_residuals or of_torch) or denominators is not None:
         raise ValueError(
