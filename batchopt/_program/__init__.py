@@ -1,2 +1,1 @@
-"""The user's program (module, criterion, losses, hooks): its parameters as one vector, its state, and its way to
-workers."""
+"""The user's program (module, criterion, losses, hooks): its parameters as one vector, its state, and its pickling."""

@@ -18,8 +18,8 @@ from batchopt_workers.process.interrupts import let_through
 
 
 def copied(program: Program) -> Program:
-    """Module and criterion anew, and functions that refer to the new ones where they referred to the old. What a
-    forward has left in an attribute comes without its graph, which cannot be copied."""
+    """Return the program with copies of module and criterion, and functions that refer to the copies. Tensors with a
+    graph, which cannot be copied, that a forward has stored in an attribute are detached."""
     whole = (program.module, program.criterion)
     parts = [part for one in whole if isinstance(one, torch.nn.Module) for part in one.modules()]
     left = [tensor for part in parts for tensor in tensors_in(vars(part)) if not tensor.is_leaf]
@@ -36,7 +36,7 @@ def copied(program: Program) -> Program:
 
 
 def _copy(obj: Any, memo: dict[int, Any]) -> Any:
-    """`obj` with all that was copied before in place of the original; itself, where it cannot be copied."""
+    """Return `obj` with the copies made so far in place of the originals; `obj` itself if it cannot be copied."""
     if id(obj) in memo:
         return memo[id(obj)]
     if isinstance(obj, FunctionType):
@@ -48,13 +48,13 @@ def _copy(obj: Any, memo: dict[int, Any]) -> Any:
         )
     try:
         return copy.deepcopy(obj, memo)
-    except Exception as error:  # a lock, a library, a tensor with a graph: nothing that is evaluated at X
+    except Exception as error:  # a lock, a library, a tensor with a graph: nothing that depends on X
         let_through(error)
         return obj
 
 
 def _copy_of_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    memo[id(function)] = function  # where it refers to itself
+    memo[id(function)] = function  # in case it refers to itself
     cells = tuple(_copy_of_cell(cell, memo) for cell in function.__closure__ or ())
     names = [name for name in names_of_globals(function.__code__) if id(function.__globals__.get(name)) in memo]
     changed = {name: memo[id(function.__globals__[name])] for name in names}

@@ -1,4 +1,4 @@
-"""The user's module as an optimizer sees it: one vector of parameters, one of gradients, and the state beside them."""
+"""The user's module as an optimizer sees it: one vector of parameters, one of gradients, and the remaining state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchopt_workers.map.buffers import StepBuffers
 
 
 class Gradient:
-    """df/dX (`vector`: shape `(n,)`, X's dtype and device), and the part of each parameter, which shares its memory."""
+    """df/dX (`vector`: shape `(n,)`, X's dtype and device), and the part of each parameter, over the same memory."""
 
     def __init__(self, x: torch.Tensor, layout: Layout) -> None:
         self.vector = torch.zeros_like(x)
@@ -25,21 +25,21 @@ class Gradient:
 
     @property
     def lent(self) -> bool:
-        """Whether a tensor is left over the memory that was lent."""
+        """Tell whether a tensor still uses the lent memory."""
         return self.loan is not None and self.loan() is not None
 
     def lend(self) -> torch.Tensor:
-        """The vector as another tensor over the same memory, which is lent for as long as there is a tensor over it;
-        on an accelerator a copy."""
+        """Return the vector as another tensor over the same memory, which is lent as long as a tensor uses it; on an
+        accelerator return a copy."""
         if self.vector.device.type != "cpu" or not self.vector.numel():
             return self.vector.clone()
         memory = self.vector.view(torch.uint8).numpy()
-        self.loan = weakref.ref(memory)  # kept alive by the storages of those tensors, and by nothing else
+        self.loan = weakref.ref(memory)  # kept alive only by the storages of those tensors
         return torch.frombuffer(memory, dtype=self.vector.dtype)
 
 
 class Gradients:
-    """Where df/dX is written: `current`, and what was it before and is still lent, or was until now."""
+    """The memory of df/dX: `current`, and earlier ones that are, or until recently were, lent."""
 
     def __init__(self, x: torch.Tensor, layout: Layout) -> None:
         self._x, self._layout = x, layout
@@ -47,8 +47,8 @@ class Gradients:
         self._others: list[Gradient] = []
 
     def renew(self) -> torch.Tensor:
-        """Make `current` one that is not lent; one that was given back where there is one, since new memory is slow.
-        Returns its vector."""
+        """Make `current` one that is not lent, if possible one that was returned, since new memory is slow. Return its
+        vector."""
         if self.current.loan is None or not self.current.lent:
             return self.current.vector
         lent = [self.current, *(other for other in self._others if other.lent)]
@@ -63,7 +63,7 @@ class FlatModule:
     (df/dX); `buffers` is its state during a step."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Raises `TypeError` or `ValueError` for a module that cannot be flattened, before it is touched."""
+        """Raise `TypeError` or `ValueError` for a module that cannot be flattened, before it is changed."""
         self.module = module
         self.flat, self.parameters = flatten(module)
         self.flat.enter(self)
@@ -83,31 +83,31 @@ class FlatModule:
         return self._gradients.current.vector
 
     def lend_gradient(self) -> torch.Tensor:
-        """df/dX as a tensor that no later evaluation overwrites: those go elsewhere for as long as there is a tensor
-        over its memory."""
+        """Return df/dX as a tensor that no later evaluation overwrites: those use other memory as long as a tensor uses
+        this."""
         return self._gradients.current.lend()
 
     def renew_gradient(self) -> torch.Tensor:
-        """Have memory for df/dX that is not lent: the same as `gradient` then."""
+        """Return memory for df/dX that is not lent, which is then `gradient`."""
         return self._gradients.renew()
 
     def follow(self) -> None:
-        """Take over into X the values of parameters that were given other memory.
+        """Copy into X the values of parameters that were given other memory.
 
-        Raises `BatchoptError` where that cannot be, and for a parameter that is another object than before.
+        Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before.
         """
         check_registrations(self._registrations)
         self.flat.follow(self.module, self.parameters)
 
     def check(self) -> None:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook, which
-        would run in this process and in no other."""
+        would only run in this process."""
         check_hooks(self.named)
         check_registrations(self._registrations)
         self.flat.check(self.module, self.parameters)
 
     def written(self) -> None:
-        """X was written as a vector: a graph that needs what parameters were cannot be differentiated any more."""
+        """Note that X was written as a vector: graphs that need earlier values can no longer be differentiated."""
         torch.autograd.graph.increment_version(self.parameters)
 
     def bind(self) -> None:
@@ -115,13 +115,13 @@ class FlatModule:
         self.flat.bind(self.parameters)
 
     def show_gradients(self, used: bytes | None = None) -> None:
-        """Make every parameter's `.grad` the view of df/dX; None where `used`, of each parameter, is 0."""
+        """Make every parameter's `.grad` the view of df/dX; None if its entry in `used` is 0."""
         for i, (parameter, view) in enumerate(zip(self.parameters, self._gradients.current.views, strict=True)):
             parameter.grad = view if used is None or used[i] else None
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
-        """Each `.grad` is afterwards what it was before, also where it is df/dX, and the body writes that."""
+        """Restore each `.grad` after the body, even if it is df/dX, which the body writes."""
         gradients = [parameter.grad for parameter in self.parameters]
         for i, (gradient, view) in enumerate(zip(gradients, self._gradients.current.views, strict=True)):
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
@@ -133,5 +133,5 @@ class FlatModule:
                 parameter.grad = gradient
 
     def leave(self) -> None:
-        """Need no workers any more: X becomes memory of this process alone, unless others still share it."""
+        """Make X memory of this process alone, unless others still share it: no workers are needed any more."""
         self.flat.leave(self)

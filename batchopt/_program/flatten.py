@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.co
 
 
 class Registration(NamedTuple):
-    """Where a module registers a parameter of X: `owner._parameters[key]`; `name` is what the whole module calls it."""
+    """The place of a parameter of X in a module: `owner._parameters[key]`; `name` is its name in the whole module."""
 
     owner: torch.nn.Module
     key: str
@@ -31,7 +31,7 @@ class Registration(NamedTuple):
 
 
 def registrations(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Registration]:
-    """All places of `parameters`; of a tied one each."""
+    """Return all places of `parameters`; each place of tied ones."""
     ours = {id(parameter) for parameter in parameters}
     return [
         Registration(owner, key, f"{prefix}.{key}" if prefix else key, parameter)
@@ -42,9 +42,9 @@ def registrations(module: torch.nn.Module, parameters: list[torch.nn.Parameter])
 
 
 def check_registrations(found: list[Registration]) -> None:
-    """Raise `BatchoptError` unless each parameter still is the object that it was."""
+    """Raise `BatchoptError` unless each parameter still is the same object."""
     for owner, key, name, parameter in found:
-        held = owner._parameters  # no dict, where torch.jit made it
+        held = owner._parameters  # not a dict if torch.jit made it
         if key not in held or held[key] is not parameter:
             raise BatchoptError(
                 f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "
@@ -55,8 +55,8 @@ def check_registrations(found: list[Registration]) -> None:
 
 
 class Flat:
-    """X and what it is made of. The module's parameters are views of `vector`; `block` is the memory that
-    workers map (None for a module on an accelerator)."""
+    """X and its layout. The module's parameters are views of `vector`; `block` is the memory that workers map (None for
+    a module on an accelerator)."""
 
     def __init__(self, layout: Layout, vector: torch.Tensor, block: SharedBlock | None) -> None:
         self.layout = layout
@@ -68,24 +68,24 @@ class Flat:
             (self._base + slot.offset * step if slot.numel else 0, slot.shape, slot.dtype(layout.dtype))
             for slot in layout.slots
         ]
-        # the storages that parameters were given, each of one parameter alone; not kept alive, to see who else does
+        # the storages given to parameters, each of one parameter alone; weak, to detect other references
         self._given: dict[int, StorageWeakRef] = {}
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def enter(self, user: object) -> None:
-        """X has to be memory that workers can map for as long as `user` is there, or until it leaves."""
+        """Make X memory that workers can map as long as `user` exists, or until it leaves."""
         if self.block is not None:
             self.block.make_shared()
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """`user` needs no workers any more: if nobody does, X is memory of this process alone, at the same address."""
+        """Note that `user` needs no workers. Without users, X becomes memory of this process, at the same address."""
         self._users.discard(user)
         if self.block is not None and not self._users:
             self.block.make_private()
 
     def bind(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Make those of `parameters` that are not the views of X that they should be so, whatever they hold."""
+        """Make those of `parameters` that are not views of X such views again, whatever they hold."""
         if strayed := self._strayed(parameters):
             self._bind(parameters, strayed, self.layout.views(self.vector))
 
@@ -96,7 +96,7 @@ class Flat:
                 self._given[i] = StorageWeakRef(views[i].untyped_storage())  # type: ignore[no-untyped-call]
 
     def _strayed(self, parameters: list[torch.nn.Parameter]) -> list[int]:
-        """Those that are not the view of X that they were made; in less than a microsecond each."""
+        """Return the indices of those that are no longer the views of X; in less than a microsecond each."""
         found = []
         for i, (p, (address, shape, dtype)) in enumerate(zip(parameters, self._forms, strict=True)):
             if (
@@ -106,19 +106,19 @@ class Flat:
                 or not p.is_contiguous()
                 or (dtype.is_complex and p.is_conj())
             ):
-                found.append(i)  # a comprehension is a call more
+                found.append(i)  # a comprehension takes one more call
         return found
 
     def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Whether each of `parameters` still is the view of X that it was made."""
+        """Tell whether each of `parameters` still is its view of X."""
         return not self._strayed(parameters)
 
     def follow(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """Take over into X what parameters hold that were given other memory (p.data = ...), and make them views of X
+        """Copy into X the values of parameters that were given other memory (p.data = ...), and make them views of X
         again.
 
-        Raises `BatchoptError` for one of another shape, dtype or device, over memory of another tensor of `module`, or
-        whose place in X a tensor still views that was made before; X and the values of parameters are untouched then.
+        Raise `BatchoptError` for one of another shape, dtype or device, over memory of another tensor of `module`, or
+        whose place in X is still viewed by an older tensor; X and the values of parameters are unchanged then.
         """
         if self.vector.data_ptr() != self._base:
             raise BatchoptError(
@@ -143,7 +143,7 @@ class Flat:
             _check_memory([(slot.name, p) for slot, p in zip(slots, parameters, strict=True)], module)
         except ValueError as error:
             raise BatchoptError(f"parameters were given other memory, and {error}") from None
-        for i in strayed:  # they may have changed places among each other
+        for i in strayed:  # they may have been swapped with each other
             parameters[i].data = parameters[i].data.clone()
         for i in strayed:
             if self._is_viewed(i):
@@ -159,7 +159,7 @@ class Flat:
         self._bind(parameters, strayed, views)
 
     def _is_viewed(self, i: int) -> bool:
-        """Whether there are tensors over the storage that parameter `i` had, and it still lies in X."""
+        """Tell whether the earlier storage of parameter `i` still is a part of X and used by tensors."""
         given = self._given.get(i)
         if given is None:
             return False
@@ -169,15 +169,15 @@ class Flat:
                 return False
             del storage
             if not collected:
-                gc.collect()  # nobody may have it but garbage
+                gc.collect()  # perhaps only garbage refers to it
         return True
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """A step begins. Raise `BatchoptError` unless X still is what the module trains: its trainable `parameters`;
-        `follow`s them."""
+        """Check at the beginning of a step. Raise `BatchoptError` unless X still is what the module trains: its
+        trainable `parameters`; and `follow` them."""
         forget_copies()
         ours = set(map(id, parameters))
-        for owner in module.modules():  # without names, which take long to make
+        for owner in module.modules():  # without names, which are slow to build
             for parameter in owner._parameters.values():
                 if parameter is not None and parameter.requires_grad and id(parameter) not in ours:
                     name = next(name for name, other in module.named_parameters() if other is parameter)
@@ -193,14 +193,14 @@ def _form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> s
 
 
 _living: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
-if hasattr(os, "register_at_fork"):  # a fork's parameters are its own; workers of its own could not map them
+if hasattr(os, "register_at_fork"):  # a fork has its own copy of the parameters, which its workers could not map
     os.register_at_fork(after_in_child=_living.clear)
 
 
 def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The named parameters that X is made of, each once: complex ones first.
+    """Return the named parameters of X, each once: complex ones first.
 
-    Raises `TypeError` or `ValueError` for a module that cannot be flattened: not initialised, nothing to train, several
+    Raise `TypeError` or `ValueError` for a module that cannot be flattened: not initialised, nothing to train, several
     dtypes or devices, parameters that share memory, hooks on parameters.
     """
     if isinstance(module, type):
@@ -291,7 +291,7 @@ def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.
         start = tensor.data_ptr()
         extents.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in trained))
     extents.sort()
-    # the tensor that reaches furthest so far: among all, and among those trained
+    # the tensor that reaches furthest so far, among untrained and among trained ones
     furthest: dict[bool, tuple[int, str]] = {}
     for start, end, name, is_trained in extents:
         for kind, (reach, other) in furthest.items():
@@ -304,7 +304,7 @@ def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory: a dimension's stride does not step over the smaller ones."""
+    """Tell whether two elements may share memory: a dimension's stride does not step over the smaller ones."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -315,15 +315,15 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _start(parameters: list[torch.nn.Parameter]) -> int:
-    """The address of the first element."""
+    """Return the address of the first element."""
     return next((parameter.data_ptr() for parameter in parameters if parameter.numel()), 0)
 
 
 def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
     """Make the trainable parameters of `module` views of one vector, keeping their values.
 
-    Tied parameters count once. A module that was flattened before, and has not changed shape since, keeps its vector:
-    two optimizers over one module share X. Raises what `trainable` raises, before the module is touched.
+    Tied parameters count once. A module that was flattened before, with the same shapes, keeps its vector: two
+    optimizers over one module share X. Raise what `trainable` raises, before the module is changed.
     """
     named = trainable(module)
     parameters = [parameter for _, parameter in named]

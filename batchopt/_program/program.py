@@ -14,7 +14,7 @@ from batchopt_workers.data.packing import Packed, Placement, pack
 from batchopt_workers.map.evaluate import Program
 from batchopt_workers.process.interrupts import let_through
 
-# What is beside f: it may keep tensors of its own, and write them.
+# Parts that do not belong to f: they may keep tensors of their own, and write them.
 _BESIDE = {
     "prehook": "`prehook`",
     "posthook": "`posthook`",
@@ -23,20 +23,19 @@ _BESIDE = {
 
 
 class Source:
-    """A program pickled apart from its tensors; pickled again once anything that it refers to was changed."""
+    """A program pickled separately from its tensors, and pickled again after any change in it."""
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """`parameters`: those of X. Raises `TypeError` for a program that cannot be sent, and `ValueError` for one with
+        """`parameters`: those of X. Raise `TypeError` for a program that cannot be sent, and `ValueError` for one with
         a tensor over the memory of X."""
         self.program, self._parameters = program, parameters
         self._take(_packed(program, parameters))
 
     def follow(self, program: Program) -> bool:
-        """Take over what the user has changed since, in `program` or in what it refers to; what is in tensors is not
-        looked at. Returns whether `packed` is another one; its `data` is another one only if the workers need it.
+        """Take over the user's changes in `program` or in what it refers to; elements of tensors are not compared.
+        Return whether `packed` is a new one; its `data` is a new object only if the workers need it.
 
-        Raises `TypeError` for a program that cannot be sent any more, and `ValueError` for a tensor over the memory of
-        X.
+        Raise `TypeError` for a program that can no longer be sent, and `ValueError` for a tensor over the memory of X.
         """
         unchanged = program is self.program and not self._derived and self._snapshot.holds()
         if unchanged and not any(map(_has_another_form, self.packed.tensors, self.packed.placements)):
@@ -52,12 +51,12 @@ class Source:
         self.packed = packed
         self._snapshot = snapshot_of(self.program)
         _check_apart(self._snapshot, self._parameters)
-        # made by pickling, of something that cannot be looked into: a change is only seen by pickling again
+        # tensors made by pickling, from an object that cannot be inspected: only pickling again shows a change
         self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
 
     @property
     def read_only(self) -> dict[int, str]:
-        """The tensors that f depends on, by their place among the packed ones, and their names."""
+        """The names of the tensors that f depends on, by their index among the packed ones."""
         names = {id(met.tensor): met.path for met in tensors_of_f(self._snapshot)}
         return {i: names[id(tensor)] for i, tensor in enumerate(self.packed.tensors) if id(tensor) in names}
 
@@ -82,7 +81,7 @@ def _has_another_form(tensor: torch.Tensor, placement: Placement) -> bool:
 
 
 def _packed(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
-    """Raises `TypeError`, which names the part of the program that cannot be sent, and what of it."""
+    """Pack the program. Raise `TypeError`, which names the part that cannot be sent, and what is in it."""
     try:
         return pack(program, parameters, expanded=True)
     except Exception as error:
@@ -107,7 +106,7 @@ def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
-    """A snapshot of everything that the program refers to, with or without its hooks."""
+    """Return a snapshot of everything that the program refers to, with or without its hooks."""
     many = len(program.loss_fns) > 1
     losses = {f"loss_fn[{i}]" if many else "loss_fn": loss_fn for i, loss_fn in enumerate(program.loss_fns)}
     beside = {name: getattr(program, name) for name in _BESIDE} if hooks else {}
@@ -115,17 +114,17 @@ def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
 
 
 def tensors_of_f(snapshot: Snapshot) -> list[Met]:
-    """The tensors that f depends on: not those that hooks have for themselves."""
+    """Return the tensors that f depends on, without those that only hooks refer to."""
     return [met for met in snapshot.tensors if not met.path.startswith(tuple(_BESIDE))]
 
 
 def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raise `ValueError` for a trainable tensor that the module, the criterion or a loss function reaches, and that is
-    none of X's `parameters`: a parameter anywhere, or any other tensor that requires grad and is captured beside
-    modules, which keep what they have seen."""
+    not among X's `parameters`: any parameter, or another tensor that requires grad and is captured outside of modules
+    (inside, it may be left over from a forward)."""
     ours = {id(parameter) for parameter in parameters}
     for met in snapshot_of(program, hooks=False).tensors:
-        if met.in_class:  # what a class has, its other instances have too
+        if met.in_class:  # attributes of a class belong to its other instances too
             continue
         if met.tensor.requires_grad and id(met.tensor) not in ours and (_is_parameter(met) or not met.in_module):
             raise ValueError(

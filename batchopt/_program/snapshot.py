@@ -36,7 +36,7 @@ from batchopt_workers.data.packing import dumps
 from batchopt_workers.data.structures import slots_of
 from batchopt_workers.process.interrupts import let_through
 
-# What cannot change.
+# Types of immutable objects.
 _PYTHONS = (
     NoneType,
     bool,
@@ -61,7 +61,7 @@ _DESCRIPTORS = (
 )
 _TORCHS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _ATOMS = frozenset((*_PYTHONS, *_DESCRIPTORS, *_TORCHS, type(NotImplemented)))
-# Of a class: registries of Python's own.
+# Attributes of classes that belong to Python's own machinery.
 _MACHINERY = frozenset(("_abc_impl", "__dict__", "__weakref__"))
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
@@ -69,7 +69,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Met(NamedTuple):
-    """A tensor that was met: the way to it, and whether a `torch.nn.Module`, or a class, is on that way."""
+    """A tensor that was found: its path, and whether a `torch.nn.Module`, or a class, is on that path."""
 
     path: str
     tensor: torch.Tensor
@@ -85,26 +85,26 @@ class _Item(NamedTuple):
 
 
 class Snapshot:
-    """Everything that is reached from `roots` as pickling reaches it: attributes, items, what functions capture, and
-    the globals that functions use which are sent by value.
+    """Everything that pickling reaches from `roots`: attributes, items, what functions capture, and the globals used by
+    functions that are sent by value.
 
-    `tensors` are all that were met, each once; what is in them is not looked at. Objects whose inside Python cannot see
-    are compared as they are pickled. Never raises for an object that is odd: then `holds` never says yes.
+    `tensors` are all that were found, each once; their elements are not inspected. Objects whose content Python cannot
+    see are compared in pickled form. Never raises for an unusual object: then `holds` always returns False.
     """
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self.tensors: list[Met] = []
         self._requires_grad: list[bool] = []
-        self._hidden = False  # whether something may change that is not seen here
+        self._hidden = False  # whether something may change without being noticed
         self._empty: list[Any] = []
         self._dicts: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
         self._others: list[tuple[Callable[[], Iterator[Any]], tuple[Any, ...]]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._pickled: list[tuple[Any, bytes]] = []
-        self._seen: dict[int, object] = {}  # kept alive, so that no identity is used again
+        self._seen: dict[int, object] = {}  # kept alive, so that no identity is reused
         self._todo: list[_Item] = [_Item(obj, path, False) for path, obj in roots.items()]
-        self._modules: list[_Item] = []  # last, so that what is also met without them is known by that
+        self._modules: list[_Item] = []  # visited last, so that what is also reached otherwise has that path
         self._classes: list[_Item] = []
         while queue := self._todo or self._modules or self._classes:
             self._visit(queue.pop())
@@ -112,7 +112,7 @@ class Snapshot:
         self._known = set(map(id, self._plain))
 
     def holds(self) -> bool:
-        """Whether all refers to the very objects that it referred to, and all `requires_grad` are as they were."""
+        """Tell whether everything still refers to the same objects, and all `requires_grad` are unchanged."""
         if self._hidden or any(self._empty):
             return False
         for mapping, kept in self._dicts:
@@ -134,7 +134,7 @@ class Snapshot:
         )
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether it was met: else it was made by pickling, of something else."""
+        """Tell whether the tensor was found; otherwise pickling has made it from something else."""
         return id(tensor) in self._known
 
     # ---- the walk
@@ -149,7 +149,7 @@ class Snapshot:
         self._seen[id(obj)] = obj
         try:
             self._look_inside(item)
-        except Exception as error:  # of a class of the user's that is looked at
+        except Exception as error:  # raised by a class of the user that is inspected
             let_through(error)
             self._hidden = True
 
@@ -188,7 +188,7 @@ class Snapshot:
                 )
 
     def _read(self, item: _Item, read: Callable[[], Iterator[tuple[str, Any]]]) -> None:
-        """What `read` finds, and has to find again."""
+        """Record what `read` yields now, and must yield again."""
         parts = list(read())
 
         def values() -> Iterator[Any]:
@@ -202,7 +202,7 @@ class Snapshot:
         self.tensors.append(Met(item.path, tensor, item.in_module, item.in_class))
         self._requires_grad.append(tensor.requires_grad)
         if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor) not in _TENSORS:
-            self._hidden = True  # it is pickled, with what is in it
+            self._hidden = True  # its elements are pickled
         self._see_dict(vars(tensor))
         self._push(item, ((f".{name}", value) for name, value in vars(tensor).items()))
 
@@ -225,7 +225,7 @@ class Snapshot:
         self._see_attributes(item)
 
     def _see_attributes(self, item: _Item) -> bool:
-        """Whether there are any."""
+        """Record the attributes, and return whether there are any."""
         obj, found = item.obj, False
         attributes = getattr(obj, "__dict__", None)
         if isinstance(attributes, dict):
@@ -279,7 +279,7 @@ def _equal(array: Any, copy: Any) -> bool:
 
 
 def _is_imported(obj: Any) -> bool:
-    """Whether pickling names it, and it is imported where it arrives."""
+    """Tell whether it is pickled by name, and so imported by the receiver."""
     name = getattr(obj, "__module__", None)
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or name == "__main__":
@@ -331,7 +331,7 @@ def _of_slots(obj: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def names_of_globals(code: CodeType) -> tuple[str, ...]:
-    """The global variables that the code uses, in the functions within it too."""
+    """Return the global variables that the code uses, including the functions within it."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname.endswith("_GLOBAL")}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

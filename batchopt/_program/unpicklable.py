@@ -19,26 +19,26 @@ from batchopt_workers.data.items import Items
 from batchopt_workers.data.packing import DEVICES, pack
 from batchopt_workers.process.interrupts import let_through
 
-# How far the search goes in, and how many seconds it takes at most; then what it has found so far must do.
+# Depth and seconds after which the search ends with the best result so far.
 DEPTH = 24
 SECONDS = 2.0
 
 _PLAIN = (dict, list, tuple, set, frozenset, deque)
-# Steps that the user did not write: they leave no trace in the path.
+# Steps that the user did not write: they are omitted from the path.
 _CONTAINERS_OF_MODULES = ("_parameters", "_buffers", "_modules")
 
-Held = tuple[str, Any]  # how it is reached from what holds it: ".name", "[index]", or "" if it goes without saying
+Held = tuple[str, Any]  # the step to it: ".name", "[index]", or "" if it is obvious; and the part
 
 
 def blame(obj: object) -> str | None:
-    """The part of `obj` that cannot be pickled, as in `'module.encoder.lock' (_thread.lock)`: the variables that a
-    function captures, attributes, items, as deep as it takes.
+    """Return the part of `obj` that cannot be pickled, as in `'module.encoder.lock' (_thread.lock)`. The search goes
+    through captured variables, attributes and items.
 
-    None if `obj` can be pickled, or if no part of it is to blame. Never raises.
+    Return None if `obj` can be pickled, or if no part of it is to blame. Never raises.
     """
     try:
         found = None if _fault(obj) is None else _Search(time.monotonic() + SECONDS).inside(obj, "", DEPTH)
-    except Exception as error:  # of a class of the user's that is looked at
+    except Exception as error:  # raised by a class of the user that is inspected
         let_through(error)
         return None
     if found is None or found[0] == "":
@@ -48,7 +48,7 @@ def blame(obj: object) -> str | None:
 
 
 def _fault(obj: object) -> Exception | None:
-    """The error that pickling `obj` raises; None if it can be pickled."""
+    """Return the error that pickling `obj` raises; None if it can be pickled."""
     try:
         pack(obj)
     except Exception as error:
@@ -58,15 +58,15 @@ def _fault(obj: object) -> Exception | None:
 
 
 class _Search:
-    """A walk to the first part that cannot be pickled though all that it consists of can."""
+    """A search for the first part that cannot be pickled although all of its own parts can."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._seen: dict[int, object] = {}  # by identity; kept alive, so that no identity is used again
+        self._seen: dict[int, object] = {}  # by identity; kept alive, so that no identity is reused
 
     def inside(self, obj: object, path: str, depth: int) -> Held | None:
-        """The path to the part of `obj`, which cannot be pickled, that is to blame, and the part; None if all of its
-        faulty parts were seen before: it is held by what it holds."""
+        """Return the path to the part of `obj`, which cannot be pickled, that is to blame, and the part; None if all of
+        its faulty parts were seen before: then it is part of a cycle."""
         self._seen[id(obj)] = obj
         if depth == 0:
             return path, obj
@@ -90,7 +90,7 @@ class _Search:
 
 
 def _parts(obj: Any) -> Iterator[Held]:
-    """The objects that pickling `obj` descends to, each with its path."""
+    """Return the objects that pickling `obj` descends to, each with its path."""
     if isinstance(obj, FunctionType):
         return _of_function(obj)
     if isinstance(obj, (MethodType, BuiltinMethodType)):
@@ -130,7 +130,7 @@ def _attributes(state: dict[str, Any]) -> Iterator[Held]:
 
 
 def _is_remade(name: str, member: object) -> bool:
-    """Whether a class that is pickled by value goes without this member, and gets another at the other end."""
+    """Tell whether a class that is pickled by value omits this member, and gets a new one when unpickled."""
     return name == "_abc_impl" or isinstance(member, (GetSetDescriptorType, MemberDescriptorType))
 
 
@@ -154,7 +154,7 @@ def _of_function(function: FunctionType) -> Iterator[Held]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """The global variables that the code uses, in the functions within it too."""
+    """Yield the global variables that the code uses, including the functions within it."""
     for instruction in dis.get_instructions(code):
         if instruction.opname.endswith("_GLOBAL"):
             yield instruction.argval
@@ -164,16 +164,16 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 
 def _of_instance(obj: Any) -> Iterator[Held]:
-    """The state of an instance as it would be pickled, then its class."""
+    """Yield the state of an instance as it would be pickled, then its class."""
     if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
         reduced: Any = (None, (type(obj),), vars(obj))  # as `pack` does it
     else:
         try:
             reduced = obj.__reduce_ex__(4)
-        except Exception as error:  # it is to blame itself
+        except Exception as error:  # the object itself is to blame
             let_through(error)
             return
-    if isinstance(reduced, str):  # the name that it is known by
+    if isinstance(reduced, str):  # pickled by name
         return
     make, arguments, state, items, pairs = [*reduced, None, None, None][:5]
     yield from _of_state(obj, state)
