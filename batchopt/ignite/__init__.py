@@ -1,14 +1,12 @@
 """Training loops on pytorch-ignite: its engine, events and handlers around `opt.step`; `pip install batchopt[ignite]`.
-
-`fit` is one call for a whole training, with validation, log, checkpoints and resuming to the sample. `create_trainer`
-and `create_evaluator` are the engines alone.
-"""
+`fit` runs a complete training in one call, with validation, logging, checkpoints and exact resuming. `create_trainer`
+and `create_evaluator` provide the engines alone."""
 
 import warnings as _warnings
 
 try:
     with _warnings.catch_warnings():
-        _warnings.simplefilter("ignore", DeprecationWarning)  # of torch, for what ignite imports of torch
+        _warnings.simplefilter("ignore", DeprecationWarning)  # of torch, for ignite's imports from it
         import ignite.engine as _engine  # noqa: F401
 except ImportError as error:
     raise ImportError("batchopt.ignite needs pytorch-ignite: pip install batchopt[ignite]") from error

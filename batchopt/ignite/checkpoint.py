@@ -1,4 +1,5 @@
-"""The checkpoints of a training: a folder with files of `opt.save`, which have the position and the loop, too."""
+"""The checkpoints of a training: a folder of `opt.save` files that also contain the data position and the loop's
+state."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
 from batchopt_workers.data.layout import Layout
 
-# What the loop adds to the state of a BatchOptimizer.
+# The key of the loop's state in the state of a BatchOptimizer.
 ENTRY = "fit"
 
 _NAME = re.compile(r"(\d{8,})(?:,score=([^,]+))?\.batchopt")
 
 
 class Saved(NamedTuple):
-    """A file: of which iteration, and with which score."""
+    """A checkpoint file, with its iteration and score."""
 
     iteration: int
     score: float | None
@@ -31,19 +32,19 @@ class Saved(NamedTuple):
 
 
 class Checkpoint:
-    """Where, when and how many checkpoints `fit` writes.
+    """The folder, the times and the number of the checkpoints that `fit` writes.
 
-    A file is written whole or not at all, holds no code, and loads with `torch.load(path, weights_only=True)`;
-    `opt.load_checkpoint(path)` takes over parameters and optimizer from it.
+    A file is written completely or not at all, holds no code, and loads with `torch.load(path, weights_only=True)`;
+    `opt.load_checkpoint(path)` loads parameters and optimizer from it.
 
     Args:
-        folder: for the files, which are called by their iteration; it is made if it is missing.
+        folder: for the files, which are named after their iteration; created if missing.
         every: a number of iterations, or a trigger such as `EveryEpoch(0.5)` or `EverySeconds(600)`. Default: each
-            epoch. Where it is due at the end of an epoch, validation and callbacks come first. The end of the run is
-            saved, too, unless it is an exception.
-        keep: how many to keep, the newest.
-        best: how many to keep beside them, those with the best `score`, a name of a number that an epoch ends with
-            (`"eval_accuracy"`). mode: `"max"` if more is better, or `"min"`.
+            epoch. At the end of an epoch, validation and callbacks come first. The end of the run is saved too, unless
+            it is an exception.
+        keep: how many of the newest to keep.
+        best: how many to keep in addition, those with the best `score`, the name of a number available at the end of an
+            epoch (`"eval_accuracy"`). mode: `"max"` if more is better, or `"min"`.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Checkpoint:
         self.score, self._sign = score, -1.0 if mode == "min" else 1.0
 
     def files(self) -> list[Saved]:
-        """The checkpoints that there are, the oldest first."""
+        """Return the existing checkpoints, the oldest first."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -73,12 +74,12 @@ class Checkpoint:
         return sorted(saved, key=lambda one: (one.iteration, one.path.name))
 
     def newest(self) -> Path | None:
-        """The path of the newest checkpoint, if there is one."""
+        """Return the path of the newest checkpoint, if there is one."""
         files = self.files()
         return files[-1].path if files else None
 
     def best(self) -> Path | None:
-        """The path of the checkpoint with the best score, if one has a score; the older one of equals."""
+        """Return the path of the checkpoint with the best score, if one has a score; the older one of equals."""
         ranked = self._ranked()
         return ranked[0].path if ranked else None
 
@@ -87,8 +88,8 @@ class Checkpoint:
         return sorted(scored, key=lambda one: (-self._sign * (one.score or 0.0), one.iteration))
 
     def save(self, opt: BatchOptimizer, iteration: int, state: Any, numbers: Mapping[str, Any]) -> None:
-        """Write the checkpoint of this iteration, with the `state` of the loop, and remove those that are too many.
-        Raises `CheckpointError`."""
+        """Write the checkpoint of this iteration, with the `state` of the loop, and delete surplus ones. Raises
+        `CheckpointError`."""
         score = numbers.get(self.score) if self.best_of else None
         is_scored = isinstance(score, int | float) and math.isfinite(score)
         name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
@@ -109,10 +110,8 @@ class Checkpoint:
                 one.path.unlink(missing_ok=True)
 
     def choose(self, resume: str | os.PathLike[str]) -> Path | None:
-        """The file to go on from, by the argument `resume` of `fit`: `"never"`, `"auto"` (the newest) or a path.
-
-        Raises `ValueError` where files of another run would be taken for those of this one.
-        """
+        """Return the file to resume from, by the argument `resume` of `fit`: `"never"`, `"auto"` (the newest) or a
+        path. Raises `ValueError` if files of another run would be mistaken for those of this one."""
         files = self.files()
         if resume == "auto":
             return files[-1].path if files else None
@@ -135,7 +134,7 @@ class Checkpoint:
 
 
 def restore(opt: BatchOptimizer, path: Path, take: Callable[[Any], None]) -> None:
-    """Go on from a file: `take` the loop's state, then that of `opt`. Raises `CheckpointError`."""
+    """Resume from a file: `take` the loop's state, then load that of `opt`. Raises `CheckpointError`."""
     state = file.read(path, opt._function.subject.flat.layout)
     if ENTRY not in state:
         raise CheckpointError(
@@ -150,7 +149,7 @@ def restore(opt: BatchOptimizer, path: Path, take: Callable[[Any], None]) -> Non
 
 
 def plain(state: Any) -> Any:
-    """The same where subclasses of dict, such as the milestones of schedulers, are dicts."""
+    """Return the state with subclasses of dict, such as the milestones of schedulers, as dicts."""
     if isinstance(state, dict):
         return {key: plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):

@@ -1,4 +1,4 @@
-"""What an engine does with an exception."""
+"""Exceptions in an engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 def guarded(engine: AnyEngine) -> AnyEngine:
-    """The same engine, which raises what its run, or a handler, has raised.
+    """Return the engine, changed to raise what its run, or a handler, has raised.
 
-    All handlers of `Events.EXCEPTION_RAISED` are called before, once each. What one of them raises is logged, and
-    neither hides the error nor keeps the others from being called. Without this, ignite goes on with the next epoch if
+    All handlers of `Events.EXCEPTION_RAISED` are called first, once each. Exceptions in them are logged; they neither
+    hide the error nor keep the other handlers from being called. Without this, ignite continues with the next epoch if
     there is such a handler.
     """
     told: list[BaseException] = []  # ignite passes an error on at each level of its loops
@@ -25,7 +25,7 @@ def guarded(engine: AnyEngine) -> AnyEngine:
         if not told or told[0] is not error:
             told[:] = [error]
             _tell(engine, error)
-        engine._internal_run_generator = None  # it is over: the next run must not ask it for more
+        engine._internal_run_generator = None  # the run is over: the next one must not resume this generator
         raise error
 
     setattr(engine, "_handle_exception", handle)  # noqa: B010  # mypy: a method

@@ -14,7 +14,7 @@ from batchopt.optimizer import BatchOptimizer
 
 
 class Predictions:
-    """An iteration predicts for all of `data`, batch by batch."""
+    """An iterable that predicts for all of `data`, batch by batch."""
 
     def __init__(self, opt: BatchOptimizer, data: Any, transform: Callable[[Any], Any] | None) -> None:
         self._opt, self._data, self._transform = opt, data, transform
@@ -55,7 +55,7 @@ class Evaluator(Engine):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State:
-        """One pass over `data`; the metrics are in `state.metrics` when it is `COMPLETED`."""
+        """Make one pass over `data`; the metrics are in `state.metrics` at `COMPLETED`."""
         if data is None or max_iters is not None or epoch_length is not None or max_epochs not in (None, 1):
             raise ValueError("an evaluator goes over its data once: give `data` alone")
         self.state.epoch_length = None  # of other data
@@ -66,15 +66,18 @@ class Evaluator(Engine):
 def create_evaluator(
     opt: BatchOptimizer, metrics: Any = None, *, transform: Callable[[Any], Any] | None = None
 ) -> Engine:
-    """An `ignite.engine.Engine` that predicts on the workers; `engine.state.output` is `(outputs, targets)` of a batch.
+    """Return an `ignite.engine.Engine` that predicts on the workers; `engine.state.output` is `(outputs, targets)` of a
+    batch.
 
-    `engine.run(data)` takes what `opt.score` does: a batch, a loader of batches, `Batches`, a `Dataset`. metrics: what
-    `opt.score` takes, too; each is given all outputs and targets at once, in order, so it is the number of one process.
-    The values are in `engine.state.metrics` after the run; that of a single metric under `"metric"`. Metrics of ignite
-    that you attach yourself are given batch after batch. transform: what workers make of outputs.
+    `engine.run(data)` takes the same data as `opt.score`: a batch, a loader of batches, `Batches`, a `Dataset`. The
+    module is in evaluation mode during the run; nothing of `opt` changes, and a run may come between two steps of a
+    trainer. Exceptions are raised unchanged: see `guarded`.
 
-    The module is in evaluation mode meanwhile; nothing of `opt` changes, and this may come between two steps of a
-    trainer. An exception is raised as it is: see `guarded`.
+    Args:
+        metrics: as for `opt.score`; each is given all outputs and targets at once, in order, so it has the value of a
+            single process. The values are in `engine.state.metrics` after the run; that of a single metric under
+            `"metric"`. Metrics of ignite that you attach yourself are given batch after batch.
+        transform: applied to outputs by the workers.
     """
     if not isinstance(opt, BatchOptimizer):
         raise TypeError(f"`opt` must be a BatchOptimizer; got {type(opt).__name__}")

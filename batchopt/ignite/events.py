@@ -1,4 +1,4 @@
-"""Events in the middle of a step: evaluations of the closure, and iterations of batchopt's own optimizers."""
+"""Events within a step: evaluations of the closure, and iterations of batchopt's own optimizers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from batchopt.optim.status import Iteration
 from batchopt.optimizer import BatchOptimizer
 
 
-# Events are equal if their names are, so these must not be called as ignite's own are.
+# Events are equal if their names are, so these names must differ from ignite's own.
 class StepEvents(EventEnum):
-    """`EVALUATED`: f and df/dX were evaluated; `engine.state.evaluation` tells about it. `ACCEPTED`: `LBFGS`, `CG` or
+    """`EVALUATED`: f and df/dX were evaluated; `engine.state.evaluation` describes it. `ACCEPTED`: `LBFGS`, `CG` or
     `SSBroyden` has accepted a point; `engine.state.iterate` is its `Iteration`. `engine.terminate()` in a handler of
-    the latter ends the step, too.
+    the latter also ends the step.
 
     Filters count all evaluations, and all iterations, of the optimizer: `StepEvents.EVALUATED(every=10)`.
     """
@@ -31,7 +31,7 @@ COUNTS = {StepEvents.EVALUATED: "evaluations", StepEvents.ACCEPTED: "iterates"}
 
 
 class Evaluation(NamedTuple):
-    """The `number`-th evaluation of all found `loss`, and that of each term by name; it took so many `seconds`."""
+    """The `number`-th evaluation of all, which found `loss` and that of each term by name, and took `seconds`."""
 
     number: int
     loss: float
@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
 
 
 class _Evaluations(Observer):
-    """Tells an engine of each evaluation."""
+    """Fires an engine's event at each evaluation."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class _Evaluations(Observer):
 
 @contextmanager
 def telling(engine: Engine, opt: BatchOptimizer) -> Iterator[None]:
-    """The engine is told of what happens in steps of `opt` in the body, where somebody listens."""
+    """Fire the engine's events for the steps of `opt` in the body, where they have handlers."""
     evaluations = _Evaluations(engine) if engine._event_handlers.get(StepEvents.EVALUATED) else Observer()
     optimizer = opt.optimizer
     listens = isinstance(optimizer, Minimizer) and engine._event_handlers.get(StepEvents.ACCEPTED)
@@ -72,7 +72,8 @@ def telling(engine: Engine, opt: BatchOptimizer) -> Iterator[None]:
 
 
 def _and_the_engine(own: Callable[[Iteration], object] | None, engine: Engine) -> Callable[[Iteration], bool]:
-    """The user's own callback, which is asked first, and the engine's event; whether one of them ends the step."""
+    """Return a callback that calls the user's own, then fires the event, and tells whether either of them ends the
+    step."""
 
     def accepted(iteration: Iteration) -> bool:
         ends = own is not None and bool(own(iteration))

@@ -1,4 +1,4 @@
-"""What an engine iterates over: batches that are read and placed while the workers compute."""
+"""The data of an engine: batches that are read and placed while the workers compute."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from batchopt._data.prefetch import to_the_end
 from batchopt._function.prepared import PreparedBatch
 from batchopt.optimizer import BatchOptimizer
 
-# Makes what `opt.step` takes of what a loader yields.
+# Converts what a loader yields to an argument of `opt.step`.
 Prepare = Callable[[Any], Any]
 
 
 class Feed:
-    """Each iteration is one over `opt.prepared(data)`; of `Batches`, the rest of their epoch."""
+    """An iterable over `opt.prepared(data)`; with `Batches`, over the remaining epoch."""
 
     def __init__(self, opt: BatchOptimizer, data: Iterable[Any], prepare: Prepare | None) -> None:
         self._opt = opt
@@ -29,11 +29,11 @@ class Feed:
         return self._present
 
     def __len__(self) -> int:
-        """Batches in an epoch; raises `TypeError` where nobody knows."""
+        """Return the number of batches in an epoch; raise `TypeError` if unknown."""
         return len(self.data)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """End the present iteration, and with it what reads ahead."""
+        """End the current iteration, and reading ahead with it."""
         present, self._present = self._present, None
         if present is not None:
             present.close()  # type: ignore[attr-defined]  # it is a generator
@@ -44,7 +44,7 @@ def _converted(data: Iterable[Any], prepare: Prepare) -> Iterable[Any]:
 
 
 class _Converted:
-    """Each of the batches, converted."""
+    """The batches, converted."""
 
     def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
         self._data, self._prepare = data, prepare
@@ -57,7 +57,7 @@ class _Converted:
 
 
 class _ConvertedBatches(Batches):
-    """The batches of others, converted: with their position."""
+    """The converted batches of other `Batches`, with their position."""
 
     def __init__(self, batches: Batches, prepare: Prepare) -> None:
         self._batches, self._prepare = batches, prepare
@@ -66,17 +66,17 @@ class _ConvertedBatches(Batches):
         return len(self._batches)
 
     def turns(self) -> Iterator[Turn]:
-        """The rest of the epoch."""
+        """Return the remaining turns of the epoch."""
         return (turn._replace(batch=self._prepare(turn.batch)) for turn in self._batches.turns())
 
     def finish(self, turn: Turn) -> None:
-        """Count this batch there."""
+        """Count this batch in the original `Batches`."""
         self._batches.finish(turn)
 
     def rows(self, turn: Turn) -> Sequence[int] | None:
-        """Which samples of the data this batch has."""
+        """Return the indices of this batch's samples in the data."""
         return self._batches.rows(turn)
 
     def whole(self) -> Iterator[Any]:
-        """All batches of the present epoch."""
+        """Return all batches of the current epoch."""
         return (self._prepare(batch) for batch in self._batches.whole())

@@ -1,4 +1,4 @@
-"""A whole training in one call."""
+"""A complete training in one call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fit(
     *,
     epochs: int,
     eval_data: Any = None,
-    metrics: Any = {},  # noqa: B006  # never changed
+    metrics: Any = {},  # noqa: B006  # never modified
     begin_epoch: int = 0,
     score_every: int = 1,
     on_batch: Any = (),
@@ -47,33 +47,33 @@ def fit(
     epoch_0: bool = False,
     time_limit: float | None = None,
 ) -> State:
-    """Step with `opt` on all batches of `train` until `epochs` epochs are done, those of an earlier run included.
+    """Step with `opt` on all batches of `train` until `epochs` epochs are complete, including those of an earlier run.
 
     After each batch: scheduler (if by batch), monitor, `on_batch`, log and checkpoint if they are due then. After each
     epoch: validation, with `on_eval_batch` after each of its batches and `on_eval` at its end; scheduler; early
-    stopping; log; `on_epoch`; checkpoint. So `on_epoch` comes with the numbers of the validation.
+    stopping; log; `on_epoch`; checkpoint. So `on_epoch` receives the numbers of the validation.
 
     Args:
-        train: `Batches`, which go on from their position; else tensors or a Dataset, as one batch; or a `DataLoader`,
+        train: `Batches`, continued from their position; else tensors or a Dataset, as one batch; or a `DataLoader`,
             whose order is then a function of the seed of `opt` and the epoch.
-        eval_data, metrics: as for `opt.score`. The values are called `eval_` and the name of the metric. Without
-            `eval_data` metrics are of the training data, by a forward at the end of the epoch, under their own names.
-        begin_epoch: epochs that are taken as done at the start.
+        eval_data, metrics: as for `opt.score`. The values are named `eval_` plus the name of the metric. Without
+            `eval_data`, metrics are of the training data, by a forward at the end of the epoch, under their own names.
+        begin_epoch: number of epochs considered complete at the start.
         score_every: epochs from one validation to the next.
         on_batch, on_epoch, on_eval_batch, on_eval: a function of a `Moment`, or several; one that returns True stops.
         monitor: a `Monitor`. scheduler: one of torch or ignite over `opt.optimizer`, stepped by `scheduler_step`,
-            `"epoch"` or `"batch"`; `ReduceLROnPlateau` watches `eval_loss`, or `loss` where there is none.
+            `"epoch"` or `"batch"`; `ReduceLROnPlateau` watches `eval_loss`, or `loss` without it.
         checkpoint: a folder for checkpoints, of which the newest `keep` are kept; or a `Checkpoint`.
         resume: `"never"`; `"auto"`, from the newest checkpoint if there is one; or the path of one.
         log: the path of a record, `"log.jsonl"`; a folder for TensorBoard, `"runs/"`; a `Record`; or several.
-        patience: stop if `eval_loss` (or `loss`, without validation) was not better for so many epochs; or an
+        patience: stop if `eval_loss` (or `loss`, without validation) has not improved for this many epochs; or an
             `EarlyStopping` of another number.
-        epoch_0: validate, write a line and call `on_epoch` before the first epoch, too.
-        time_limit: stop after so many seconds, with those of the runs that this one goes on from.
+        epoch_0: also validate, write a line and call `on_epoch` before the first epoch.
+        time_limit: stop after this many seconds, including those of the runs that this one resumes.
 
-    Returns the state of the engine; `metrics` has the numbers of the last epoch. Whatever is raised in a step or by a
-    callback is raised. A run that was killed at any batch, and resumed, has the bits of one that was not; with
-    `chunk_size`, with any number of workers.
+    Returns the state of the engine; `metrics` has the numbers of the last epoch. Exceptions in a step or a callback are
+    raised unchanged. A run that was killed at any batch, and resumed, has the same bits as an uninterrupted one; with
+    `chunk_size`, for any number of workers.
     """
     batches = _positioned(batches_of(train, opt._function.settings.seed), begin_epoch)
     trainer = create_trainer(opt)
@@ -124,7 +124,8 @@ def _run(
 
 
 def _positioned(batches: Batches, begin_epoch: int) -> Batches:
-    """The same, after so many epochs. Raises `ValueError` if they are elsewhere already, or have no length."""
+    """Return the batches, after this many epochs. Raises `ValueError` if they are at another position, or have no
+    length."""
     begin = arguments.read_optional_count("begin_epoch", begin_epoch or None) or 0
     if begin and batches.iteration == 0:
         length = length_of(batches)
@@ -137,13 +138,13 @@ def _positioned(batches: Batches, begin_epoch: int) -> Batches:
 
 
 class _Silent(Log):
-    """A log of a process that writes no files."""
+    """A log in a process that writes no files."""
 
     def __init__(self, log: Log) -> None:
         self.interval = log.interval
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the process that writes has it."""
+        """Return no state: the process that writes has it."""
         return {}
 
 
@@ -177,7 +178,7 @@ def _read_metrics(parts: Parts, opt: BatchOptimizer, eval_data: Any, metrics: An
 
 
 def _read_patience(patience: Any, parts: Parts) -> EarlyStopping | None:
-    """Raises `ValueError` for a number that no epoch ends with."""
+    """Return the early stopping. Raises `ValueError` for a number that is not available at the end of an epoch."""
     prefix = "" if parts.evaluator is None else "eval_"
     known = ["loss", *(f"{prefix}{name}" for name in parts.metrics)]
     if patience is None or isinstance(patience, EarlyStopping):
@@ -199,7 +200,7 @@ class TensorBoard:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
-            import tensorboard  # torch's writer says less of what is missing
+            import tensorboard  # torch's writer has a less helpful message if it is missing
         except ImportError as error:
             raise ImportError(
                 f"log={os.fspath(path)!r} is a folder for TensorBoard, and it is missing: "
@@ -210,7 +211,7 @@ class TensorBoard:
         self._logger: Any = None
 
     def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
-        """Begin to write; what a killed run wrote after its checkpoint no longer counts."""
+        """Start writing; entries that a killed run wrote after its checkpoint are discarded."""
         from ignite.handlers import TensorboardLogger
 
         self._logger = TensorboardLogger(log_dir=self._path, purge_step=iteration + 1 if iteration else None)
@@ -227,11 +228,11 @@ class TensorBoard:
         self._logger.writer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the iteration says it all."""
+        """Return no state: the iteration suffices."""
         return {}
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending entries."""
         if self._logger is not None:
             self._logger.close()
             self._logger = None

@@ -1,4 +1,4 @@
-"""The parts of a training in their order: what happens after each batch and each epoch."""
+"""The parts of a training in their order: the actions after each batch and each epoch."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from batchopt.optimizer import BatchOptimizer
 
 
 class Log(Protocol):
-    """Where numbers are written: at the end of each epoch, or where `interval` says."""
+    """A destination of numbers: at the end of each epoch, or when `interval` is due."""
 
     interval: Filter | None
 
     def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
-        """Begin to write; after what was written when `state_dict` returned this state, before an iteration."""
+        """Start writing before an iteration; after what was written when `state_dict` returned this state."""
         return
 
     def batch(self, loss: float, iteration: int) -> None:
-        """A batch is done."""
+        """Record a finished batch."""
         return
 
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Write these."""
+        """Write these numbers."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the log is, as plain data."""
+        """Return the position of the log, as plain data."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending entries."""
         return
 
 
 @dataclass
 class Parts:
-    """What a training is made of; `evaluator` runs over `eval_data` every `score_every` epochs."""
+    """The parts of a training; `evaluator` runs over `eval_data` every `score_every` epochs."""
 
     epochs: int
     evaluator: Engine | None = None
@@ -71,7 +71,7 @@ class Parts:
 
 
 class Loop:
-    """Goes through the parts, as the events of a trainer come."""
+    """Runs the parts at the events of a trainer."""
 
     def __init__(
         self, opt: BatchOptimizer, trainer: Engine, batches: Batches, parts: Parts, progress: Progress
@@ -79,17 +79,17 @@ class Loop:
         self._opt, self._trainer, self._batches, self._parts = opt, trainer, batches, parts
         self._progress = progress
         self._mean, self._log_means = Mean(), [Mean() for _ in parts.logs]
-        self._log_states: list[dict[str, Any]] | None = None  # where each log goes on
-        self._due: set[int] = set()  # logs that get a line, and -1 for the checkpoint, at the end of the epoch
+        self._log_states: list[dict[str, Any]] | None = None  # where each log resumes
+        self._due: set[int] = set()  # logs due at the end of the epoch, and -1 for the checkpoint
         self._stops = False
         self._elapsed, self._began = 0.0, time.monotonic()
-        self._closed = batches.epoch  # epochs whose end is done with
+        self._closed = batches.epoch  # epochs whose end has been handled
         self._saved: int | None = None  # the iteration of the last checkpoint
         self._numbers: dict[str, Any] = {}
         self._number = self._index  # of the last batch in its epoch
 
     def attach(self) -> None:
-        """Follow the trainer and the evaluator."""
+        """Attach to the events of the trainer and the evaluator."""
         add = self._trainer.add_event_handler
         add(Events.STARTED, self._started)
         add(Events.EPOCH_STARTED, self._epoch_begins)
@@ -174,14 +174,14 @@ class Loop:
     def _eval_batch_done(self, evaluator: Engine) -> None:
         self._call(self._parts.on_eval_batch, evaluator.state.iteration, {}, evaluator.state.output)
 
-    # ---- what they do
+    # ---- actions
 
     @property
     def _index(self) -> int:
         return self._batches.state_dict()["index"]
 
     def _count(self, ended: bool) -> int:
-        """Of the batch that is done, in its epoch, from 1 on."""
+        """Return the number of the finished batch in its epoch, from 1 on."""
         self._number = self._number + 1 if ended else self._index
         return self._number
 
@@ -191,7 +191,7 @@ class Loop:
         return self._opt._function.once(lambda: interval(self._trainer, self._trainer.state.iteration))
 
     def _write_and_save_what_is_due(self, ended: bool) -> None:
-        """At the end of an epoch that is done later, with the numbers that it ends with."""
+        """Write and save what is due; at the end of an epoch this is deferred, to include its numbers."""
         for number, log in enumerate(self._parts.logs):
             if self._is_due(log.interval, ended):
                 if ended:
@@ -214,7 +214,7 @@ class Loop:
         log.write(writable(line), state.iteration)
 
     def _epochs(self) -> float:
-        """Epochs that are finished, with the finished part of the present one."""
+        """Return the number of finished epochs, plus the finished fraction of the current one."""
         if self._index == 0:
             return self._batches.epoch
         length = self._trainer.state.epoch_length
@@ -238,7 +238,8 @@ class Loop:
                     self._stops = True
 
     def _stop_if_asked(self, at_the_end: bool = False) -> None:
-        """Stop; after the last batch of an epoch, once the epoch is done with, which ignite would leave out."""
+        """Stop if requested; after the last batch of an epoch, only once its end is handled, which ignite would
+        skip."""
         self._stops = self._stops or bool(self._trainer.should_terminate)
         if self._stops:
             self._trainer.should_terminate = not at_the_end
@@ -254,7 +255,7 @@ class Loop:
             self._parts.checkpoint.save(self._opt, iteration, self.state_dict(), numbers)
 
     def _named(self) -> dict[str, Any]:
-        """The parts that have a state, but for the batches and the logs."""
+        """Return the parts that have a state, except the batches and the logs."""
         parts = self._parts
         intervals = {
             "checkpoint every": parts.checkpoint and parts.checkpoint.interval,
@@ -266,7 +267,7 @@ class Loop:
         return {name: part for name, part in found.items() if hasattr(part, "state_dict")}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is: plain data."""
+        """Return the position of the training, as plain data."""
         state = self._trainer.state
         return {
             "batches": self._batches.state_dict(),
@@ -278,7 +279,7 @@ class Loop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Raises `ValueError` for another data set or another scheduler; changes nothing then."""
+        """Resume from there. Raises `ValueError`, and changes nothing, for another data set or another scheduler."""
         named = self._named()
         if ("scheduler" in named) != ("scheduler" in state["parts"]):
             there = "with" if "scheduler" in state["parts"] else "without"
@@ -298,17 +299,17 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was stopped because nothing got better."""
+        """Tell whether early stopping has ended the training."""
         return self._parts.stopping is not None and self._parts.stopping.reached
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a training is.
+    """The position of a training, for callbacks.
 
-    `epoch` is the present epoch, or the one that has just ended, from 1 on; 0 before the first. `batch` is the number
-    of the batch in its epoch, or in the evaluation, from 1 on; 0 where it is about a whole epoch. `iteration` counts
-    batches in all epochs. `numbers` has what there is: `loss` of the batch, or the mean of the epoch, and metrics.
+    `epoch` is the current epoch, or the one that has just ended, from 1 on; 0 before the first. `batch` is the number
+    of the batch in its epoch, or in the evaluation, from 1 on; 0 for events of an epoch. `iteration` counts batches
+    over all epochs. `numbers` has the available numbers: `loss` of the batch, or the mean of the epoch, and metrics.
     `output` is the loss, or `(outputs, targets)` of a batch of the evaluation. `trainer` is the engine:
     `trainer.terminate()` stops.
     """
@@ -326,7 +327,7 @@ Callback = Callable[[Moment], Any]
 
 
 def read_callbacks(name: str, given: Any) -> tuple[Callback, ...]:
-    """One callback, or several. Raises `TypeError`."""
+    """Return the given callback, or several, as a tuple. Raises `TypeError`."""
     callbacks = tuple(given) if isinstance(given, Iterable) else (given,)
     for callback in callbacks:
         if callback is None:
@@ -336,51 +337,51 @@ def read_callbacks(name: str, given: Any) -> tuple[Callback, ...]:
 
 
 class Mean:
-    """The mean of losses, weighed by samples."""
+    """The mean of losses, weighted by samples."""
 
     def __init__(self) -> None:
         self._sum, self._samples = 0.0, 0
 
     def add(self, loss: float, samples: int) -> None:
-        """Take in the loss of a batch."""
+        """Add the loss of a batch."""
         self._sum += loss * samples
         self._samples += samples
 
     def take(self) -> dict[str, float]:
-        """The mean, as `loss`, if there is one; it begins anew."""
+        """Return the mean, as `loss`, if there is one, and reset it."""
         found = {"loss": self._sum / self._samples} if self._samples else {}
         self._sum, self._samples = 0.0, 0
         return found
 
     def state_dict(self) -> list[float]:
-        """The sum so far, and of how many samples."""
+        """Return the sum so far, and its number of samples."""
         return [self._sum, self._samples]
 
     def load_state_dict(self, state: list[float]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self._sum, self._samples = state[0], int(state[1])
 
 
 def writable(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are numbers."""
+    """Return the entries that are numbers."""
     return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
 
 
 def learning_rate(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
-    """`lr` of the first group of parameters, if there is one."""
+    """Return `lr` of the first parameter group, if there is one."""
     rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
     return {} if rate is None else {"lr": float(rate)}
 
 
 class Progress:
-    """`verbose` 1: a bar for each epoch. 2 and 3: a log record for each epoch, with its numbers."""
+    """Shows progress, by `verbose`: 1: a bar for each epoch. 2 and 3: a log record for each epoch, with its numbers."""
 
     def __init__(self, verbose: int, epochs: int) -> None:
         self._verbose, self._epochs = verbose, epochs
         self._bar: ProgressBar | None = None
 
     def batch(self, epoch: int, batch: int, batches: int | None, loss: float) -> None:
-        """A batch of this number in its epoch is done, of so many."""
+        """Show the finished batch with this number in its epoch, out of `batches`."""
         if self._verbose != 1:
             return
         if self._bar is None:
@@ -390,7 +391,7 @@ class Progress:
         self._bar.update()
 
     def epoch(self, epoch: int, numbers: Mapping[str, Any]) -> None:
-        """An epoch is over."""
+        """Show the end of an epoch."""
         text = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=True)
@@ -407,7 +408,7 @@ class Progress:
 
 @contextmanager
 def progress(opt: BatchOptimizer, epochs: int) -> Iterator[Progress]:
-    """Of `opt`, whose own bar rests meanwhile."""
+    """Show the progress of `opt`, whose own bar is paused in the body."""
     shown = Progress(opt._function.verbose, epochs)
     try:
         with opt._function.without_bar():

@@ -1,4 +1,4 @@
-"""Statistics of parameters, gradients and what inner layers return."""
+"""Statistics of parameters, gradients and outputs of inner layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Statistic = Callable[[torch.Tensor], Any]
 
 
 def norm_by_size(tensor: torch.Tensor) -> float:
-    """The Euclidean norm over the square root of the size: how large an element is."""
+    """Return the Euclidean norm divided by the square root of the size: the typical magnitude of an element."""
     return float(reals(tensor).double().norm()) / math.sqrt(max(tensor.numel(), 1))
 
 
@@ -27,13 +27,13 @@ class Monitor:
     """Computes a statistic of each tensor whose name matches.
 
     Names are those of the module: `0.weight` is a parameter, `0.weight.grad` its gradient in the last evaluation, and
-    `0.output` what a layer, a part without parts, returns for the batch with the parameters that the step has left: one
-    forward on the workers. `values` has the numbers by name, and lines of logs have them, too.
+    `0.output` the output of a layer (a part without parts) for the batch with the parameters after the step: one
+    forward on the workers. `values` has the numbers by name, and they are included in lines of logs.
 
     Args:
-        pattern: a regular expression that the whole name must match. Default: all. Layers that return something else
-            than a row for each sample cannot be monitored, and must not match.
-        statistic: makes a number of a tensor. Default: its norm over the square root of its size.
+        pattern: a regular expression that the full name must match. Default: all. Layers that do not return one row per
+            sample cannot be monitored, and must not match.
+        statistic: computes a number from a tensor. Default: its norm divided by the square root of its size.
         every: a number of iterations, or a trigger such as `EveryEpoch(0.5)`.
     """
 
@@ -45,7 +45,7 @@ class Monitor:
         self.values: dict[str, float] = {}
 
     def look(self, opt: BatchOptimizer) -> dict[str, float]:
-        """The numbers of now, between two steps of `opt`; they are in `values`, too."""
+        """Return the current numbers, between two steps of `opt`, and store them in `values`."""
         found = {name: float(self._statistic(tensor)) for name, tensor in self._tensors(opt)}
         self.values = found
         return found
@@ -63,7 +63,7 @@ class Monitor:
 
 
 def _leaves(path: str, found: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what was collected, by the names of layers, or of terms and layers."""
+    """Yield the collected tensors, by the names of layers, or of terms and layers."""
     if isinstance(found, torch.Tensor):
         yield f"{path}.output", found
         return

@@ -1,4 +1,4 @@
-"""The record of a training: a file with a line of JSON for each epoch, or another interval."""
+"""The record of a training: a file with a line of JSON for each epoch, or at another interval."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """A file with a JSON object a line, which can be read while it is written.
+    """A file with one JSON object per line, which can be read while it is written.
 
     Args:
-        path: of the file. A new run overwrites it; one that is resumed goes on after the line of its checkpoint, and
-            lines that a killed run wrote after that are written again.
+        path: of the file. A new run overwrites it; a resumed one continues after the line of its checkpoint, and lines
+            that a killed run wrote after that are written again.
         every: a number of iterations, or a trigger such as `EveryEpoch(0.5)`. Default: each epoch. `loss` is the mean
             since the last line.
-        keys: the numbers to write, beside `epoch`, `iteration` and `elapsed_time`. Default: all.
+        keys: the numbers to write, in addition to `epoch`, `iteration` and `elapsed_time`. Default: all.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: Any = None, keys: Sequence[str] | None = None) -> None:
@@ -51,10 +51,11 @@ class Record:
             self._file = self.path.open("wb")
 
     def batch(self, loss: float, iteration: int) -> None:
-        """Nothing."""
+        """Ignore a single batch."""
 
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Write a line, at once. What is not finite is null, since JSON has no name for it."""
+        """Write a line, flushed immediately. Numbers that are not finite are null, since JSON has no notation for
+        them."""
         assert self._file is not None
         always = ("epoch", "iteration", "elapsed_time")
         line = {
@@ -66,22 +67,22 @@ class Record:
         self._file.flush()
 
     def state_dict(self) -> dict[str, int]:
-        """How long the file is."""
+        """Return the length of the file."""
         return {"position": 0 if self._file is None else self._file.tell()}
 
     def close(self) -> None:
-        """Close the file; it can be read as before."""
+        """Close the file; it can still be read."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines that are complete, of this run or another one."""
+        """Return all complete lines, of this run or another one."""
         *complete, _ = self.path.read_text().split("\n")
         return [json.loads(line) for line in complete]
 
     def table(self, keys: Sequence[str] | None = None) -> str:
-        """The lines as a table, for `print`; of these numbers, or of all."""
+        """Return the lines as a table, for `print`, with these numbers or all."""
         lines = self.lines()
         names = list(keys) if keys is not None else list(dict.fromkeys(name for line in lines for name in line))
         rows = [names, *([_shown(line.get(name)) for name in names] for line in lines)]
@@ -89,10 +90,8 @@ class Record:
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
     def plot(self, path: str | os.PathLike[str] | None = None, keys: Sequence[str] | None = None) -> Figure:
-        """A picture, saved to `path` if one is given: numbers over epochs. Default: all but learning rate and time.
-
-        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`.
-        """
+        """Return a figure, saved to `path` if given: numbers over epochs. Default: all but learning rate and time.
+        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from batchopt.ignite.checkpoint import plain
 
 
 class Schedule:
-    """A scheduler of torch, which is stepped after each batch or epoch; or one of ignite, which is called before."""
+    """A torch scheduler, stepped after each batch or epoch, or one of ignite, called before it."""
 
     def __init__(self, scheduler: Any, step: str) -> None:
         if step not in ("epoch", "batch"):
@@ -27,12 +27,12 @@ class Schedule:
         self._scheduler, self.by = scheduler, step
 
     def before(self, engine: Engine) -> None:
-        """A batch, or an epoch, begins."""
+        """Handle the beginning of a batch or an epoch."""
         if not self._is_torchs:
             self._scheduler(engine)
 
     def after(self, numbers: Mapping[str, Any]) -> None:
-        """It is over, with these numbers."""
+        """Handle its end, with these numbers."""
         if not self._is_torchs:
             return
         if isinstance(self._scheduler, ReduceLROnPlateau):
@@ -41,7 +41,7 @@ class Schedule:
             self._scheduler.step()
 
     def state_dict(self) -> Any:
-        """Plain data."""
+        """Return the state as plain data."""
         state = plain(self._scheduler.state_dict())
         return {"class": type(self._scheduler).__name__, "step": self.by, "state": state}
 
@@ -53,13 +53,13 @@ class Schedule:
                 raise ValueError(f"it was written with {what} {state[name]}, and here is {here}: give fit() the same")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        own = state["state"] if "class" in state else state  # of an older file
+        """Resume from there."""
+        own = state["state"] if "class" in state else state  # an older file
         self._scheduler.load_state_dict(_counted(own, self._scheduler.state_dict()))
 
 
 def _counted(state: Any, like: Any) -> Any:
-    """The same where what is a Counter in `like`, such as the milestones of a scheduler in another one, is one."""
+    """Return the state with Counters where `like` has them, such as the milestones of a scheduler."""
     if isinstance(like, Counter):
         return Counter(state)
     if isinstance(like, dict) and isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""Batches of whatever `fit` is given, with a position from which a run goes on exactly."""
+"""Batches of any data given to `fit`, with a position from which a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from batchopt._data.prefetch import to_the_end
 
 
 def batches_of(data: Any, seed: int) -> Batches:
-    """`data` itself if it is `Batches`, else `Batches` of it: one batch of tensors and datasets; of a loader its own,
-    in an order that depends on `seed` and the epoch alone."""
+    """Return `data` itself if it is `Batches`, else `Batches` of it: one batch of tensors and datasets; those of a
+    loader, in an order that depends on `seed` and the epoch alone."""
     if isinstance(data, Batches):
         return data
     batches = Batches(data)
@@ -28,16 +28,16 @@ def batches_of(data: Any, seed: int) -> Batches:
 
 
 class SeededLoader(LoaderSource):
-    """The batches of a loader. What it draws of its generators, and of those of this process, is seeded: for its order
-    by the epoch, for what happens to samples in this process by the batch, too. Generators of the process are put back;
-    the loader's own are not. A position is found by reading and skipping."""
+    """The batches of a loader, with seeded draws. Draws from the loader's generators and from those of this process are
+    seeded: by the epoch for its order, and also by the batch for the processing of samples in this process. The
+    generators of the process are restored; those of the loader are not. A position is found by reading and skipping."""
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         super().__init__(loader, {})
         self._seed = seed
 
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
-        """The batches of an epoch from number `start` on, and whether each is the last one."""
+        """Yield the batches of an epoch from number `start` on, each with a flag that marks the last one."""
         for number, generator in enumerate(generators_of(self._loader)):
             generator.manual_seed(_derived(self._seed, epoch, number))
         for sampler in _samplers(self._loader):
@@ -62,7 +62,7 @@ class SeededLoader(LoaderSource):
 
     def _drawn(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         nothing, number = object(), 0
-        generators = generators_of(self._loader)  # which others draw from, who iterate over the loader meanwhile
+        generators = generators_of(self._loader)  # other iterators over the loader may draw from them too
         states = [generator.get_state() for generator in generators]
         while True:
             for generator, state in zip(generators, states, strict=True):
@@ -76,7 +76,7 @@ class SeededLoader(LoaderSource):
             number += 1
 
     def identity(self) -> dict[str, int]:
-        """The order is another one with another seed."""
+        """Return what determines the order, including the seed."""
         return {**super().identity(), "seed": self._seed}
 
 
@@ -87,7 +87,7 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Those that a loader or its samplers were given, each once."""
+    """Return the generators that a loader or its samplers were given, each once."""
     found: list[torch.Generator] = []
     for owner in (loader, *_samplers(loader)):
         generator = getattr(owner, "generator", None)
@@ -98,8 +98,8 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 @contextmanager
 def _with_generators(samplers: list[Any], seed: int) -> Iterator[None]:
-    """In the body samplers that draw from the generators of the process draw from their own: so what they draw does not
-    depend on how many workers the loader has."""
+    """Give samplers that draw from the process's generators their own in the body, so that draws do not depend on the
+    number of the loader's workers."""
     without = [sampler for sampler in samplers if getattr(sampler, "generator", sampler) is None]
     for sampler in without:
         sampler.generator = torch.Generator().manual_seed(seed)
@@ -117,7 +117,7 @@ def _derived(*numbers: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The generators of torch, NumPy and `random` of this process, on the CPU, are seeded in the body, and put back."""
+    """Seed the generators of torch, NumPy and `random` of this process, on the CPU, in the body, and restore them."""
     kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)

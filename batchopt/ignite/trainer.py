@@ -42,7 +42,7 @@ class Trainer(Engine):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State:
-        """As of any engine. `Batches` go on from their position, by which epochs and iterations are counted."""
+        """Run like any engine. `Batches` continue from their position, by which epochs and iterations are counted."""
         feed = None if data is None else Feed(self.opt, data, self._prepare)
         if feed is not None and feed.batches is not None and self._internal_run_generator is None:
             if self._follow(feed, max_epochs, max_iters):
@@ -52,11 +52,11 @@ class Trainer(Engine):
             return super().run(feed, max_epochs, max_iters, epoch_length)
         finally:
             present = self.state.dataloader
-            if isinstance(present, Feed) and self._internal_run_generator is None:  # else it was interrupted
+            if isinstance(present, Feed) and self._internal_run_generator is None:  # otherwise it was interrupted
                 present.close()
 
     def _follow(self, feed: Feed, max_epochs: int | None, max_iters: int | None) -> bool:
-        """Count from the position of the feed's `Batches`; returns whether there is nothing left to do."""
+        """Count from the position of the feed's `Batches`; return whether nothing remains to be done."""
         assert feed.batches is not None
         state, position = self.state, feed.batches.state_dict()
         length = state.epoch_length = length_of(feed)
@@ -72,8 +72,8 @@ class Trainer(Engine):
         return over
 
     def _begin_pass(self) -> None:
-        """Tell SVRG, and whatever else takes snapshots at the start of a pass over the data, that one begins; not where
-        an epoch goes on that was begun before."""
+        """Notify SVRG, or any optimizer that takes snapshots at the start of a pass over the data, except when an epoch
+        resumes."""
         begin, feed, state = getattr(self.opt.optimizer, "begin_pass", None), self.state.dataloader, self.state
         if begin is None or not isinstance(feed, Feed):
             return
@@ -86,7 +86,7 @@ class Trainer(Engine):
 
 
 def length_of(feed: Any) -> int | None:
-    """Batches in an epoch; None where nobody knows."""
+    """Return the number of batches in an epoch; None if unknown."""
     try:
         return len(feed)
     except TypeError:
@@ -99,21 +99,22 @@ def create_trainer(
     prepare_batch: Callable[[Any], Any] | None = None,
     output_transform: Callable[[float], Any] | None = None,
 ) -> Engine:
-    """An `ignite.engine.Engine` that steps with `opt` on each batch; `engine.state.output` is the loss, as `opt.step`
-    returns it.
+    """Return an `ignite.engine.Engine` that steps with `opt` on each batch; `engine.state.output` is the loss, as
+    `opt.step` returns it.
 
-    `engine.run(data, max_epochs=20)` takes what `opt.steps` does: `Batches`, a `DataLoader`, a list of batches. The
-    next batch is read and placed while the workers compute. `Batches` have a position: a run goes on from there, to the
-    sample, in mid-epoch too, and their epochs are counted, so that nothing is left to do where they are past
-    `max_epochs`.
+    `engine.run(data, max_epochs=20)` takes the same data as `opt.steps`: `Batches`, a `DataLoader`, a list of batches.
+    The next batch is read and placed while the workers compute. `Batches` have a position: a run continues exactly from
+    there, also in the middle of an epoch, and their epochs are counted, so that nothing remains to be done if they are
+    past `max_epochs`.
 
-    prepare_batch: makes what `opt.step` takes, `(inputs, targets)` say, of what the data yields.
-    output_transform: makes `engine.state.output` of the loss.
+    Args:
+        prepare_batch: converts what the data yields to an argument of `opt.step`, such as `(inputs, targets)`.
+        output_transform: converts the loss to `engine.state.output`.
 
-    It has the events of `StepEvents`, beside ignite's own. An optimizer with `begin_pass` (`SVRG`) is told at the start
-    of each epoch, with `opt.full_gradient` of the data; not where an epoch goes on that was begun before. An exception
-    is raised as it is, after all handlers of it were called: see `guarded`. A step that failed is undone, and does not
-    move `Batches`: so `run` may be called again.
+    It has the events of `StepEvents`, in addition to ignite's own. An optimizer with `begin_pass` (`SVRG`) is notified
+    at the start of each epoch, with `opt.full_gradient` of the data, except when an epoch resumes. Exceptions are
+    raised unchanged, after all their handlers were called: see `guarded`. A step that failed is undone, and does not
+    advance `Batches`: so `run` may be called again.
     """
     if not isinstance(opt, BatchOptimizer):
         raise TypeError(f"`opt` must be a BatchOptimizer; got {type(opt).__name__}")

@@ -1,4 +1,4 @@
-"""When something is due: filters of ignite's events, `Events.ITERATION_COMPLETED(event_filter=EveryEpoch(0.5))`."""
+"""Triggers: filters of ignite's events, `Events.ITERATION_COMPLETED(event_filter=EveryEpoch(0.5))`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from batchopt._data.epochs import Batches
 # A filter of ignite's events: (engine, number of the event) -> whether it is due.
 Filter = Callable[[Engine, int], bool]
 
-# Differences of positions in an epoch below one in so many are rounding.
+# Differences of positions in an epoch below one in this many are rounding.
 FINEST = 10**9
 
 
 class EveryEpoch:
-    """Due where the position in epochs passes a multiple of `period`: 0.5 is twice an epoch, 3 every third one.
+    """Due when the position in epochs passes a multiple of `period`: 0.5 is twice per epoch, 3 every third one.
 
     The position is that of `batches`, counted in samples, or else the engine's, counted in iterations. It has no state:
-    after a resume it is due where it would have been. It looks at the last iteration alone, so it is for events of
-    iterations: at the end of an epoch it does not see what was passed in the middle.
+    after a resume it is due where it would have been. It considers the last iteration alone, so it is for events of
+    iterations: at the end of an epoch it misses multiples passed before.
     """
 
     def __init__(self, period: float, batches: Batches | None = None) -> None:
@@ -53,15 +53,15 @@ def _exact(number: float | Fraction) -> Fraction:
 
 
 class EverySeconds:
-    """Due once in `period` seconds, at the first event after they have passed. The clock begins with the first event;
-    `state_dict` has the time that was counted, and it goes on from there."""
+    """Due once per `period` seconds, at the first event after they have passed. The clock starts with the first event;
+    `state_dict` has the elapsed time, from which it resumes."""
 
     def __init__(self, period: float, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < period < math.inf:
             raise ValueError(f"`period` must be a positive number of seconds; got {period!r}")
         self._period, self._clock = period, clock
         self._began: float | None = None
-        self._counted = 0.0  # before that
+        self._counted = 0.0  # before `_began`
         self._next = period
 
     @property
@@ -77,16 +77,16 @@ class EverySeconds:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """The time that has passed, and when it is due next."""
+        """Return the elapsed time, and the next time when it is due."""
         return {"elapsed": self._elapsed, "next": self._next}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self._began, self._counted, self._next = None, state["elapsed"], state["next"]
 
 
 class _Watch:
-    """Follows a number in `engine.state.metrics` by its name; NaN is never better than anything."""
+    """Follows a number in `engine.state.metrics` by its name; NaN is never an improvement."""
 
     def __init__(self, key: str, mode: str = "min") -> None:
         if mode not in ("min", "max"):
@@ -95,7 +95,7 @@ class _Watch:
         self.best: float | None = None
 
     def look(self, engine: Engine) -> bool | None:
-        """Whether the number is better than all before; None where there is none."""
+        """Tell whether the number is better than all before; None if there is none."""
         if self.key not in engine.state.metrics:
             return None
         value = float(engine.state.metrics[self.key])
@@ -107,25 +107,25 @@ class _Watch:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far."""
+        """Return the best value so far."""
         return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self.best = state["best"]
 
 
 class Best(_Watch):
-    """Due where the number `key` of `engine.state.metrics` is better than at all times before. mode: `"min"` where less
-    is better, or `"max"`."""
+    """Due when the number `key` of `engine.state.metrics` is better than ever before. mode: `"min"` if less is better,
+    or `"max"`."""
 
     def __call__(self, engine: Engine, event: int) -> bool:
         return bool(self.look(engine))
 
 
 class EarlyStopping(_Watch):
-    """Due where the number `key` of `engine.state.metrics` was not better than the best for `patience` looks in a row:
-    then stop. A look where there is no such number does not count."""
+    """Due when the number `key` of `engine.state.metrics` has not improved for `patience` consecutive evaluations: then
+    stop. Evaluations without such a number do not count."""
 
     def __init__(self, key: str = "loss", patience: int = 3, mode: str = "min") -> None:
         super().__init__(key, mode)
@@ -135,7 +135,7 @@ class EarlyStopping(_Watch):
 
     @property
     def reached(self) -> bool:
-        """Whether it was due at the last look."""
+        """Tell whether it was due at the last evaluation."""
         return self.count >= self.patience
 
     def __call__(self, engine: Engine, event: int) -> bool:
@@ -146,18 +146,18 @@ class EarlyStopping(_Watch):
         return self.reached
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and for how many looks nothing was."""
+        """Return the best value so far, and the number of evaluations since."""
         return {**super().state_dict(), "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         super().load_state_dict(state)
         self.count = state["count"]
 
 
 def read_interval(name: str, every: Any) -> Filter | None:
-    """A filter of `ITERATION_COMPLETED`: an int is so many iterations, anything else a filter itself; None, the end of
-    each epoch, stays."""
+    """Return a filter of `ITERATION_COMPLETED`: an int is a number of iterations, anything else a filter itself; None,
+    the end of each epoch, is returned unchanged."""
     if every is None:
         return None
     if isinstance(every, int) and not isinstance(every, bool):
