@@ -1,1 +1,1 @@
-"""Saving and resuming: one file of plain data, written whole or not at all."""
+"""Saving and resuming: one file of plain data, written completely or not at all."""

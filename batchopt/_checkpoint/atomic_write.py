@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all: beside the old one, synced, then put in its place."""
+"""A file that is written completely or not at all: next to the old one, synced, then renamed to replace it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchopt.errors import CheckpointError
 from batchopt_workers.process import faults
 from batchopt_workers.process.interrupts import let_through
 
-_STEM = 200  # bytes of a file's name that go into its temporary file's, which has to be a name too
+_STEM = 200  # bytes of a file's name that are used in the name of its temporary file, which is also limited
 
 
 _numbers = itertools.count()
@@ -25,7 +25,7 @@ _in_use: set[str] = set()  # the temporary files that threads of this process ar
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
-    """The file that `path` stands for, links followed; raises `OSError` where it could not be replaced."""
+    """Return the file that `path` refers to, following links; raise `OSError` if it could not be replaced."""
     target = os.path.realpath(os.fsdecode(path))
     folder = os.path.dirname(target)
     if not stat.S_ISDIR(os.stat(folder).st_mode):
@@ -40,7 +40,7 @@ def target_of(path: str | os.PathLike[str]) -> str:
 
 
 def check_regular(status: os.stat_result) -> None:
-    """Raise `OSError` or `CheckpointError` for what is no regular file."""
+    """Raise `OSError` or `CheckpointError` for anything but a regular file."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
@@ -54,7 +54,7 @@ class _Temporary(io.FileIO):
     _begun = False
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
+        """Write all of `data`, and return its size."""
         view = memoryview(data).cast("B")
         size = len(view)
         try:
@@ -70,8 +70,8 @@ class _Temporary(io.FileIO):
 
 
 def replace_file(target: str, content: dict[str, Any]) -> None:
-    """Make `target` a file of torch.save of `content`; raises `OSError`, and whenever it does, or is killed, the old
-    file is there, or the new one whole."""
+    """Make `target` a file of torch.save of `content`. Raise `OSError`; in that case, or if the process is killed,
+    there is either the old file or the complete new one."""
     folder_name, name = os.path.split(target)
     folder = os.open(folder_name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -112,11 +112,11 @@ def _write_temporary(folder: int, name: str, mode: int, content: dict[str, Any])
 
 
 def _mode(folder: int, name: str) -> int:
-    """The permissions of the file that will be replaced, else those of a new one; it never runs as somebody else."""
+    """Return the permissions of the file that will be replaced, without setuid and setgid; or those of a new file."""
     try:
         return stat.S_IMODE(os.stat(name, dir_fd=folder).st_mode) & ~(stat.S_ISUID | stat.S_ISGID)
     except FileNotFoundError:
-        return 0o600  # what the umask would leave cannot be asked for without setting it
+        return 0o600  # the umask cannot be read without setting it
 
 
 def _stem(name: str) -> str:
@@ -124,7 +124,7 @@ def _stem(name: str) -> str:
 
 
 def _remove_leftovers(folder: int, name: str) -> None:
-    """Remove the temporary files for `name` of processes that are no more."""
+    """Remove the temporary files for `name` of processes that no longer exist."""
     pattern = re.compile(re.escape(_stem(name)) + r"([1-9][0-9]{0,8})\.[0-9]+\.tmp")
     for entry in os.listdir(folder):
         found = pattern.fullmatch(entry)
@@ -134,7 +134,7 @@ def _remove_leftovers(folder: int, name: str) -> None:
 
 
 def _is_being_written(temporary: str, pid: int) -> bool:
-    if pid == os.getpid():  # where few processes run, in a container, a dead one's number soon is one's own
+    if pid == os.getpid():  # in a container with few processes, the number of a dead one is soon reused
         return temporary in _in_use
     try:
         os.kill(pid, 0)
@@ -149,5 +149,5 @@ def _sync_folder(folder: int) -> None:
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system has no such thing
+        if error.errno != errno.EINVAL:  # the file system does not support it
             raise

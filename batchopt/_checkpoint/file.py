@@ -1,4 +1,4 @@
-"""The file of a checkpoint: plain data under a digest, written whole or not at all, read without running its code."""
+"""The file of a checkpoint: plain data with a digest, written completely or not at all, read without executing it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _VERSION = 1
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], layout: Layout) -> None:
-    """Make `path`, or the file that it links to, a checkpoint of `state`, for parameters that lie as in `layout`.
+    """Make `path`, or the file that it links to, a checkpoint of `state`, for parameters with this `layout`.
 
-    `state` is made of dicts (ordered ones too), lists, tuples, dense tensors, numbers, bools, strings and None. A
-    tensor is stored on the cpu, in row-major order, without whatever else is in its storage; two that are the same
-    part of one storage are stored once. A new file is readable by its owner alone, a replaced one keeps its mode.
+    `state` consists of dicts (also ordered ones), lists, tuples, dense tensors, numbers, bools, strings and None. A
+    tensor is stored as a CPU tensor, in row-major order, without the rest of its storage; two that are the same part of
+    one storage are stored once. A new file is readable by its owner only, a replaced one keeps its mode.
 
-    Raises `CheckpointError`, before a file is touched, where `path` is a directory, a device or a file without write
-    permission, where its folder is missing or may not be written to, and if something in `state` is anything else; and
-    if the disk is full or fails. Whenever this raises or is killed, `path` is still what it was, or
-    already complete; what a killed process left is removed by the next call.
+    Raise `CheckpointError`, before a file is changed, if `path` is a directory, a device or a file without write
+    permission, if its folder is missing or not writable, and if `state` contains anything else; and if the disk is full
+    or fails. If this raises or is killed, `path` is unchanged or already complete; the next call removes the remains of
+    a killed process.
     """
     with _reported("write", path):
         target = target_of(path)
@@ -40,10 +40,10 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], layout: Layout) -
 
 
 def read(path: str | os.PathLike[str], layout: Layout) -> dict[str, Any]:
-    """The state that `write` was given, with tensors on the cpu. Nothing in the file is executed.
+    """Return the state that was passed to `write`, with tensors on the CPU. Nothing in the file is executed.
 
-    Raises `CheckpointError` if there is no such file; if it is damaged, of a newer version or not a checkpoint; and if
-    it was written for parameters that lie otherwise than in `layout`.
+    Raise `CheckpointError` if there is no such file; if it is damaged, of a newer version or not a checkpoint; and if
+    it was written for parameters with another layout.
     """
     with _reported("read", path), _opened(path) as file, _distrusted():
         content = torch.load(file, map_location="cpu", mmap=False, weights_only=True)
@@ -56,7 +56,7 @@ def read(path: str | os.PathLike[str], layout: Layout) -> dict[str, Any]:
 
 @contextmanager
 def _reported(verb: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes a `CheckpointError` that names `path` of an `OSError`, and of one that does not name it."""
+    """Turn an `OSError`, or a `CheckpointError` without `path`, into a `CheckpointError` that names `path`."""
     name = os.fsdecode(path)
     what = f"cannot {verb} checkpoint '{name}'"
     try:
@@ -70,7 +70,7 @@ def _reported(verb: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _distrusted() -> Iterator[None]:
-    """Makes a `CheckpointError` of whatever a damaged or hostile file makes of the code that reads it."""
+    """Turn any error that a damaged or hostile file causes while it is read into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -112,7 +112,7 @@ def _listed(layout: Layout) -> list[list[Any]]:
 
 
 def _differences(layout: Layout, content: Mapping[str, Any]) -> list[str]:
-    """In words, how the parameters in `content` lie otherwise than in `layout`."""
+    """Return, in words, the differences between the parameters in `content` and `layout`."""
     here = {name: tuple(form) for name, form in _listed(layout)}
     there = {name: tuple(form) for name, form in content["layout"]}
     found = []

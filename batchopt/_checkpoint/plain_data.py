@@ -1,4 +1,4 @@
-"""Plain data: what may be in a checkpoint, copied without other memory, and digested to the last bit."""
+"""Plain data: the permitted content of a checkpoint, copied without other memory, and digested to the last bit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from batchopt.errors import CheckpointError
 
 _DEEPEST = 100  # levels of nesting
-_REPEATED = 10**5  # lists and dicts that are copied again because they are in several places
-_WIDEST = 2040  # bits: of longer integers torch.load(weights_only=True) knows nothing
+_REPEATED = 10**5  # copies of lists and dicts that occur in several places
+_WIDEST = 2040  # bits: torch.load(weights_only=True) cannot read longer integers
 
 _SCALARS: dict[type, Callable[[Any], bytes]] = {
     NoneType: lambda _: b"",
@@ -30,17 +30,17 @@ _CONTAINERS = (list, tuple, dict, OrderedDict)
 
 
 def copied(state: Any) -> Any:
-    """`state`, its tensors on the cpu and without other memory of their storages.
+    """Return `state` with its tensors on the CPU and without other memory of their storages.
 
-    Numbers of NumPy become those of Python. What is in several places is copied for each, but for tensors. Raises
-    `CheckpointError`, with the path to it, for what is not made of dicts, lists, tuples, dense tensors, numbers, bools,
-    strings and None, or would be copied too often.
+    Numbers of NumPy become those of Python. Anything that occurs in several places is copied for each, except tensors.
+    Raise `CheckpointError`, with the path to it, for anything but dicts, lists, tuples, dense tensors, numbers, bools,
+    strings and None, or if there would be too many copies.
     """
     return _Copies().of(state, ("state",))
 
 
 class _Copies:
-    """Copies plain data without its tensors' other memory: a tensor that has its storage to itself is not copied."""
+    """Copies plain data without its tensors' other memory: a tensor that is all of its storage is not copied."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -49,7 +49,7 @@ class _Copies:
         self._repeated = 0
 
     def of(self, value: Any, where: tuple[str, ...]) -> Any:
-        """The copy of `value`; raises `CheckpointError`, with the place `where` it is, if it is not plain data."""
+        """Return the copy of `value`; raise `CheckpointError`, with its place `where`, if it is not plain data."""
         if len(where) > _DEEPEST:
             raise CheckpointError(f"{''.join(where[:4])}... contains itself, or is nested {_DEEPEST} deep")
         kind = type(value)
@@ -84,7 +84,7 @@ class _Copies:
         key = (*storage, *part)
         if key not in self._tensors:
             own = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            # torch.save refuses a storage that is seen with two dtypes
+            # torch.save refuses a storage that is used with two dtypes
             if storage in self._storages or not _is_whole(own):
                 own = own.clone()
             self._storages.add(storage)
@@ -108,25 +108,25 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is all of its storage, in row-major order."""
+    """Tell whether `tensor` is all of its storage, in row-major order."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _has_marks(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is more than its dtype, shape and memory."""
+    """Tell whether `tensor` is more than its dtype, shape and memory."""
     return tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
 
 
 def digest(value: Any) -> str:
-    """The sha256 of every type, key, dtype, shape and bit in plain data as `_Copies` makes it; raises `CheckpointError`
-    for anything else, such as a list that is in two places: with some that hold others it has no end."""
+    """Return the sha256 of every type, key, dtype, shape and bit in plain data as `_Copies` makes it; raise
+    `CheckpointError` for anything else, such as a list in two places: with nested ones it could take forever."""
     sha = hashlib.sha256()
     _feed(sha, value, set())
     return sha.hexdigest()
 
 
 def _feed(sha: hashlib._Hash, value: Any, seen: set[int]) -> None:
-    # each item starts with a line that says where it ends, so that no two values make the same bytes
+    # each item starts with a line that tells its length, so that no two values make the same bytes
     kind = type(value)
     if kind in _CONTAINERS and value:
         if id(value) in seen:

@@ -12,13 +12,13 @@ import torch
 
 from batchopt._function.counters import Counters
 
-# What every state has; `weights`, `residuals` and `optimizer_class` are not in older ones.
+# Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
 _COUNTS = ("evaluations", "batches", "samples", "steps", "products")
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """The name that a state has for the class of an optimizer; with that of the library for torch's classes and
+    """Return the name in a state for the class of an optimizer; prefixed by the library for torch's classes and
     ours."""
     if optimizer is None:
         return None
@@ -29,8 +29,8 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 
 def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
-    """Raise `ValueError` or `TypeError`, which name the entry, unless `state` is one that a BatchOptimizer with that
-    `optimizer` and `seed` can go on from, as far as its form tells."""
+    """Raise `ValueError` or `TypeError`, which name the entry, unless a BatchOptimizer with that `optimizer` and `seed`
+    can continue from `state`, as far as its form shows."""
     _check_mapping("the state", state)
     missing = [name for name in _ENTRIES if name not in state]
     if missing:
@@ -51,7 +51,7 @@ def _check_mapping(what: str, given: Any) -> None:
 
 
 def check_residuals(residuals: Any, x: torch.Tensor) -> None:
-    """Raise `ValueError` or `TypeError` unless these can be what compression has left of gradients of `x`."""
+    """Raise `ValueError` or `TypeError` unless these can be rounding errors of compressed gradients of `x`."""
     _check_mapping("`residuals` of the state", residuals)
     for cell, residual in residuals.items():
         is_right = type(cell) is int and cell >= 0 and isinstance(residual, torch.Tensor) and residual.shape == x.shape

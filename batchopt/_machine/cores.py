@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: its affinity mask, and its container's CPU quota rounded up; at least
-    1."""
+    """Return the cores that this process may use: its affinity mask, limited by its container's CPU quota rounded up;
+    at least 1."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not on this system, or forbidden in this sandbox
@@ -19,8 +19,8 @@ def usable_cores() -> int:
 
 
 def share_cores(workers: int, threads: int | None) -> list[int]:
-    """The threads of each worker: `threads`; or if that is None, the usable cores, spread as evenly as they go, at
-    least 1 for each."""
+    """Return the threads of each worker: `threads`; if that is None, the usable cores, distributed as evenly as
+    possible, at least 1 each."""
     if threads is not None:
         return [threads] * workers
     each, more = divmod(usable_cores(), workers)
@@ -28,7 +28,7 @@ def share_cores(workers: int, threads: int | None) -> list[int]:
 
 
 def _quota(membership: Path, root: Path) -> float | None:
-    """The smallest CPU quota, in cores, on the way from this process's control group to the root; None without one."""
+    """Return the smallest CPU quota, in cores, from this process's control group up to the root; None without one."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -8,15 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# What `omp_pause_resource_all` may take with it: threads, and nothing that the program has set.
+# Lets `omp_pause_resource_all` release threads, but no settings of the program.
 _SOFT = 1
 
 
 def end_spinning() -> None:
     """End the OpenMP threads that this thread has used; its next parallel region starts new ones, in 50 us.
 
-    Each thread of the program has its own, so that no other one is disturbed. Takes less than a microsecond where there
-    are none. Does nothing where there is no OpenMP of GNU, which is the one in torch for Linux.
+    Each thread of the program has its own, so no other one is disturbed. Takes less than a microsecond if there are
+    none. Does nothing without GNU OpenMP, which torch for Linux uses.
     """
     for pause in _pauses():
         pause(_SOFT)
@@ -24,11 +24,11 @@ def end_spinning() -> None:
 
 @cache
 def _pauses() -> list[Any]:
-    """`omp_pause_resource_all` of each copy of libgomp in this process."""
+    """Return `omp_pause_resource_all` of each copy of libgomp in this process."""
     try:
         paths = re.findall(r" (/\S*/libgomp\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
         functions: list[Any] = [ctypes.CDLL(path).omp_pause_resource_all for path in dict.fromkeys(paths)]
-    except (OSError, AttributeError):  # no such system, or a libgomp of before OpenMP 5
+    except (OSError, AttributeError):  # another system, or a libgomp older than OpenMP 5
         return []
     for function in functions:
         function.argtypes, function.restype = [ctypes.c_int], ctypes.c_int

@@ -1,9 +1,9 @@
-"""One process and one thread at a time use an optimizer, and nothing that interrupts it: anything else is an error, not
+"""Restricts an optimizer to one process and one thread at a time, without interruptions: any other use is an error, not
 a race.
 
-Calls may be nested (a step evaluates, and so does what its optimizer calls back), but not while the inner one is at
-work: what comes then comes from a signal handler, a finalizer or a hook, and would find things half done, or wait for
-what cannot happen before it returns.
+Calls may be nested (a step evaluates, and so does its optimizer in callbacks), but not while the inner one is running:
+such a call comes from a signal handler, a finalizer or a hook, and would find a half-done state, or wait for what
+cannot happen before it returns.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# What users call that runs these methods.
+# The public methods that run these methods.
 _NAMES = {"prepare": "load", "begin": "load", "measure": "calibrate", "carry_out": "collect"}
 
 
 class Owner:
-    """Keeps an object to one process and one thread at a time, and lets nothing come between what is `undisturbed`."""
+    """Restricts an object to one process and one thread at a time, and protects `undisturbed` methods from other
+    calls."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.lock = threading.RLock()  # of the thread that uses it
-        self._user = 0  # that thread, or the last one
-        self.running: tuple[str, ...] = ()  # the methods that may not be disturbed now, the outermost first
-        self.last: Callable[[], None] | None = None  # to be called when that one is over
-        self.doing = ""  # as a whole, and half of it is done
+        self._user = 0  # the thread that uses it, or used it last
+        self.running: tuple[str, ...] = ()  # the running undisturbed methods, the outermost first
+        self.last: Callable[[], None] | None = None  # to be called when the outermost one is over
+        self.doing = ""  # the operation that is half done, see `amid`
 
     @property
     def is_here(self) -> bool:
-        """Whether this process is the one that made the object, and no fork of it."""
+        """Tell whether this process made the object, and is not a fork."""
         return os.getpid() == self._pid
 
     def take(self, name: str = "") -> tuple[str, ...]:
-        """Take the `lock`, and return what runs. Raises `BatchoptError` in a forked child, while another thread is at
-        it, and while this one is at work: at anything that may not be disturbed or, if there is a `name`, at the method
-        of that name."""
+        """Take the `lock`, and return the running methods. Raise `BatchoptError` in a forked child, while another
+        thread uses the object, and while this thread runs an undisturbed method: any or, with a `name`, the method of
+        that name."""
         if os.getpid() != self._pid or not self.lock.acquire(blocking=False):
             raise self._elsewhere()
         self._user = threading.get_ident()
@@ -55,8 +56,8 @@ class Owner:
         return self.running
 
     def _is_at_work(self) -> bool:
-        """Whether a method runs, as it was written down: an exception out of a signal handler may have come before its
-        end was."""
+        """Tell whether a noted method really runs: an exception out of a signal handler may have prevented the note of
+        its end."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code in _undisturbed and frame.f_locals.get("owner") is self:
@@ -74,7 +75,7 @@ class Owner:
         )
 
     def _elsewhere(self) -> BatchoptError:
-        """Why this process or this thread cannot use the object."""
+        """Return the error that tells why this process or this thread cannot use the object."""
         if not self.is_here:
             return BatchoptError(
                 f"this BatchOptimizer belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, "
@@ -86,19 +87,19 @@ class Owner:
         )
 
     def end(self) -> None:
-        """Nothing runs any more: do what waited for that."""
+        """Run the function that waited until nothing runs."""
         if self.last is not None:
             last, self.last = self.last, None
             last()
 
     def amid(self, what: str) -> _Amid:
-        """Mark the body as one operation: whatever enters in its middle (a hook, a callback, a signal handler) finds
-        half of it done."""
+        """Return a context that marks its body as one operation: code that runs in its middle (a hook, a callback, a
+        signal handler) finds it half done."""
         return _Amid(self, what)
 
     @property
     def is_amid(self) -> bool:
-        """Whether something is half done."""
+        """Tell whether something is half done."""
         return bool(self.doing)
 
     def check_between_steps(self, what: str) -> None:
@@ -111,8 +112,8 @@ class Owner:
             )
 
     def at_last(self, function: Callable[[], None]) -> bool:
-        """Have `function` called once what may not be disturbed is over; False if there is no such thing now. Raises as
-        `take` does in a fork and in another thread."""
+        """Have `function` called once the running undisturbed methods are over; return False if there are none. Raise
+        as `take` does in a fork and in another thread."""
         if not self.is_here or not self.lock.acquire(blocking=False):
             raise self._elsewhere()
         self.lock.release()
@@ -146,7 +147,7 @@ T = TypeVar("T", bound=Owned)
 
 
 def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """A method that runs in one thread at a time, of the process that made the object."""
+    """Restrict a method to one thread at a time, in the process that made the object."""
 
     @functools.wraps(method)
     def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -160,11 +161,11 @@ def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T,
     return alone  # type: ignore[return-value]  # "self" may not be passed by name
 
 
-_undisturbed: set[CodeType] = set()  # what methods of that kind run in
+_undisturbed: set[CodeType] = set()  # the code of the wrappers below
 
 
 def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """A method during which no `exclusive` one can be called; it may call others that are `undisturbed`."""
+    """Let no `exclusive` method be called during this method; it may call others that are `undisturbed`."""
 
     name = method.__name__.lstrip("_")
 
@@ -181,5 +182,5 @@ def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[
             if not before and owner.last is not None:
                 owner.end()
 
-    _undisturbed.add(alone.__code__)  # type: ignore[attr-defined]  # that of the function that was wrapped
+    _undisturbed.add(alone.__code__)  # type: ignore[attr-defined]  # the wrapper's own code
     return alone  # type: ignore[return-value]  # "self" may not be passed by name

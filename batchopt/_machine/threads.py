@@ -6,10 +6,10 @@ import torch
 
 
 class torch_threads:
-    """Run with `count` intra-op threads, and leave the caller's number as it was; None changes nothing.
+    """Run with `count` intra-op threads, and restore the caller's number afterwards; None changes nothing.
 
-    After each use torch's threads spin for some milliseconds. While workers have all cores, or are about to have them,
-    one thread is faster.
+    After each use torch's threads spin for some milliseconds. While workers use all cores, or are about to, one thread
+    is faster.
     """
 
     def __init__(self, count: int | None) -> None:

@@ -1,1 +1,1 @@
-"""Who evaluates what, and how the partials are merged: decisions and sums, without input or output."""
+"""The distribution of chunks, and the merging of partials: decisions and sums, without input or output."""

@@ -15,8 +15,8 @@ from batchopt_workers.tasks.forms import Form
 
 class Partial(NamedTuple):
     """A merged run of chunks: the loss sum of each term, the gradient sum (in memory that the parent may overwrite
-    until the next evaluation), the changes of buffers, and which parameters had a gradient. Of a product or a total,
-    its sum takes the place of the gradient's; what is collected has none."""
+    until the next evaluation), the changes of buffers, and which parameters had a gradient. For a product or a total,
+    its sum replaces the gradient; a collected result has none."""
 
     losses: tuple[float, ...]
     gradient: torch.Tensor
@@ -36,8 +36,8 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Answer:
     """The contribution of one worker to an evaluation: `samples` evaluated in `seconds`, merged to `partials` (those of
-    two answers may contain the same chunk), what the posthook returned, by chunk, and when it was busy; `drew`: whether
-    its first forward of the step drew random numbers; `forms`: of the results of a task, by chunk."""
+    two answers may contain the same chunk), the results of the posthook, by chunk, and the times when it was busy;
+    `drew`: its first forward of the step drew random numbers; `forms`: of the results of a task, by chunk."""
 
     rank: int
     samples: int
@@ -50,12 +50,12 @@ class Answer:
 
     @property
     def is_silent(self) -> bool:
-        """Whether hooks returned nothing."""
+        """Tell whether hooks returned nothing."""
         return all(result is None for found in self.results.values() for result in found)
 
 
 def partials_of(report: Report, rows: Rows | None) -> list[tuple[Node, Partial]]:
-    """What a report says that a worker has, in these rows; without rows, where nothing is summed, empty ones."""
+    """Return the partials of a report, with these rows; without rows, if nothing is summed, with empty vectors."""
     found = []
     for summary in report.summaries:
         vectors = (_NOTHING, _NOTHING) if rows is None else (rows[summary.row].gradient, rows[summary.row].changes)

@@ -1,6 +1,6 @@
 """Compressed gradients: pure functions of tensors.
 
-What each of several processes adds to df/dX is rounded to fewer bits.
+The contribution of each of several processes to df/dX is rounded to fewer bits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class DoesNotFit(ValueError):
 class Compression(ABC):
     """A format for gradients."""
 
-    # Whether what rounding leaves over is added to the next gradient.
+    # Whether the rounding error is added to the next gradient.
     keeps_residual: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, vector: torch.Tensor, members: int) -> torch.Tensor:
-        """Round a finite vector (shape `(n,)`), which is what one of so many processes adds to a gradient. Raises
+        """Round a finite vector (shape `(n,)`), the contribution of one of `members` processes to a gradient. Raise
         `DoesNotFit`."""
 
     @abstractmethod
     def decode(self, code: torch.Tensor, members: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rounded vector: shape `(size,)`."""
+        """Return the rounded vector: shape `(size,)`."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Rounded(Compression):
-    """Another floating-point format, to nearest."""
+    """Another floating-point format, rounded to nearest."""
 
     dtype: torch.dtype
 
@@ -74,11 +74,10 @@ class Rounded(Compression):
 
 @dataclass(frozen=True)
 class TwoBit(Compression):
-    """One of three levels: `threshold / members`, its negative, and 0 between them. So the sum over all of them lies
-    between `-threshold` and `threshold`. What is left over is added to the next gradient.
+    """Three levels: `threshold / members`, its negative, and 0. So the sum over all members lies between `-threshold`
+    and `threshold`. The rounding error is added to the next gradient.
 
-    The code is a bit for each element that says whether it is the level, and then one that says whether it is the
-    negative one.
+    The code has, for all elements, a bit that marks the positive level, and then a bit that marks the negative one.
     """
 
     threshold: float
@@ -96,7 +95,7 @@ class TwoBit(Compression):
 
 
 class Compressed(NamedTuple):
-    """The code of a gradient, and what it leaves over, if that is kept."""
+    """The code of a gradient, and its rounding error, if that is kept."""
 
     code: torch.Tensor
     residual: torch.Tensor | None
@@ -105,8 +104,8 @@ class Compressed(NamedTuple):
 def compress(
     compression: Compression, gradient: torch.Tensor, residual: torch.Tensor | None, members: int
 ) -> Compressed | None:
-    """Compress what one of so many processes adds to df/dX, together with the `residual` of its gradients before; None
-    for what is not finite, which has to be seen as it is. Raises `DoesNotFit`."""
+    """Compress the contribution of one of `members` processes to df/dX, together with the `residual` of its earlier
+    gradients; return None if it is not finite, which must be seen uncompressed. Raise `DoesNotFit`."""
     whole = gradient if residual is None else residual + gradient
     if not all_finite(whole):
         return None
@@ -126,7 +125,7 @@ _NEEDED = "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as {'type'
 
 
 def read_compress(value: Any) -> Compression | None:
-    """How gradients are to be compressed; None: not at all. Raises `TypeError` or `ValueError`."""
+    """Return the compression of gradients; None is no compression. Raise `TypeError` or `ValueError`."""
     if value is None:
         return None
     if not isinstance(value, (str, Mapping)):

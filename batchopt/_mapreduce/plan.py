@@ -1,4 +1,4 @@
-"""The plan of an evaluation: how the batch is cut into chunks, and which shard each worker gets."""
+"""The plan of an evaluation: the cut of the batch into chunks, and the shard of each worker."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Plan:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """The first chunk of each worker's shard, and the one behind its last."""
+        """For each worker's shard its first chunk, and the chunk after its last."""
         return runs(self.shares)
 
     def orders(self, evaluation: int, step: int, kind: Kind = Kind.EVALUATE) -> list[Order | None]:
-        """Each worker's order of that kind; None for a worker without a share."""
+        """Return each worker's order of that kind; None for a worker without a share."""
         return [Order(evaluation, step, first, last, kind) if last > first else None for first, last in self.runs]
 
     def samples(self) -> list[int]:
-        """Each worker's number of samples."""
+        """Return each worker's number of samples."""
         bounds = self.cut.bounds
         return [bounds[last] - bounds[first] for first, last in self.runs]
 
@@ -40,20 +40,20 @@ class Plan:
 WORTHWHILE, MUCH = 0.02, 0.1
 # Evaluations for which a plan is new.
 NEW = 4
-# How many chunks a batch is cut into where the caller wants the same bits always, and gives no chunk size.
+# Number of chunks of a batch if the caller wants reproducible bits, and gives no chunk size.
 DETERMINISTIC_CHUNKS = 32
 
 
 def choose_chunk_size(size: int, given: int | None, deterministic: bool) -> int | None:
-    """The chunk size for a batch of `size` samples: of the data alone, or None if chunks need not be fixed."""
+    """Return the chunk size for `size` samples, which depends on the data alone; None if chunks need not be fixed."""
     if given is None and deterministic:
         return -(-size // DETERMINISTIC_CHUNKS)
     return given
 
 
 def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
-    """How to evaluate `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows;
-    else a run of the chunks that the size fixes."""
+    """Return a plan for `size` samples: without a chunk size each worker gets one chunk, as large as its speed allows;
+    otherwise a run of the chunks that the size fixes."""
     if chunk_size is None:
         counts = split_batch(size, speeds.relative)
         bounds = [0, *accumulate(count for count in counts if count)]
@@ -65,14 +65,14 @@ def make_plan(size: int, chunk_size: int | None, speeds: Speeds) -> Plan:
 
 
 def plan_of(cut: Cut, speeds: Speeds) -> Plan:
-    """How to evaluate a batch that is cut so."""
+    """Return a plan for a batch with this cut."""
     return Plan(cut, tuple(split_batch(cut.chunks, speeds.relative)))
 
 
 def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
-    """The plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
+    """Return the plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
 
-    Fixed chunks stay as they are, and only change hands: what whole chunks cannot save counts for nothing.
+    Fixed chunks stay the same, and are only reassigned: a saving that would need parts of chunks does not count.
     """
     if speeds.fixed or len(plan.shares) == 1:
         return plan

@@ -16,14 +16,13 @@ import torch
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt_workers.map.tree import Fold, Node, maximal
 
-# Elements of the vectors that are summed at a time: what was written last is still in the processor's cache when it is
-# looked at again.
+# Elements of the vectors that are summed at a time: they are still in the processor's cache when they are read again.
 BLOCK = 2**18
-# Elements whose sum takes less time than it takes to call the faster function.
+# Elements up to which the faster function's call overhead exceeds its saving.
 FEW = 2**13
-# Elements up to which torch adds vectors in the thread that asks.
+# Elements up to which torch adds vectors in the calling thread.
 SHORT = 2**15
-# Elements from which on it pays to start threads.
+# Elements from which starting threads is worthwhile.
 LARGE = 2**20
 
 Numbers = npt.NDArray[Any]
@@ -32,8 +31,8 @@ Addition = tuple[int, int, int]
 
 
 class Whole(NamedTuple):
-    """The sum of all partials: the loss of each term, the changes of buffers, which parameters have a
-    gradient, and whether the losses and each element of the gradient are finite."""
+    """The sum of all partials: the loss of each term, the changes of buffers, which parameters have a gradient, and
+    whether the losses and each element of the gradient are finite."""
 
     losses: tuple[float, ...]
     changes: torch.Tensor
@@ -42,9 +41,9 @@ class Whole(NamedTuple):
 
 
 class Reduction:
-    """The sum of the partials of `chunks` chunks, which lie where these do, along their tree:
-    again and again, if only their numbers are others. A chunk that several workers evaluated counts once. The bits do
-    not depend on who evaluated what."""
+    """The sum of the partials of `chunks` chunks along their tree. It can be repeated as long as only the numbers in
+    the memory of these partials change. A chunk that several workers evaluated counts once. The bits do not depend on
+    the distribution of chunks."""
 
     def __init__(self, answers: Sequence[Answer], chunks: int) -> None:
         found = [(node, partial) for answer in answers for node, partial in answer.partials]
@@ -59,7 +58,7 @@ class Reduction:
             merges.append((left, right))
             return left
 
-        self._merges = merges  # which `merge` knows, and not this object: what is in a cycle is not given back at once
+        self._merges = merges  # `merge` refers to it, not to this object: a cycle would delay its release
         self._fold: Fold[int] = Fold(chunks, merge)
         for node in sorted(nodes, key=lambda node: node.first_chunk):
             self._fold.add(node, counted[node])
@@ -68,15 +67,14 @@ class Reduction:
             if self._used[left] != self._used[right]:
                 self._used[left] = bytes(map(max, self._used[left], self._used[right]))
         self._gradients = [partial.gradient for partial in self.partials]
-        self._arrays: list[Numbers] = []  # the same, where NumPy adds them
+        self._arrays: list[Numbers] = []  # the gradients for NumPy
         self._additions, self._spare = _additions(self._merges)
 
     def whole(self, losses: Sequence[Sequence[float]], gradient: torch.Tensor) -> Whole:
-        """Sum the vectors as they are now, and these losses of each partial, in the order of the answers; writes df/dX
-        to `gradient` (shape `(n,)`), and may overwrite the workers' memory. Raises `LookupError` if a chunk is
-        missing."""
+        """Sum the current vectors, and these losses of each partial, in the order of the answers; write df/dX to
+        `gradient` (shape `(n,)`). May overwrite the workers' memory. Raise `LookupError` if a chunk is missing."""
         root = self._fold.root
-        with torch.inference_mode():  # some of the workers' memory may have been mapped in it
+        with torch.inference_mode():  # some of the workers' memory may have been mapped in inference mode
             total = tuple(self._add_losses(losses)[root] if self._merges else losses[root])
             finite = self._add_gradients(root, gradient)
         for loss in total:
@@ -84,7 +82,7 @@ class Reduction:
         return Whole(total, self.partials[root].changes, self._used[root], finite)
 
     def merged(self) -> list[tuple[Node, Partial]]:
-        """The partials that are left, in chunk order, in the workers' memory."""
+        """Return the merged partials, in chunk order, in the workers' memory."""
         with torch.inference_mode():
             losses = self._add_losses([partial.losses for partial in self.partials])
             for left, right in self._merges:
@@ -106,8 +104,8 @@ class Reduction:
     def _add_gradients(self, root: int, out: torch.Tensor) -> bool:
         """Add the gradients into `out`, and return whether the result is finite.
 
-        Long ones by NumPy: torch's threads would spin for milliseconds after, on cores that the workers need for the
-        next evaluation.
+        Long ones are added by NumPy: torch's threads would spin for milliseconds after, on cores that the workers need
+        for the next evaluation.
         """
         gradients, merges, size = self._gradients, self._merges, out.shape[0]
         if size < SHORT or not merges or out.device.type != "cpu" or out.dtype != gradients[root].dtype:
@@ -134,9 +132,9 @@ class Reduction:
 
 
 def _additions(merges: Sequence[tuple[int, int]]) -> tuple[list[Addition], int]:
-    """The additions that merge vectors so, numbered as they are: into the result, which has the number -1, or one of
-    so many spare ones, which have the numbers below. What is merged is read once."""
-    where: dict[int, int] = {}  # the spare vector that has a sum, by the number of its first one
+    """Return the additions that merge vectors along `merges`, and the number of spare vectors. Vectors are numbered as
+    in `merges`; the result is -1, and spare ones are below. Merged vectors are read once."""
+    where: dict[int, int] = {}  # the spare vector of a sum, by the number of its left operand
     free: list[int] = []
     found: list[Addition] = []
     spare = 0
@@ -152,41 +150,41 @@ def _additions(merges: Sequence[tuple[int, int]]) -> tuple[list[Addition], int]:
 
 
 def _add(vectors: Sequence[Numbers], additions: Sequence[Addition], spare: int, out: Numbers, start: int) -> bool:
-    """Carry out `additions` on the elements of `vectors` from `start` on into `out`, a block at a time. Returns whether
+    """Perform `additions` on the elements of `vectors` from `start` on into `out`, a block at a time. Return whether
     the result is finite."""
     finite, add = True, np.add
     memory = [np.empty(min(BLOCK, len(out)), out.dtype) for _ in range(spare)]
-    with np.errstate(all="ignore"):  # what overflows is looked at
+    with np.errstate(all="ignore"):  # overflow is checked for
         for first in range(0, len(out), BLOCK):
             result = out[first : first + BLOCK]
             block = slice(start + first, start + first + len(result))
             parts = [vector[block] for vector in vectors] + [vector[: len(result)] for vector in memory] + [result]
             for left, right, into in additions:
                 add(parts[left], parts[right], parts[into])
-            # einsum sums in half the time of `sum`; where the sum overflows, each element is looked at
+            # einsum takes half the time of `sum`; if the sum overflows, each element is checked
             total = np.add.reduce(result) if len(result) < FEW else np.einsum("i->", result)
             finite = finite and (math.isfinite(total) or bool(np.isfinite(result).all()))
     return finite
 
 
 def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:
-    """The sum of all partials: see `Reduction.whole`."""
+    """Return the sum of all partials: see `Reduction.whole`."""
     reduction = Reduction(answers, chunks)
     return reduction.whole([partial.losses for partial in reduction.partials], gradient)
 
 
 def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:
-    """Sum the partials of some of `chunks` chunks as far as their tree goes: what is left, in
-    chunk order. With the same bits, however often and by whom that is done on the way to the whole."""
+    """Sum the partials of some of `chunks` chunks as far as their tree allows, and return the results in chunk order.
+    The final bits do not depend on how often and where this is done on the way."""
     return Reduction(answers, chunks).merged()
 
 
 def weighed(losses: Sequence[float], weights: Sequence[float]) -> float:
-    """f: the sum of each term's loss times its weight, in their order."""
+    """Return f: the sum of each term's loss times its weight, in their order."""
     return float(sum(map(mul, losses, weights)))
 
 
 def all_finite(vector: torch.Tensor) -> bool:
-    """Whether each element is. A sum is finite if its terms are, but for an overflow, so one cheap pass mostly is
-    enough."""
+    """Tell whether all elements are finite. A sum of finite terms is finite unless it overflows, so one cheap pass is
+    usually enough."""
     return math.isfinite(vector.sum().item()) or bool(vector.isfinite().all())

@@ -1,4 +1,4 @@
-"""Putting together what a function returned for each chunk."""
+"""Combining the results of a function for each chunk."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from batchopt_workers.tasks.forms import Form
 
 
 def forms_of(answers: Sequence[Answer]) -> dict[int, Form]:
-    """The form of each chunk's result, in the order of chunks."""
+    """Return the form of each chunk's result, in the order of chunks."""
     found = {chunk: form for answer in answers for chunk, form in answer.forms.items()}
     return dict(sorted(found.items()))
 
 
 def common_form(forms: Mapping[int, Form], bounds: Sequence[int]) -> Form:
-    """The form that the results of all chunks have; `objects` are those of the whole batch, where one chunk at least
-    can be read in no other way.
+    """Return the common form of the results of all chunks; `objects` are those of the whole batch, if at least one
+    chunk can only be read as such.
 
-    Raises `ValueError`, which names the chunk, if there is no such form, or more than one.
+    Raise `ValueError`, which names the chunk, if there is no such form, or more than one.
     """
     first = next(iter(forms))
     if all(form.objects is not None for form in forms.values()) and any(not form.columns for form in forms.values()):

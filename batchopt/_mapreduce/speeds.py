@@ -1,4 +1,4 @@
-"""Estimates of the speed of each worker, and of how long a split takes: pure functions of numbers."""
+"""Estimates of the speed of each worker, and of the duration of a split: pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from functools import cached_property
 
 # A worker's speed stays within this factor of the median: one bad measurement cannot starve it for good.
 LARGEST_RATIO = 1024.0
-# The estimate is the median of so many of the last measurements: one that somebody else's work has spoilt moves
-# nothing.
+# The estimate is the median of this many last measurements: a single disturbed one does not change it.
 RECENT = 5
-# By how much the estimate of a worker rises with each evaluation that has no work for it: what made it slow may be
-# over.
+# Factor by which a worker's estimate rises with each evaluation without work for it: it may no longer be slow.
 RECOVERY = 1.1
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The estimated speed of each worker, in samples per second; None as long as it was not measured.
+    """The estimated speed of each worker, in samples per second; None until it is measured.
 
     `fixed`: given by the user, relative to each other, and never changed. `absent`: workers that get nothing. `recent`:
     the last measurements of each.
@@ -33,29 +31,29 @@ class Speeds:
 
     @classmethod
     def unknown(cls, workers: int) -> Speeds:
-        """Nothing measured yet."""
+        """Return unmeasured speeds."""
         return cls((None,) * workers)
 
     def resized(self, workers: int) -> Speeds:
-        """Those of so many workers, of which the first are the same."""
+        """Return those of `workers` workers, of which the first are the same."""
         recent = (self.recent + ((),) * workers)[:workers]
         return Speeds((self.values + (None,) * workers)[:workers], self.fixed, recent=recent)
 
     def without(self, absent: Iterable[int]) -> Speeds:
-        """The same, but that the workers of these ranks get nothing."""
+        """Return the speeds with these ranks absent."""
         return replace(self, absent=frozenset(absent))
 
     @property
     def measured(self) -> bool:
-        """Whether each worker has a speed."""
+        """Tell whether each worker has a speed."""
         return None not in self.values or all(
             value is not None or i in self.absent for i, value in enumerate(self.values)
         )
 
     @cached_property
     def relative(self) -> list[float]:
-        """Speeds to split by: a worker not measured counts as the median of the others, and none is further from the
-        median than `LARGEST_RATIO`."""
+        """Speeds to split by: an unmeasured worker counts as the median of the others, and none differs from the median
+        by more than the factor `LARGEST_RATIO`."""
         known = [value for value in self.values if value is not None]
         if self.fixed:
             found = known
@@ -66,7 +64,7 @@ class Speeds:
         return [0.0 if i in self.absent else value for i, value in enumerate(found)]
 
     def observed(self, samples: Sequence[int], seconds: Sequence[float]) -> Speeds:
-        """The speeds after an evaluation in which worker `i` took `seconds[i]` for `samples[i]` samples."""
+        """Return the speeds after an evaluation in which worker `i` took `seconds[i]` for `samples[i]` samples."""
         if self.fixed:
             return self
         values = list(self.values)
@@ -78,8 +76,8 @@ class Speeds:
         return replace(self, values=tuple(values), recent=tuple(recent))
 
     def rested(self, workers: Iterable[int]) -> Speeds:
-        """The speeds after an evaluation in which these workers had nothing to do. One that is so slow that it gets
-        nothing is by and by thought as fast as the median again, until it gets a sample and is measured."""
+        """Return the speeds after an evaluation in which these workers had nothing to do. The estimate of one too slow
+        to get anything drifts back to the median, until it gets a sample and is measured."""
         workers = list(workers)
         if not workers:
             return self
@@ -92,10 +90,9 @@ class Speeds:
         return replace(self, values=tuple(values), recent=tuple(recent))
 
     def makespan(self, shares: Sequence[int]) -> float:
-        """The seconds that an evaluation in `shares` is expected to take; infinite where a worker of speed 0 has
-        samples."""
+        """Return the expected seconds of an evaluation in `shares`; infinite if a worker of speed 0 has samples."""
         return max([c / s if s else math.inf for c, s in zip(shares, self.relative, strict=True) if c], default=0.0)
 
     def shortest(self, samples: int) -> float:
-        """The seconds that no split of so many samples is expected to go below."""
+        """Return a lower bound for the expected seconds of any split of `samples` samples."""
         return samples / (sum(self.relative) or math.inf)

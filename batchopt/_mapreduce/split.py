@@ -8,13 +8,15 @@ from itertools import accumulate
 
 
 def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
-    """How many of `n` samples each worker gets, in proportion to `speeds` (samples per second, or any other unit).
+    """Return each worker's number of the `n` samples, in proportion to `speeds` (samples per second, or any other
+    unit).
 
     The largest-remainder method, in exact arithmetic: the shares sum to `n`, and each is within 1 of `n * speed /
-    sum(speeds)`; what remains goes to the largest remainders, ties to the lower index. A worker of speed 0 gets
+    sum(speeds)`; the remaining samples go to the largest remainders, ties to the lower index. A worker of speed 0 gets
     nothing; if all speeds are 0 they count as equal. Worker `i` takes the samples after those of worker `i - 1`.
 
-    Raises `ValueError` for a negative `n`, no speeds, or a speed that is negative, infinite or NaN.
+    Raise `TypeError` if `n` is not an int, and `ValueError` for a negative `n`, no speeds, or a speed that is negative,
+    infinite or NaN.
     """
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"`n` must be an int, got {type(n).__name__} {n!r}")
@@ -38,13 +40,13 @@ def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
 
 
 def _as_integers(numbers: Sequence[float]) -> list[int]:
-    """The numbers, all multiplied with the same power of two, which makes them integers."""
-    ratios = [float(number).as_integer_ratio() for number in numbers]  # whose denominators are powers of two
+    """Return the numbers, all multiplied by the same power of two, which makes them integers."""
+    ratios = [float(number).as_integer_ratio() for number in numbers]  # the denominators are powers of two
     common = max(denominator for _, denominator in ratios)
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def runs(shares: Sequence[int]) -> list[tuple[int, int]]:
-    """The range `(first, last)` of each share when they lie one after the other."""
+    """Return the range `(first, last)` of each share if they lie one after the other."""
     ends = list(accumulate(shares))
     return [(end - share, end) for share, end in zip(shares, ends, strict=True)]

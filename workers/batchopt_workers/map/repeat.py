@@ -124,8 +124,7 @@ class Repeater:
         self._found = None
 
     def answer(self, order: Order, session: Session) -> list[ChunkDone]:
-        """Return the results if this order's evaluation was already repeated, else nothing. Raise `Failed` if it
-        failed."""
+        """Return the results if this order's evaluation was already repeated, else nothing. Raise `Failed`."""
         failed, self.failed, found, self._found = self.failed, None, self._found, None
         if failed is not None and failed.number == order.evaluation:
             raise failed

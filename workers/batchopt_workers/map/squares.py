@@ -98,8 +98,7 @@ class MeanSquare:
         return ROBUST[self.loss].curvature(residuals / self.scale).clamp(min=torch.finfo(residuals.dtype).eps)
 
     def roots(self, residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return roots of the values of `of`, with the signs of the residuals, and their derivatives by the
-        residuals."""
+        """Return roots of the values of `of`, signed like the residuals, and their derivatives by the residuals."""
         if self.loss == "linear":
             return residuals, torch.ones_like(residuals)
         u, robust = residuals / self.scale, ROBUST[self.loss]

@@ -49,8 +49,7 @@ class Command(IntEnum):
 
 
 class CommandMessage(NamedTuple):
-    """A message of the parent: for `FORK` the worker's rank, the number of workers, its threads; else `pid` and
-    zeros."""
+    """A message of the parent: for `FORK` the worker's rank, the world size, and its threads; else `pid` and zeros."""
 
     number: int
     task: Command

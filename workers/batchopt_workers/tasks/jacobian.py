@@ -86,8 +86,7 @@ class Jacobian:
         return squares == self.squares and len(trained) == len(ours) and all(map(operator.is_, trained, ours))
 
     def residuals(self, inputs: Any, targets: Any, samples: int | None) -> torch.Tensor:
-        """Return residuals, shape `(samples, ...)`, with their graph; `samples` None: of one sample, not one of
-        several."""
+        """Return residuals, shape `(samples, ...)`, with their graph; `samples` None: of a single sample."""
         with torch.enable_grad():
             return checked(self.squares.residual(self._module, inputs, targets), samples)
 

@@ -61,7 +61,7 @@ class F(Protocol):
         """Return the weight of that term in f."""
 
     def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
-        """Return each term's loss for the loaded batch with this cut, and df/dX (shape `(n,)`; empty without
+        """Return each term's loss for the loaded batch and this cut, and df/dX (shape `(n,)`; empty unless
         `gradient`)."""
 
 
