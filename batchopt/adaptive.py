@@ -1,4 +1,4 @@
-"""New points where the residuals are large."""
+"""Resampling of collocation points where the residuals are large."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ def resample(
     keep: Any = None,
     seed: int | None = None,
 ) -> Any:
-    """Draw points of a term from `candidates`, more of them where its residuals are large: what the term's entry of the
-    next batch may be.
+    """Draw points of a term from `candidates`, preferring those with large residuals, for the term's entry of the next
+    batch.
 
     A candidate with the residuals r has the probability p ∝ |r|ᵏ / mean(|r|ᵏ) + c, where |r| is the Euclidean norm over
     the sample's numbers and the mean is over the candidates: the residual-based adaptive distribution of Wu, Zhu, Tan,
     Kartha and Lu, "A comprehensive study of non-adaptive and residual-based adaptive sampling for physics-informed
     neural networks", Computer Methods in Applied Mechanics and Engineering 403, 2023. All points are new (RAD there),
-    or added to those that are kept (RAR-D there).
+    or added to those kept (RAR-D there).
 
     Args:
-        opt: its workers evaluate the residuals of all candidates at the current parameters; nothing else of it changes.
-        term: the name of a `Term(residual=...)`; None where there are no terms, and the criterion is
-            `torch.nn.MSELoss`.
+        opt: its workers evaluate the residuals of all candidates at the current parameters; it is otherwise unchanged.
+        term: the name of a `Term(residual=...)`; None without terms, if the criterion is `torch.nn.MSELoss`.
         candidates: inputs, or a tuple `(inputs, targets)`: tensors in tuples, mappings and dataclasses, with a row for
             each candidate. Inputs that are a tuple themselves go into another one: `((x, t),)`.
-        samples: how many to draw, without replacement.
+        samples: number of points to draw, without replacement.
         k: 0 or more; 0 is the uniform distribution, a large one prefers the largest residuals.
         c: 0 or more: the larger, the more uniform.
         keep: points that come before the drawn ones, in the structure of the candidates.
-        seed: of the draw. Default: made of opt's seed, of how many batches it was given and of the term's name, so that
-            a run goes on from a checkpoint with the points that it would have had.
+        seed: of the draw. Default: derived from opt's seed, the number of batches loaded and the term's name, so that a
+            run resumes from a checkpoint with the same points as an uninterrupted one.
 
     Returns rows of the candidates in their order and structure. With `chunk_size` they are the same for any number of
-    workers. Without, residuals may differ in their last bits, and the same points are drawn unless two of them are
+    workers. Without it, residuals may differ in their last bits, and the same points are drawn unless two of them are
     equally likely up to these. Raises `ValueError` or `TypeError` for arguments that cannot work, for a term whose
     residuals are not known, and for a residual that is not finite, with the number of its candidate; and what
     `BatchOptimizer.residuals` raises.
@@ -78,7 +77,7 @@ def resample(
 
 
 def _sizes(opt: BatchOptimizer, term: str | None, entry: Any) -> torch.Tensor:
-    """|r| of each candidate, in float64 on the CPU."""
+    """Return |r| of each candidate, in float64 on the CPU."""
     names = [*opt.weights]
     if term is None and not names:
         found = opt.residuals(*entry) if type(entry) is tuple else opt.residuals(entry)
@@ -93,7 +92,7 @@ def _sizes(opt: BatchOptimizer, term: str | None, entry: Any) -> torch.Tensor:
     rows = found.to("cpu", torch.float64)
     scale = rows.abs().max()
     scale = scale if bool(scale.isfinite()) and float(scale) > 0.0 else torch.ones_like(scale)
-    sizes: torch.Tensor = torch.linalg.vector_norm(rows / scale, dim=1) * scale  # so that no square overflows
+    sizes: torch.Tensor = torch.linalg.vector_norm(rows / scale, dim=1) * scale  # scaled so that no square overflows
     bad = (~sizes.isfinite()).nonzero()
     if len(bad):
         where = f"candidate {int(bad[0])}" + (f" of term {term!r}" if term is not None else "")
@@ -103,24 +102,25 @@ def _sizes(opt: BatchOptimizer, term: str | None, entry: Any) -> torch.Tensor:
 
 
 def _weights(sizes: torch.Tensor, k: float, c: float, term: str | None) -> torch.Tensor:
-    """The probabilities up to a factor. Residuals of 0 everywhere leave `c` alone."""
+    """Return the probabilities up to a factor. If all residuals are 0, only `c` counts."""
     largest = float(sizes.max())
     if largest == 0.0:
         if c == 0.0:
             where = "" if term is None else f" of term {term!r}"
             raise ValueError(f"all residuals{where} are 0, which leaves nothing to prefer with c=0")
         return torch.ones_like(sizes)
-    powers: torch.Tensor = torch.pow(sizes / largest, k)  # by the largest, so that none overflows
+    powers: torch.Tensor = torch.pow(sizes / largest, k)  # scaled so that none overflows
     return powers / powers.mean() + c
 
 
 def _draw(weights: torch.Tensor, samples: int, seed: int) -> torch.Tensor:
-    """The rows drawn, in ascending order: one after the other without replacement, each by its weight among those that
-    are left.
+    """Return the rows drawn, in ascending order: one by one without replacement, each by its weight among the remaining
+    ones.
 
-    Drawn at once by sorting an exponential time for each row (Efraimidis and Spirakis, "Weighted random sampling with a
-    reservoir", Information Processing Letters 97, 2006). Sums of the weights, whose rounding would add up, are not
-    needed: a weight that differs in its last bits only matters between two times that are equal up to these.
+    Draws all at once by sorting an exponential time for each row (Efraimidis and Spirakis, "Weighted random sampling
+    with a reservoir", Information Processing Letters 97, 2006). This needs no sums of the weights, whose rounding
+    errors would add up: a weight that differs in its last bits only matters between two times that are equal up to
+    these.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(len(weights), generator=generator, dtype=torch.float64)
@@ -138,7 +138,7 @@ def _seed_of(opt: BatchOptimizer, term: str | None) -> int:
 
 
 def _read(entry: Any) -> Any:
-    """The same, with arrays as tensors. Raises `ValueError` for a tuple that is not inputs and targets."""
+    """Return the entry with arrays as tensors. Raises `ValueError` for a tuple that is not inputs and targets."""
     if type(entry) is not tuple:
         return as_tensors(entry)
     if len(entry) not in (1, 2):
@@ -147,7 +147,7 @@ def _read(entry: Any) -> Any:
 
 
 def _check_rows(name: str, entry: Any) -> int:
-    """The number of rows. Raises `TypeError` or `ValueError` unless all tensors have as many."""
+    """Return the number of rows. Raises `TypeError` or `ValueError` unless all tensors have the same."""
     if isinstance(entry, list) or (type(entry) is tuple and any(isinstance(part, list) for part in entry)):
         raise TypeError(f"`{name}` has a list: pass tensors with a row for each point, in tuples or dicts")
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(entry)}
@@ -166,7 +166,7 @@ def _check_alike(kept: Any, entry: Any) -> None:
 
 
 def _form(entry: Any) -> Any:
-    """What rows must have in common to be put one after the other."""
+    """Return the properties that rows must share to be concatenated."""
     if is_tensor(entry):
         return f"{entry.dtype} {tuple(entry.shape[1:])} on {entry.device}"
     parts = [(key, _form(item)) for key, item in items_of(entry)]
@@ -190,7 +190,7 @@ def _joined(first: Any, then: Any) -> Any:
 
 
 def _read_factor(name: str, value: Any) -> float:
-    """Raises `TypeError` or `ValueError` for what is no finite number >= 0."""
+    """Return the number. Raises `TypeError` or `ValueError` unless it is finite and >= 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"`{name}` must be a number >= 0; got {value!r}")
     if not 0 <= float(value) < math.inf:

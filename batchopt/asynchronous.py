@@ -1,4 +1,4 @@
-"""Training without waiting, in one call: Hogwild."""
+"""Asynchronous training in one call: Hogwild."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def hogwild(
     shuffle: bool = True,
     **settings: Any,
 ) -> HogwildResult:
-    """Let `parallelize` workers step on mini-batches of `data` and on the same parameters, without waiting.
+    """Let `parallelize` workers step on mini-batches of `data` and on shared parameters, without waiting for each
+    other.
 
-    module, criterion and `settings` are as for `BatchOptimizer`, which this opens and closes; the other arguments, what
-    is returned and what is raised as for `BatchOptimizer.hogwild`. Where more than one call is made, that one keeps the
-    workers.
+    module, criterion and `settings` are as for `BatchOptimizer`, which this function opens and closes; the other
+    arguments, the result and the exceptions as for `BatchOptimizer.hogwild`. For more than one call use that method,
+    which keeps the workers.
     """
     with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize, **settings) as opt:
         return opt.hogwild(data, optimizer, batch_size=batch_size, epochs=epochs, shuffle=shuffle)

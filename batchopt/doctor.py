@@ -1,5 +1,5 @@
-"""Do f and its gradient describe one function, and is the parallel one the serial one? Four checks, and the first
-culprit found."""
+"""Checks that f and its gradient describe one function, and that the parallel one equals the serial one. Four checks,
+and the first culprit found."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from batchopt_workers.data.structures import map_tensors
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.tasks.inspection import normalises_by_chunk, written
 
-CHUNKS = 4  # of the batch where a cut is tried
-# Of the finite difference, relative to the size of X; in single precision a hundred times as long. In steps as short as
-# the first `FINE` of them, a fourth difference of f is nothing but noise.
+CHUNKS = 4  # of the batch, to test a cut
+# Steps of the finite differences, relative to the size of X; in single precision a hundred times as long. For the first
+# `FINE` of them a fourth difference of f is only noise.
 STEPS = (1e-5, 1e-6, 1e-4, 1e-3, 1e-2)
 FINE = 3
-# Relative, beside what noise leaves uncertain: of the slope, of the cut, and of the cut in single precision. A solver
-# with a tolerance of its own takes other steps for other parameters, which its gradient does not know of, and for other
-# samples: so a cut may be off by `LOOSER` times as much as its slope, up to `MOST`. (An adaptive Runge-Kutta method of
-# tolerance 1e-4, at 36 points: the cut was off by up to 250 times as much as the slope, and by 8e-4 at most.)
+# Relative tolerances, in addition to the uncertainty from noise: of the slope, of the cut, and of the cut in single
+# precision. A solver with its own tolerance takes other steps for other parameters, which its gradient ignores, and for
+# other samples: so a cut may be off by `LOOSER` times as much as its slope, up to `MOST`. (An adaptive Runge-Kutta
+# method of tolerance 1e-4, at 36 points: the cut was off by up to 250 times as much as the slope, and by at most 8e-4.)
 SLOPE_TOLERANCE, CUT_TOLERANCE, SINGLE = 1e-3, 1e-5, 1e-3
 LOOSER, MOST = 1000, 2e-3
 
@@ -69,7 +69,7 @@ class Culprit(Enum):
 
 
 class Check(NamedTuple):
-    """One question: whether the answer is good, and the numbers."""
+    """A question, whether the check passed, and the numbers."""
 
     question: str
     passed: bool
@@ -78,7 +78,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The checks that were made, and the first culprit found, with the names of what it concerns."""
+    """The checks made, and the first culprit found, with the names of the parts concerned."""
 
     checks: tuple[Check, ...]
     culprit: Culprit
@@ -86,7 +86,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether every check passed."""
+        """Tell whether every check passed."""
         return self.culprit is Culprit.NONE
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def _value(function: BatchFunction, evaluate: Evaluate | None = None) -> Value:
 
 
 def _difference(one: Value, two: Value) -> float:
-    """The larger of the relative differences of losses and of gradients."""
+    """Return the larger of the relative differences of losses and of gradients."""
     scale = max(abs(one.loss), abs(two.loss)) or 1.0
     norm = max(one.gradient.norm().item(), two.gradient.norm().item()) or 1.0
     gradients = float((one.gradient - two.gradient).norm().item()) / norm
@@ -116,9 +116,8 @@ def _difference(one: Value, two: Value) -> float:
 
 
 class Stencil(NamedTuple):
-    """f at five points, `step` apart, and what follows: the slope `measured` there and `claimed` by the gradient, each
-    with its fourth difference, in which nothing but noise is left; and `noise`, that of f and its gradient,
-    relative."""
+    """f at five points, `step` apart, and derived numbers: the slope `measured` there and `claimed` by the gradient,
+    each with its fourth difference, which is only noise; and the relative `noise` of f and its gradient."""
 
     step: float
     measured: float
@@ -129,7 +128,8 @@ class Stencil(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the slope is the one claimed, up to what is `uncertain`; `sure` if that is next to nothing."""
+    """A comparison of the slope with the one claimed: `passed` within the `uncertain` amount; `sure` if that is
+    negligible."""
 
     passed: bool
     sure: bool
@@ -139,15 +139,13 @@ class Verdict(NamedTuple):
 
 
 def judge(stencils: Sequence[Stencil]) -> Verdict:
-    """The verdict of steps of several lengths: those count whose result is most certain.
-
-    Rounding leaves more uncertain in short steps, and curvature in long ones.
-    """
+    """Return the verdict of steps of several lengths, by those whose result is most certain. Rounding makes short steps
+    less certain, and curvature long ones."""
     fine = stencils[:FINE]
     floor, floor_claimed = max(s.unrest for s in fine), max(s.unrest_claimed for s in fine)
 
     def uncertain(stencil: Stencil) -> float:
-        # a fourth difference of noise is 8 times as large as it, and the slope errs by once the noise in a step
+        # a fourth difference amplifies noise 8 times, and the error of the slope is once the noise per step
         return 0.75 * (max(stencil.unrest, floor) / stencil.step + max(stencil.unrest_claimed, floor_claimed))
 
     least = min(map(uncertain, stencils))
@@ -162,24 +160,24 @@ def judge(stencils: Sequence[Stencil]) -> Verdict:
 
 
 class Examination:
-    """The checks of one function on one batch, each made when it is asked for."""
+    """The checks of one function on one batch, each made on request."""
 
     def __init__(self, function: BatchFunction, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> None:
-        """Loads the batch in `function`, cut into fixed chunks; it is evaluated by `evaluate`."""
+        """Load the batch in `function`, cut into fixed chunks; `evaluate` evaluates it."""
         self._function, self._evaluate, self._batch = function, evaluate, (inputs, targets, options)
         function.load(inputs, targets, options)
         self.size, self._chunk_size = function.cut_in_chunks(CHUNKS)
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else function.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
-        self.undecided = False  # whether a cut was no fault as far as one can tell
-        self._imprecision = 0.0  # of f and its gradient, relative, as far as the slope has shown it
+        self.undecided = False  # a cut could not be judged
+        self._imprecision = 0.0  # of f and its gradient, relative, as found by the slope
 
     def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
-        """A serial one over a copy of the module, in float64 where the module can be evaluated there."""
+        """Return a serial function of a copy of the module, in float64 where the module can be evaluated in it."""
         program = copied(self._function.workers.program)
         if self._doubles:
-            program.module._apply(_double)  # type: ignore[no-untyped-call]  # complex ones, too
+            program.module._apply(_double)  # type: ignore[no-untyped-call]  # complex ones too
             if isinstance(program.criterion, torch.nn.Module):
                 program.criterion._apply(_double)  # type: ignore[no-untyped-call]
         if not hooks:
@@ -198,14 +196,14 @@ class Examination:
             with self._twin(chunk_size=self.size, on_nonfinite="return") as twin:
                 self._load(twin)
                 twin.evaluate()
-        except Exception as error:  # whatever a module does that was written for one dtype
+        except Exception as error:  # a module written for one dtype may raise anything
             let_through(error)
             return False
         return True
 
     @contextmanager
     def _loaded(self, dropout: bool = True, **changes: Any) -> Iterator[BatchFunction]:
-        """A twin with the batch, with or without dropout."""
+        """Load the batch in a twin, with or without dropout."""
         with self._twin(**changes) as twin:
             if not dropout:
                 for part in twin.subject.module.modules():
@@ -215,12 +213,13 @@ class Examination:
             yield twin
 
     def value(self, dropout: bool = True, **changes: Any) -> Value:
-        """f and df/dX of a twin."""
+        """Return f and df/dX of a twin."""
         with self._loaded(dropout, **changes) as twin:
             return _value(twin)
 
     def repeats(self) -> tuple[Check, list[str]]:
-        """Two evaluations at one point; and what of the module and the criterion they changed."""
+        """Compare two evaluations at one point; also return the names of changed parts of the module and the
+        criterion."""
         before = self._function.run_on_workers(written)
         one, two = _value(self._function, self._evaluate), _value(self._function, self._evaluate)
         after = self._function.run_on_workers(written)
@@ -229,11 +228,9 @@ class Examination:
         return Check("two evaluations have the same bits", same, f"difference {_difference(one, two):.1e}"), changed
 
     def slope(self, hooks: bool = True) -> Check:
-        """Central differences along the gradient, against the gradient's own length.
-
-        How precise f is nobody says (a module may compute in single precision inside, or solve an equation to a
-        tolerance): it is measured, at each step length.
-        """
+        """Compare central differences along the gradient with the length of the gradient. The precision of f is unknown
+        (a module may compute in single precision inside, or solve an equation to a tolerance): it is measured at each
+        step length."""
         stencils: list[Stencil] = []
         with self._twin(chunk_size=self.size, hooks=hooks) as twin:
             self._load(twin)
@@ -252,8 +249,8 @@ class Examination:
         return Check(f"the gradient is the slope of f ({self._dtype})", verdict.passed, numbers)
 
     def cut(self, **changes: Any) -> Check:
-        """The whole batch in one go, against the same in chunks; without dropout, whose masks are drawn for each chunk.
-        Where there are other draws for each chunk a few samples, with the same draws."""
+        """Compare the batch in a single forward with the batch in chunks; without dropout, whose masks are drawn per
+        chunk. If other draws are made for each chunk, compare a few samples with the same draws."""
         question = "the batch in chunks is the batch"
         options = {key: value for key, value in changes.items() if key != "reduction"}
         whole = self.value(dropout=False, chunk_size=self.size, **options)
@@ -276,11 +273,11 @@ class Examination:
         return Check(question, not found, drawn + ("; ".join(map(str, found)) or "no difference"))
 
     def _tolerance(self, least: float) -> float:
-        """The largest difference that is no fault: `least`, or as much as the imprecision of f explains."""
+        """Return the largest difference that is no fault: `least`, or the imprecision of f if that is larger."""
         return max(least, self._imprecision)
 
     def parallel(self) -> Check:
-        """The subject against a serial twin, both in their own precision."""
+        """Compare the function with a serial twin, both in their own precision."""
         doubles, self._doubles = self._doubles, False
         serial = self.value(chunk_size=self._chunk_size)
         self._doubles = doubles
@@ -326,14 +323,14 @@ def _examine(function: BatchFunction, examination: Examination) -> Diagnosis:
 
 
 def _stencil(twin: BatchFunction, start: torch.Tensor, direction: torch.Tensor, here: Value, step: float) -> Stencil:
-    """At five points along `direction` (shape `(n,)`, length 1), the middle one being `start`, where f is `here`."""
+    """Evaluate five points along `direction` (shape `(n,)`, length 1); the middle one is `start`, where f is `here`."""
     values = []
     for i in (-2, -1, 0, 1, 2):
         wanted = start + i * step * direction
         with torch.no_grad():
             twin.parameters.copy_(wanted)
         value = here if i == 0 else _value(twin)
-        # X is not quite where it was to be, if it is in single precision
+        # correct for the rounding of X, if it is in single precision
         values.append(value._replace(loss=value.loss - float(here.gradient @ (twin.parameters.double() - wanted))))
     f, g = [value.loss for value in values], [value.gradient for value in values]
     slopes = [float(gradient @ direction) for gradient in g]
@@ -345,18 +342,18 @@ def _stencil(twin: BatchFunction, start: torch.Tensor, direction: torch.Tensor, 
 
 
 def _fourth(values: Sequence[Any]) -> Any:
-    """The fourth difference of five values."""
+    """Return the fourth difference of five values."""
     return values[0] - 4 * values[1] + 6 * values[2] - 4 * values[3] + values[4]
 
 
 def _direction(gradient: torch.Tensor) -> torch.Tensor:
-    """Along the gradient, or along all axes where it vanishes."""
+    """Return the direction of the gradient, or the diagonal of all axes if it vanishes."""
     norm = gradient.norm()
     return gradient / norm if norm > 0 else torch.full_like(gradient, len(gradient) ** -0.5)
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """In double precision, unless these are integers."""
+    """Convert to double precision, unless these are integers."""
     exact = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor if exact else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 

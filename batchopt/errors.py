@@ -2,17 +2,17 @@
 
     BatchoptError (a RuntimeError)
     ├── WorkerError                the user's code raised in a worker
-    ├── WorkerLostError            a worker process ended where nobody can take its place
+    ├── WorkerLostError            a worker process ended and cannot be replaced for this call
     │   ├── WorkerStartError       workers do not start
-    │   ├── PoisonChunkError       a chunk ended workers again and again
-    │   └── AllWorkersLostError    no worker is left, and `max_restarts` is spent
-    ├── NodeLostError              another process of several that evaluate together has ended, or is silent
-    ├── NodesDifferError           such processes do not do the same
+    │   ├── PoisonChunkError       a chunk repeatedly killed workers
+    │   └── AllWorkersLostError    no worker remains, and `max_restarts` is spent
+    ├── NodeLostError              another process of the group has ended, or does not respond
+    ├── NodesDifferError           the processes of a group do not do the same
     ├── NonFiniteError             the loss or its gradient is infinite or NaN
     └── CheckpointError            a checkpoint cannot be written, or is not one of this optimizer
 
-Wrong arguments raise `ValueError` or `TypeError` where they are given, before a process starts where that is possible.
-After any of these, parameters, buffers and counters are as they were before the step.
+Wrong arguments raise `ValueError` or `TypeError` where they are given, if possible before a process starts. After any
+of these, parameters, buffers and counters are as they were before the step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NO_TERMS: Mapping[str, range] = MappingProxyType({})
 class BatchoptError(RuntimeError):
     """Any error of this library that is not about an argument.
 
-    Also raised for use after `close()`, from another process or thread than the one that uses the optimizer.
+    Also raised for use after `close()`, or from another process or thread than the one that uses the optimizer.
     """
 
 
 class WorkerError(BatchoptError):
     """The module, the criterion or a hook raised in a worker.
 
-    `rank`, `type_name` and `samples` (the positions in the batch that were being evaluated) say where and what; its
+    `rank`, `type_name` and `samples` (the positions in the batch being evaluated) locate and name the error; its
     `__cause__` has the remote traceback. Where there are terms, `samples` are numbered one term after the other, and
-    `terms` has their positions within each term, by name. The optimizer can be used again once the cause is mended.
+    `terms` has their positions within each term, by name. The optimizer can be used again once the cause is fixed.
     """
 
     def __init__(
@@ -73,22 +73,23 @@ _ADVICE = {
 
 
 class WorkerLostError(BatchoptError):
-    """A worker process ended during something that cannot be done again for it, such as `run_on_workers`.
+    """A worker process ended during a call that cannot be repeated for it, such as `run_on_workers`.
 
-    The message has how it ended and the tail of its standard error. A new worker takes its place; call again.
+    The message describes how it ended and has the tail of its standard error. A new worker takes its place; call again.
     """
 
 
 class WorkerStartError(WorkerLostError):
     """Worker processes end before they can work: while they start, run precode, or receive the module.
 
-    Raised when the optimizer is made (or resized). The message has how they ended and the tail of their standard error.
+    Raised when the optimizer is made (or resized). The message describes how they ended and has the tail of their
+    standard error.
     """
 
 
 class PoisonChunkError(WorkerLostError):
-    """The same chunk was at hand each time when three workers died or hung (six, by signals that may have come from
-    somebody else), the last time with one worker that had nothing else to do; it is not tried again.
+    """The same chunk was running each time when three workers died or hung (six, by signals that may have been sent
+    from outside), the last time on a worker that had nothing else to do; it is not tried again.
 
     `chunk` and `samples` (positions in the batch; with `terms`, as in `WorkerError`) name it. Evaluate those samples
     alone in one process to see why; if they need more memory than there is, use a smaller `chunk_size`.
@@ -110,16 +111,17 @@ class PoisonChunkError(WorkerLostError):
 
 
 class AllWorkersLostError(WorkerLostError):
-    """No worker is left and none may be started any more: `max_restarts` is spent, or new workers do not start.
+    """No worker remains and none may be started: `max_restarts` is spent, or new workers do not start.
 
-    The message has how the last one ended. Build a new optimizer, with a larger `max_restarts` if the cause is mended.
+    The message describes how the last one ended. Build a new optimizer, with a larger `max_restarts` if the cause is
+    fixed.
     """
 
 
 class NodeLostError(BatchoptError):
-    """Another rank has ended, was stopped, or gave no sign for `timeout` seconds; `place` is its number.
+    """Another rank has ended, was stopped, or did not respond for `timeout` seconds; `place` is its number.
 
-    The optimizer cannot be used any more. Launchers such as torchrun start all ranks again: load a checkpoint first.
+    The optimizer can no longer be used. Launchers such as torchrun start all ranks again: load a checkpoint first.
     """
 
     def __init__(self, message: str, place: int) -> None:
@@ -132,9 +134,9 @@ class NodeLostError(BatchoptError):
 
 
 class NodesDifferError(BatchoptError):
-    """Ranks that have to do the same do not: another seed, batch, or number of calls. All of them raise this.
+    """Ranks that must do the same do not: another seed, batch, or number of calls. All of them raise this.
 
-    The message has what differs, and on which ranks. The optimizer cannot be used any more.
+    The message says what differs, and on which ranks. The optimizer can no longer be used.
     """
 
 
@@ -142,7 +144,7 @@ class NonFiniteError(BatchoptError):
     """The loss or its gradient is infinite or NaN; raised before the optimizer sees it.
 
     Look at the samples named (`samples`; with `terms`, as in `WorkerError`), or at the last step's length; with
-    `on_nonfinite="return"` the optimizer gets an infinite loss instead, for a line search that can back off.
+    `on_nonfinite="return"` the optimizer gets an infinite loss instead, for a line search that can backtrack.
     """
 
     def __init__(
@@ -177,12 +179,12 @@ class NonFiniteError(BatchoptError):
 class CheckpointError(BatchoptError):
     """A checkpoint cannot be written, or a file is not one that can be used here.
 
-    The message has the path and the reason. Whatever was at the path when writing failed is still there.
+    The message has the path and the reason. A previous file at the path is kept if writing failed.
     """
 
 
 def tell_rows(error: BatchoptError, rows: Sequence[int] | None) -> None:
-    """Say in the message which samples of the data those are that it names: `rows` has them for the whole batch."""
+    """Add to the message the indices in the data of the samples that it names; `rows` has them for the full batch."""
     samples = getattr(error, "samples", None)
     if samples and rows is not None and not getattr(error, "terms", None):
         first = ", ".join(str(int(rows[sample])) for sample in samples[:3])
@@ -190,7 +192,7 @@ def tell_rows(error: BatchoptError, rows: Sequence[int] | None) -> None:
 
 
 def _where(samples: range, terms: Mapping[str, range]) -> str:
-    """In words: by the terms where there are some."""
+    """Describe the samples, by terms if there are any."""
     return ", ".join(f"{_span(part)} of term {name!r}" for name, part in terms.items()) or _span(samples)
 
 

@@ -1,4 +1,4 @@
-"""f of the loaded batch, its derivatives, and any other function of the batch, as users ask for them."""
+"""f of the loaded batch, its derivatives, and other functions of the batch: the public interface."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ class Evaluations:
     # ---- f
 
     def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
-        """Make this the batch of the evaluations to come; nothing is evaluated, but the first batch measures the
+        """Load the batch for the next evaluations; nothing is evaluated, except that the first batch measures the
         workers.
 
         `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose
-        first dimension is the sample; or lists with one entry a sample. `inputs` alone may be a map-style
-        `torch.utils.data.Dataset`: each worker reads the samples of its chunks itself. `options` has one object a
+        first dimension is the sample; or lists with one entry per sample. `inputs` alone may be a map-style
+        `torch.utils.data.Dataset`: each worker reads the samples of its chunks itself. `options` has one object per
         sample, for the hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of
-        inputs, targets and options. A new step begins: the module, the criterion, loss functions and hooks, with all
-        that they refer to, are taken as they are now, and so are `weights`. Do not change the data before the next
-        `load`: when it is read, at once or when it is needed, depends on the backend. Raises `ValueError` or
-        `TypeError` for data that is no batch, for a program that cannot be sent any more, and if X is no longer the
-        module's.
+        inputs, targets and options. A new step begins, with the current module, criterion, loss functions and hooks,
+        everything that they refer to, and the current `weights`. Do not change the data before the next `load`: it
+        depends on the backend whether it is read at once or when it is needed. Raises `ValueError` or `TypeError` for
+        data that is no batch, for a program that can no longer be sent, and if X is no longer the module's.
         """
         self._function.load(inputs, targets, options)
 
     def evaluate(self) -> torch.Tensor:
-        """f at the current parameters (0-dim, float64), and df/dX in `grad_parameters` and every parameter's `.grad`.
+        """Return f at the current parameters (0-dim, float64), and set df/dX in `grad_parameters` and every parameter's
+        `.grad`.
 
-        Any number of times; the closure for any optimizer: `torch_optimizer.step(opt.evaluate)`. Gradients are
-        overwritten, not accumulated; a parameter that f does not depend on gets None. Torch's settings and contexts
-        (autocast, default dtype, ...) are those in force here. Raises `WorkerError` if the user's code raised,
-        `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot be in, and
-        for a forward that writes what is too large to be kept for each chunk; X is untouched then, gradients are of no
-        use.
+        May be called any number of times; it is a closure for any optimizer: `torch_optimizer.step(opt.evaluate)`.
+        Gradients are overwritten, not accumulated; a parameter that f does not depend on gets None. Torch's settings
+        and contexts (autocast, default dtype, ...) are captured at each evaluation. Raises `WorkerError` if the user's
+        code raised, `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot
+        enter, and for a forward that writes state too large to be kept for each chunk; then X is unchanged, and
+        gradients are unspecified.
         """
         kind, own = type(self), vars(self)
         if kind.map is Evaluations.map and kind.reduce is Evaluations.reduce and not {"map", "reduce"} & own.keys():
@@ -75,108 +75,107 @@ class Evaluations:
         return self._function.evaluate(self.map, self.reduce)
 
     def map(self) -> list[Answer]:
-        """The first half of `evaluate`: partial losses and gradients from every worker that had a share.
+        """Return partial losses and gradients from every worker that had a share: the first half of `evaluate`.
 
-        A subclass may override it, and `reduce`.
+        A subclass may override this and `reduce`.
         """
         return self._function.map()
 
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
-        """The second half of `evaluate`: merge `answers` into f, which is returned, and df/dX."""
+        """Merge `answers` into df/dX and f, which is returned: the second half of `evaluate`."""
         return self._function.reduce(answers)
 
     def loss(self) -> torch.Tensor:
-        """f at the current parameters as a 0-dim tensor (float64) with a graph: one evaluation, whose gradient
-        `backward` hands to autograd.
+        """Return f at the current parameters as a 0-dim tensor (float64) with a graph, by one evaluation; `backward`
+        passes its gradient to autograd.
 
         So a penalty added in this process, a scaled loss, and trainers that call `loss.backward()` themselves get
         df/dX, times the gradient from above, added to every parameter's `.grad`; a parameter that f does not depend on
-        gets nothing. Until then each `.grad` is as it was, and `grad_parameters` has df/dX; `backward` may make `.grad`
-        of its memory. Raises what `evaluate` raises; `backward` raises `BatchoptError` with `create_graph=True`: see
-        `hvp`.
+        gets nothing. Until then each `.grad` is unchanged, and `grad_parameters` has df/dX; `backward` may reuse its
+        memory for `.grad`. Raises what `evaluate` raises; `backward` raises `BatchoptError` with `create_graph=True`:
+        see `hvp`.
         """
         return loss_with_graph(self._function, self.evaluate)
 
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
-        """The Hessian of f at the current parameters times `v`: a new tensor of X's dtype, in the shape of `v`.
+        """Return the Hessian of f at the current parameters times `v`: a new tensor of X's dtype, in the shape of `v`.
 
-        `v` has shape `(n,)`, as long as `parameters`, or `(n, k)` for k vectors, of any floating dtype; where one is
-        not finite in X's dtype its product is NaN. The product is of the function that `evaluate` sees: the same
-        chunks, draws and buffers; with `chunk_size` bit for bit for any number of workers. It takes two to three times
-        as long as an evaluation, of which the first backward is made once for all k, and keeps the graph of that.
-        Gradients, `output` and counters other than `product_counter` are untouched; prehook runs, posthook does not.
-        Raises `TypeError` or `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` where the module
-        cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
+        `v` has shape `(n,)`, as long as `parameters`, or `(n, k)` for k vectors, of any floating dtype; the product of
+        a vector that is not finite in X's dtype is NaN. The product is of the function that `evaluate` computes, with
+        the same chunks, draws and buffers; with `chunk_size` it is bit for bit equal for any number of workers. It
+        takes two to three times as long as an evaluation; for k vectors the first backward is made once, and its graph
+        is kept. Gradients, `output` and counters other than `product_counter` are unchanged; prehook runs, posthook
+        does not. Raises `TypeError` or `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` if the
+        module cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
         """
         return hessian_products(self._function, v)
 
     # ---- least squares
 
     def residuals(self, inputs: Any = None, targets: Any = None) -> Any:
-        """The residuals in the order of samples: shape `(samples, d)`, their dtype; a dict where there are terms.
+        """Return the residuals in sample order: shape `(samples, d)`, their dtype; a dict where there are terms.
 
-        For a criterion that is `torch.nn.MSELoss`, whose residuals are output less target, or terms that are
-        `Term(residual=...)`: f is the sum over the terms of `weight` times the mean square of the term's residuals.
-        Default: those of the loaded batch; else of other data, as in `collect`, which may leave terms out. Raises
-        `ValueError` where f, or one of these terms, is not known to be a sum of squares, and what `collect` raises.
+        For the criterion `torch.nn.MSELoss`, whose residuals are output minus target, or for terms
+        `Term(residual=...)`: f is the sum over the terms of `weight` times the mean square of the term's residuals. By
+        default those of the loaded batch; else of other data, as in `collect`, which may omit terms. Raises
+        `ValueError` if f, or one of these terms, is not known to be a sum of squares, and what `collect` raises.
         """
         return residuals(self._function, inputs, targets)
 
     def jvp(self, v: torch.Tensor) -> Any:
-        """J times `v` (shape `(n,)`), where J is the Jacobian of the residuals of the loaded batch with respect to X:
-        in the shape of `residuals`. Raises what that raises."""
+        """Return J times `v` (shape `(n,)`), where J is the Jacobian of the residuals of the loaded batch with respect
+        to X: in the shape of `residuals`. Raises what `residuals` raises."""
         return jacobian_product(self._function, v)
 
     def vjp(self, u: Any) -> torch.Tensor:
-        """Jᵀ times `u`, which is like `residuals`: shape `(n,)`, X's dtype, summed in float64 along the tree of chunks.
-        Raises what `residuals` raises, and `NonFiniteError`."""
+        """Return Jᵀ times `u`, which is like `residuals`: shape `(n,)`, X's dtype, summed in float64 along the tree of
+        chunks. Raises what `residuals` raises, and `NonFiniteError`."""
         return transposed_product(self._function, u)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
-        """JᵀWJ times `v`, shape `(n,)`, or times each column of it, shape `(n, k)`: the same shape, X's dtype.
+        """Return JᵀWJ times `v`, shape `(n,)`, or times each column of it, shape `(n, k)`: the same shape, X's dtype.
 
-        f is rᵀWr: W has the weight of each square in f, the term's by the number of its residuals. Twice this is the
-        Hessian of f without the curvature of the residuals, and never negative. No matrix is made. Raises what `vjp`
-        raises.
+        f is rᵀWr: W has the weight of each square in f, the term's divided by the number of its residuals. Twice this
+        is the Hessian of f without the curvature of the residuals, and positive semidefinite. No matrix is made. Raises
+        what `vjp` raises.
         """
         return gauss_newton_product(self._function, v)
 
     def normal(self, *, limit: int = LARGEST) -> Normal:
-        """f, JᵀWr and JᵀWJ of the loaded batch at X in one pass over the samples: see `Normal`.
+        """Return f, JᵀWr and JᵀWJ of the loaded batch at X in one pass over the samples: see `Normal`.
 
-        Workers make rows of J (by `torch.func`, or the module with parameters for each sample), some MB at a time, and
-        sum their products in float64. What neither way can evaluate takes a backward a row, and a warning. With
-        `chunk_size` the same bits for any number of workers, as in `total`. Raises `ValueError` for more than `limit`
+        Workers make rows of J (by `torch.func`, or by parameters for each sample), some MB at a time, and sum their
+        products in float64. If neither is possible, each row takes a backward, with a warning. With `chunk_size` the
+        bits are the same for any number of workers, as in `total`. Raises `ValueError` for more than `limit`
         parameters, with the size of the matrix; `NonFiniteError`; and what `residuals` raises.
         """
         return normal(self._function, limit)
 
     def gram(self, *, limit: int = LARGEST) -> torch.Tensor:
-        """JJᵀ of the loaded batch, without weights: shape `(N, N)`, float64, for the N residuals in the order of
-        `residuals`, one term after the other. For few residuals: all rows of J are held at a time. Raises `ValueError`
-        for more than `limit` of them, and what `residuals` raises."""
+        """Return JJᵀ of the loaded batch, without weights: shape `(N, N)`, float64, for the N residuals in the order of
+        `residuals`, one term after the other. For few residuals: all rows of J are in memory together. Raises
+        `ValueError` for more than `limit` of them, and what `residuals` raises."""
         return gram(self._function, limit)
 
     def evaluate_many(
         self, points: torch.Tensor | Sequence[torch.Tensor], gradients: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """f of the loaded batch at each of `points`, in place of the current parameters: shape `(K,)`, float64.
+        """Return f of the loaded batch at each of `points` instead of the current parameters: shape `(K,)`, float64.
 
-        `points` has one vector like `parameters` a row: shape `(K, n)`, any floating dtype. Each worker evaluates whole
-        points, as many as its speed allows: for line searches in parallel, several starts, evolution strategies. With
-        `gradients` a tuple: df/dX at each point, too, shape `(K, n)`, X's dtype. Both are what `evaluate` would give
-        there; with `chunk_size` bit for bit. Where f or its gradient is not finite, or one of `nonfinite_errors` is
-        raised, f is infinity. Nothing else
-        changes: parameters, gradients, buffers, counters; prehook runs, posthook does not. Each worker takes memory for
-        a point, and on a cluster each machine gets the whole batch. Raises `TypeError` or `ValueError` for other
-        points, and `WorkerError` if the user's code raises.
+        `points` has one vector like `parameters` per row: shape `(K, n)`, any floating dtype. Each worker evaluates
+        complete points, as many as its speed allows: for parallel line searches, several starts, evolution strategies.
+        With `gradients` it returns a tuple, also with df/dX at each point, shape `(K, n)`, X's dtype. Both equal the
+        results of `evaluate` there; with `chunk_size` bit for bit. Where f or its gradient is not finite, or one of
+        `nonfinite_errors` is raised, f is infinity. Parameters, gradients, buffers and counters are unchanged; prehook
+        runs, posthook does not. Each worker needs memory for a point, and on a cluster each machine gets the full
+        batch. Raises `TypeError` or `ValueError` for other points, and `WorkerError` if the user's code raises.
         """
         return evaluate_many(self._function, points, gradients)
 
     def input_gradients(self, inputs: Any = None, targets: Any = None) -> Any:
-        """df/d(inputs): the gradient of f with respect to the inputs, in their structure, a row for each sample.
+        """Return df/d(inputs), the gradient of f with respect to the inputs, in their structure, a row for each sample.
 
-        Of the loaded batch, or of `inputs` and `targets` as a batch of their own, whose f it is then. A tensor of
+        By default for the loaded batch, else for `inputs` and `targets` as a separate batch with its own f. A tensor of
         integers has None. With `terms` a dict. Everything else is as in `collect`.
         """
         return input_gradients(self._function, inputs, targets)
@@ -193,23 +192,24 @@ class Evaluations:
         train: bool | None = None,
         layers: Sequence[str] = (),
     ) -> Any:
-        """`function(module, inputs, targets)` of each chunk on the workers, the results put together in sample order.
+        """Call `function(module, inputs, targets)` for each chunk on the workers; return the results joined in sample
+        order.
 
-        It returns a tensor, or a tuple, list or dict of tensors, whose first dimension is the samples: so does this; or
-        a list with one object a sample. Where the batch is a list of samples without `collate_fn` it is called for each
-        sample, and a list of what it returned comes back. Without data it is applied to the loaded batch, in the chunks
-        and with the random draws of its evaluations, and the step goes on as if nothing had happened; `inputs` and
-        `targets` as for `load` are a batch of their own. With `terms`: `function` may be a dict with a function for
-        some of them, and the results are a dict.
+        The function returns a tensor, or a tuple, list or dict of tensors, whose first dimension is the samples, and so
+        does this method; or a list with one object per sample. If the batch is a list of samples without `collate_fn`
+        it is called for each sample, and the result is a list. Without data it is applied to the loaded batch, in the
+        chunks and with the random draws of its evaluations, and the step is not affected; `inputs` and `targets` as for
+        `load` are a separate batch. With `terms`, `function` may be a dict with a function for some of them, and the
+        results are a dict.
 
-        grad: whether autograd records. train: the mode of the module meanwhile, False for evaluation mode; None as it
-        is. layers: names of parts of the module (`module.named_modules()`): the result is a dict with the output of
-        each; with a function, a tuple of its result and that dict.
+        grad: whether autograd records. train: the mode of the module during the call, False for evaluation mode; None
+        keeps it. layers: names of parts of the module (`module.named_modules()`): the result is a dict with the output
+        of each; with a function, a tuple of its result and that dict.
 
-        Tensors come through shared memory, written once. Parameters, gradients, buffers, counters and draws stay as
-        they are; hooks do not run; NaN stays where it is. Raises `WorkerError` if the function raises, changes a
-        parameter, or returns something else than rows for its samples; `ValueError`, which names the chunk, for results
-        of several shapes; `TypeError` for a function that cannot be sent; what `load` raises for the data.
+        Results come through shared memory, written once. Parameters, gradients, buffers, counters and draws are
+        unchanged; hooks do not run; NaN is kept. Raises `WorkerError` if the function raises, changes a parameter, or
+        does not return rows for its samples; `ValueError`, which names the chunk, for results of several shapes;
+        `TypeError` for a function that cannot be sent; and what `load` raises for the data.
         """
         data = inputs, targets
         return apply(self._function, collect, function, data, grad=grad, train=train, layers=layers)
@@ -223,30 +223,31 @@ class Evaluations:
         grad: bool = False,
         train: bool | None = None,
     ) -> Any:
-        """The sum of `function(module, inputs, targets)` over the chunks: tensors in any structure, of fixed shapes.
+        """Return the sum of `function(module, inputs, targets)` over the chunks: tensors in any structure, of fixed
+        shapes.
 
-        Summed along the tree of chunks, as gradients are: with `chunk_size` the same bits for any number of workers.
-        Single precision is summed as such, unless there is another dtype among the tensors: then all are summed in
-        double precision, integers and booleans exactly (up to 2**53). Everything else is as in `collect`. Raises
-        `NonFiniteError`, which names the samples, for a sum that is not finite; with `on_nonfinite="return"` it is
-        returned.
+        Sums follow the tree of chunks, like gradients: with `chunk_size` the bits are the same for any number of
+        workers. Single precision is summed as such, unless there is another dtype among the tensors: then all are
+        summed in double precision, integers and booleans exactly (up to 2**53). Everything else is as in `collect`.
+        Raises `NonFiniteError`, which names the samples, for a sum that is not finite; with `on_nonfinite="return"` it
+        is returned.
         """
         return apply(self._function, total, function, (inputs, targets), grad=grad, train=train)
 
     def outputs(self) -> Any:
-        """What the module returned in the last evaluation, in the order of samples, without another forward.
+        """Return the module's outputs in the last evaluation, in sample order, without another forward.
 
-        For that, set `keep_outputs` before the evaluation. The structure is as in `collect`. It is of the parameters
-        that were evaluated, which a line search may have left since. Raises `BatchoptError` if outputs were not kept.
+        Set `keep_outputs` before that evaluation. The structure is as in `collect`. They belong to the parameters
+        evaluated, which a line search may have left since. Raises `BatchoptError` if outputs were not kept.
         """
         return self._function.outputs()
 
     @property
     def keep_outputs(self) -> bool:
-        """Whether evaluations keep what the module returns, for `outputs`; False at first. It costs a copy of it.
+        """Tell whether evaluations keep the module's outputs, as a copy, for `outputs`; False at first.
 
-        Only where a criterion is given the output: with `loss_fn`, `terms` or a module that is its own loss, setting it
-        raises `ValueError`.
+        This needs a criterion, which is given the output: with `loss_fn`, `terms` or a module that returns its loss,
+        setting it raises `ValueError`.
         """
         return self._function.keeps_outputs
 
@@ -260,50 +261,51 @@ class Evaluations:
         self._function.keep_outputs(keep)
 
     def predict(self, inputs: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Any:
-        """The module's outputs for all of `inputs`, in their order: evaluation mode, no graph, no targets needed.
+        """Return the module's outputs for all of `inputs`, in order: in evaluation mode, without graph and targets.
 
         inputs: a batch as for `load`, a map-style `Dataset`, or a loader, whose batches are `(inputs,)`,
         `(inputs, targets)` or inputs alone; with `terms`, too, one batch of inputs. Default: those of the loaded batch,
-        which the workers have already; a dict where there are terms. transform: what workers make of the
-        output of a chunk before it is returned, `transform(outputs)`: a softmax, an argmax, one of several outputs.
-        Returns what the module does (a tensor, or tuples, lists and dicts of tensors, the first dimension being the
-        samples), or a list with one entry a sample. The memory that it takes is that of the outputs and of a chunk in
-        each worker: `chunk_size` bounds it. Everything else is as in `collect`.
+        which the workers have already; a dict where there are terms. transform: `transform(outputs)`, applied by
+        workers to the output of a chunk: a softmax, an argmax, one of several outputs. Returns what the module does (a
+        tensor, or tuples, lists and dicts of tensors, the first dimension being the samples), or a list with one entry
+        per sample. The memory needed is that of the outputs and of a chunk in each worker: `chunk_size` bounds it.
+        Everything else is as in `collect`.
         """
         return predict(self._function, inputs, transform)
 
     def iter_predict(
         self, batches: Iterable[Any], *, transform: Callable[[Any], Any] | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield `(outputs, batch)` for each batch of a loader, as `predict`; the next one is read meanwhile."""
+        """Yield `(outputs, batch)` for each batch of a loader, like `predict`; the next one is read while the workers
+        compute."""
         return iter_predict(self._function, batches, transform)
 
     def score(self, data: Any, metrics: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
-        """Metrics of the module's outputs for all of `data`: a dict of values by name, or the value of a single metric.
+        """Return metrics of the module's outputs for all of `data`: a dict of values by name, or the value of a single
+        metric.
 
         data: `(inputs, targets)`, a loader of such batches, or a map-style `Dataset` of such items. metrics: one, or a
         dict of them: functions `metric(outputs, targets)`; objects of torchmetrics (`update`, `compute`, `reset`) or of
-        ignite; functions of `sklearn.metrics`. Outputs are gathered as `predict` does, with `transform`, and each
-        metric is given all of them at once, in order: so it is the serial number. Values are floats where they are one
-        number. Raises `TypeError` for what is no metric, `ValueError` where there are no targets, and what `predict`
-        raises.
+        ignite; functions of `sklearn.metrics`. Outputs are computed as by `predict`, with `transform`, and each metric
+        is given all of them at once, in order, so its value is the serial one. Values that are one number are floats.
+        Raises `TypeError` for anything but metrics, `ValueError` if there are no targets, and what `predict` raises.
         """
         return score(self._function, data, metrics, transform)
 
     @property
     def parameters(self) -> torch.Tensor:
-        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, both
-        ways. Complex ones come first, and are real and imaginary parts by turns.
+        """X: a 1-D tensor (shape `(n,)`, the module's dtype) that shares memory with the trainable parameters, in both
+        directions. Complex ones come first, with alternating real and imaginary parts.
 
-        A parameter that was given other memory (`p.data = ...`) is copied into X and is a view of it again, here and
-        with every other call. Raises `BatchoptError` where that cannot be: see `BatchOptimizer`.
+        A parameter that was assigned other memory (`p.data = ...`) is copied into X and becomes a view of it again,
+        here and in every other call. Raises `BatchoptError` where that is impossible: see `BatchOptimizer`.
         """
         return self._function.parameters
 
     @property
     def grad_parameters(self) -> torch.Tensor:
-        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`,
-        both ways. Another tensor after `loss`, whose gradients are not overwritten."""
+        """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`, in
+        both directions. Another tensor after `loss`, whose gradients are not overwritten."""
         return self._function.subject.gradient
 
     @property
@@ -318,8 +320,8 @@ class Evaluations:
 
     @property
     def losses(self) -> dict[str, float]:
-        """The mean (or sum) of each term, by name, without its weight, where `output` is of; empty without terms and
-        before the first evaluation."""
+        """The mean (or sum) of each term by name, without its weight, at the evaluation of `output`; empty without
+        terms and before the first evaluation."""
         return dict(self._function.past.counters.terms)
 
     @property
@@ -342,94 +344,95 @@ class Evaluations:
 
     @property
     def output(self) -> float:
-        """The loss of the parameters that the last step left, if it evaluated there; else that of the last evaluation.
-        0 before the first one."""
+        """The loss of the parameters after the last step, if it evaluated there; else that of the last evaluation. 0
+        before the first one."""
         return self._function.past.counters.loss
 
     @property
     def eval_counter(self) -> int:
-        """Evaluations so far."""
+        """The number of evaluations so far."""
         return self._function.past.counters.evaluations
 
     @property
     def batch_counter(self) -> int:
-        """Batches stepped on so far."""
+        """The number of batches stepped on so far."""
         return self._function.past.counters.batches
 
     @property
     def sample_counter(self) -> int:
-        """Samples of the batches stepped on so far."""
+        """The number of samples of the batches stepped on so far."""
         return self._function.past.counters.samples
 
     @property
     def product_counter(self) -> int:
-        """Products of the Hessian with a vector so far."""
+        """The number of Hessian-vector products so far."""
         return self._function.past.counters.products
 
     @property
     def closure(self) -> Closure:
-        """`evaluate` as an object: the closure of any optimizer, and for `LevenbergMarquardt` with the normal
-        equations: `optimizer.step(opt.closure)`."""
+        """`evaluate` as an object: the closure of any optimizer, also with the normal equations for
+        `LevenbergMarquardt`: `optimizer.step(opt.closure)`."""
         return Closure(self._function, self.evaluate)
 
     @exclusive
     def full_gradient(self, data: Iterable[Any]) -> tuple[float, torch.Tensor]:
-        """f and df/dX (a new tensor, shape `(n,)`, X's dtype) of all of `data`, which comes in batches as for `steps`.
+        """Return f and df/dX (a new tensor, shape `(n,)`, X's dtype) of all of `data`, which comes in batches as for
+        `steps`.
 
-        Exactly those of one batch with all samples: batches may differ in size, and count by what their mean divides
-        by. Summed in float64, in the order of the batches; with `chunk_size` the same bits for any number of workers.
-        It is left in `grad_parameters` and every `.grad`, too. X, buffers, later draws and the counters of batches are
-        as before; each batch is an evaluation, and `output` is the last one's. A batch has to be loaded anew. Raises
-        `ValueError` where there is no sample, or more than one term: each has a mean of its own, and in a batch's
-        gradient they are summed already; and where all targets of a batch have class weight 0 under label smoothing.
-        Raises what `load` and `evaluate` raise, and what `data` does; then the counters are as before, too.
+        They equal those of one batch with all samples: batches may differ in size, and are weighted by the divisors of
+        their means. Sums are in float64, in the order of the batches; with `chunk_size` the bits are the same for any
+        number of workers. The gradient is also left in `grad_parameters` and every `.grad`. X, buffers, later draws and
+        the counters of batches are unchanged; each batch is an evaluation, and `output` is the last one's. A batch has
+        to be loaded again. Raises `ValueError` if there is no sample, or more than one term, as each has its own mean
+        and a batch's gradient is their sum; and if all targets of a batch have class weight 0 under label smoothing.
+        Raises what `load`, `evaluate` and `data` raise; then the counters are unchanged too.
         """
         return full_gradient(self._function, data, self.evaluate)
 
     def objective(self) -> FlatObjective:
-        """f of the loaded batch as a function of a flat NumPy vector, for solvers outside of torch: `FlatObjective`,
-        with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`; `least_squares()` of it has the
-        residuals and their Jacobian."""
+        """Return f of the loaded batch as a function of a flat NumPy vector, for solvers outside torch: a
+        `FlatObjective`, with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`; its
+        `least_squares()` has the residuals and their Jacobian."""
         self._function.check_exact("objective()")
         return FlatObjective(self._function, self.evaluate)
 
     def hogwild(
         self, data: Any, optimizer: Factory, *, batch_size: int, epochs: int = 1, shuffle: bool = True
     ) -> HogwildResult:
-        """Let each worker step on mini-batches of its own, on parameters that all of them write, without waiting.
+        """Let each worker step on its own mini-batches, on parameters shared by all of them, without waiting.
 
         data: `(inputs, targets)`, inputs, or a map-style `Dataset`. optimizer: `optimizer(params)`, a factory, called
-        once in each worker: its state (momentum) is the worker's own. batch_size: samples in a mini-batch, whose loss
-        is its mean. epochs: how often all samples come; with `shuffle` in an order of `seed` and the epoch. Worker `i`
-        of `n` has every `n`-th mini-batch; what a slow worker has not begun, others take over. A worker that dies is
-        replaced, and its unfinished mini-batches are stepped on by others, with an optimizer that begins anew.
+        once in each worker, so that its state (momentum) is the worker's own. batch_size: samples in a mini-batch,
+        whose loss is its mean. epochs: number of passes over the samples; with `shuffle` in an order given by `seed`
+        and the epoch. Worker `i` of `n` has every `n`-th mini-batch; others take over what a slow worker has not begun.
+        A worker that dies is replaced, and its unfinished mini-batches are processed by others, with a new optimizer.
 
-        With one worker this is plain SGD, bit for bit; with several, writes overwrite each other as the processor has
-        it, and no two runs are alike: for models of which a mini-batch touches few parameters, such as embeddings with
+        With one worker this is plain SGD, bit for bit. With several, writes overwrite each other in any order, and runs
+        are not reproducible: it is for models of which a mini-batch touches few parameters, such as embeddings with
         `sparse=True` (Niu, Recht, Ré and Wright: "Hogwild!", 2011). Returns the losses of each worker. Raises
-        `ValueError` for running statistics, which nobody would put together; `NonFiniteError` for a mini-batch whose
-        loss or gradient is not finite, on which no step is made; and what `collect` raises. Then parameters are
-        wherever the steps before have left them. No worker steps any more once the call has ended. Not on a cluster,
-        nor with `devices`.
+        `ValueError` for running statistics, which cannot be merged; `NonFiniteError` for a mini-batch whose loss or
+        gradient is not finite, on which no step is made; and what `collect` raises. Then parameters are as the previous
+        steps left them. No worker steps after the call has ended. Not supported on a cluster, nor with `devices`.
         """
         return hogwild(self._function, data, optimizer, batch_size, epochs, shuffle)
 
     @property
     def workers(self) -> Sequence[WorkerInfo]:
-        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
+        """The rank, pid, host, device, speed, samples, busy seconds and restarts of each worker, and whether it is
+        alive."""
         return self._function.workers.infos
 
     def timeline(self) -> AbstractContextManager[Timeline]:
-        """Record who does what when, inside a `with` statement; costs nothing outside of it.
+        """Record the activities of the parent and the workers inside a `with` statement; no overhead outside it.
 
         `with opt.timeline() as timeline: ...`; then `print(timeline)` for each worker's utilisation and split,
-        `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a picture.
+        `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a figure.
         """
         return self._function.observers.timeline()
 
     def fingerprint(self) -> str:
-        """The sha256, in hexadecimal, of the parameters, the counters and all losses so far.
+        """Return the sha256, in hexadecimal, of the parameters, the counters and all losses so far.
 
-        Equal for two runs with the same bits: with `chunk_size`, for any number of workers.
+        It is equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
         return self._function.past.counters.fingerprint(self.parameters)

@@ -131,7 +131,9 @@ class Timeline(Observer):
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Return a figure, saved to `path` if given: one lane per worker and one for this process, time to the right.
-        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""
+
+        Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`.
+        """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure

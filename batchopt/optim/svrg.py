@@ -60,9 +60,11 @@ class SVRG(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def begin_pass(self, full: Callable[[], Any]) -> bool:
-        """Announce a pass over the data; return whether a snapshot was taken. `full()`, called only for a snapshot,
-        evaluates f of all data at the current parameters and leaves df/dX in their `.grad`: `lambda:
-        opt.full_gradient(loader)`."""
+        """Announce a pass over the data; return whether a snapshot was taken.
+
+        `full()`, called only for a snapshot, evaluates f of all data at the current parameters and leaves df/dX in
+        their `.grad`: `lambda: opt.full_gradient(loader)`.
+        """
         memory = self._memory
         due = memory["passes"] % self.update_freq == 0
         if due:
@@ -74,9 +76,11 @@ class SVRG(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
-        """Make one step of `base`; return the loss of the mini-batch at the parameters before it. `closure()` evaluates
-        f of the mini-batch, leaves df/dX in `.grad`, and returns f; it is called twice. Raises `RuntimeError` before
-        the first `begin_pass`."""
+        """Make one step of `base`; return the loss of the mini-batch at the parameters before it.
+
+        `closure()` evaluates f of the mini-batch, leaves df/dX in `.grad`, and returns f; it is called twice. Raises
+        `RuntimeError` before the first `begin_pass`.
+        """
         memory, parameters = self._memory, self._parameters
         if "at" not in memory:
             raise RuntimeError("SVRG has no snapshot: call begin_pass(full) at the start of each pass over the data")
