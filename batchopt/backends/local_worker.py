@@ -1,10 +1,12 @@
-"""A worker that lives in this process: the map function with a module, and rows to sum gradients in."""
+"""A worker that lives in this process: the map function with a module, and rows to sum gradients in; and the exceptions
+of several workers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.errors import WorkerError
@@ -22,6 +24,30 @@ from batchopt_workers.tasks.output import Output
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Precode, Worker
+
+
+class _Raised(NamedTuple):
+    start: float  # of the samples that the error is about
+    rank: int
+    error: BaseException
+
+
+class Failures:
+    """Exceptions of the user's code in workers. Which of them is raised does not depend on who was heard first."""
+
+    def __init__(self) -> None:
+        self._found: list[_Raised] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, error: BaseException, rank: int, start: float = math.inf) -> None:
+        """Note what was raised in a worker, about samples from `start` on."""
+        self._found.append(_Raised(start, rank, error))
+
+    def first(self) -> BaseException:
+        """The exception about the first samples, of the lowest rank."""
+        return min(self._found, key=lambda found: (found.start, found.rank)).error
 
 
 class LocalWorker:

@@ -9,8 +9,7 @@ import pytest
 
 from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.repeat import Repeat
-from batchopt.backends.process.waking import WakingPipe
+from batchopt.backends.process.repeat import Repeat, WakingPipe
 from tests.workloads import mlp
 
 CHUNKS = 48

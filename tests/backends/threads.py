@@ -20,8 +20,7 @@ from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import Source
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.gather import Failures
-from batchopt.backends.local_worker import LocalWorker, run_precode
+from batchopt.backends.local_worker import Failures, LocalWorker, run_precode
 from batchopt.backends.sendable import check_module
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock

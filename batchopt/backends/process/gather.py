@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import signal
 import struct
 import time
@@ -10,19 +12,20 @@ from contextlib import suppress
 from typing import Any
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
-from batchopt.backends.gather import Failures, FunctionResults, Ignore, unpickled
+from batchopt.backends.local_worker import Failures
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
 from batchopt.backends.process.ledger import ChunkRun
 from batchopt.backends.process.paces import Overdue, Pace
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import Assign, WorkerScheduler
-from batchopt.backends.process.worker import Activity, PendingMessage, SessionCall, WorkerProcess, error_of
-from batchopt.errors import PoisonChunkError, WorkerLostError
+from batchopt.backends.process.worker import Activity, Ignore, PendingMessage, SessionCall, WorkerProcess, error_of
+from batchopt.errors import PoisonChunkError, WorkerError, WorkerLostError
 from batchopt_workers.data.batch import Numbering
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.tree import Node
 from batchopt_workers.process import faults
-from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.failures import Failure, message_of
+from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.messages import CHUNK, TASKS, Cut, Kind, Order, Report
 from batchopt_workers.tasks.forms import Form, sums_layout
 
@@ -200,30 +203,57 @@ class ProcessGather:
         return worker.totals.rows(sums_layout(form.columns), count)
 
 
-class ProcessCalls(FunctionResults[WorkerProcess]):
-    """Collects what a function returns in every worker process."""
+class _Calls:
+    """The replies to a function that was called in all workers."""
+
+    def __init__(self) -> None:
+        self.failures = Failures()
+        self.waiting: set[WorkerProcess] = set()
+        self.results: dict[int, bytes] = {}
 
     def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Take in a result or a failure of this call; others are of an earlier one."""
-        if not self.is_awaited(worker) or asked.activity is not Activity.FUNCTION or not worker.idle:
+        if worker not in self.waiting or asked.activity is not Activity.FUNCTION or not worker.idle:
             return
+        self.waiting.discard(worker)
         if reply.kind is Kind.FAILED:
-            self.raised(worker, worker.rank, error_of(worker.rank, Failure.decode(reply.body), Activity.FUNCTION))
+            error = error_of(worker.rank, Failure.decode(reply.body), Activity.FUNCTION)
+            self.failures.add(error, worker.rank)
         else:
-            self.returned(worker, {worker.rank: reply.body})
+            self.results[worker.rank] = reply.body
+
+    def lost(self, worker: WorkerProcess, ending: str) -> None:
+        """Raise `WorkerLostError` for one that has not answered: what it did there cannot be known."""
+        if worker in self.waiting:
+            raise WorkerLostError(f"a function was not run to its end: {ending}")
 
 
 def run_everywhere(pool: Pool, message: SessionCall) -> list[Any]:
     """The values of a function in all workers, in rank order. Raises what it raises, and `WorkerLostError`."""
     pool.pump(Ignore(), 0.0)  # whoever has ended since it was heard last will not begin it
     pool.wait()
-    calls = ProcessCalls()
+    calls = _Calls()
     for _, worker in sorted(pool.workers.items()):
-        calls.asked(worker)
+        calls.waiting.add(worker)
         worker.ask(message)
         with suppress(OSError):  # gone; the pool will find out
             worker.flush()
-    return calls.collect(lambda until: pool.pump(calls, until))
+    while calls.waiting:
+        pool.pump(calls, math.inf)
+    if calls.failures:
+        raise calls.failures.first()
+    return [unpickled(rank, "the function", body) for rank, body in sorted(calls.results.items())]
+
+
+def unpickled(rank: int, what: str, body: bytes) -> Any:
+    """Unpickle the value of the user's function in a worker. Raises `WorkerError` if it cannot be unpickled here."""
+    try:
+        return pickle.loads(body)
+    except Exception as error:
+        let_through(error)
+        where = f"raised here, where what {what} returned is unpickled: return tensors, numbers and text"
+        message = f"{message_of(error)} ({where})"
+        raise WorkerError(rank, type(error).__name__, message, range(0)) from error
 
 
 def explain(gone: Sequence[WorkerProcess]) -> None:

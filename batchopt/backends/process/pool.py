@@ -20,14 +20,21 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import util
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.gather import Ignore, Listener
 from batchopt.backends.patience import OTHERS, Presence, later
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
 from batchopt.backends.process.roster import Progress, Roster, check, unsent
-from batchopt.backends.process.worker import Activity, PendingMessage, SessionCall, WorkerProcess, error_of
+from batchopt.backends.process.worker import (
+    Activity,
+    Ignore,
+    Listener,
+    PendingMessage,
+    SessionCall,
+    WorkerProcess,
+    error_of,
+)
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.process.failures import Failure
 from batchopt_workers.process.messages import Kind
@@ -40,11 +47,6 @@ HANGING_UP = 0.1
 
 # The seconds without progress after which a worker that was asked this counts as hung.
 Allowance = Callable[[WorkerProcess, PendingMessage], float]
-
-
-# Hears what workers answer, other than that they took in some state; and of those that are dead and reaped. Either
-# method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
-ProcessListener: TypeAlias = Listener[WorkerProcess, PendingMessage, WorkerReply]
 
 
 class Pool:
@@ -184,7 +186,7 @@ class Pool:
                 with suppress(OSError):
                     worker.limit(0)
 
-    def finish(self, listener: ProcessListener) -> None:
+    def finish(self, listener: Listener) -> None:
         """Wait until nobody evaluates anything, and tell `listener` what they say. Whoever still does when that is
         interrupted is killed."""
         try:
@@ -200,7 +202,7 @@ class Pool:
 
     # ---- what is
 
-    def pump(self, listener: ProcessListener, until: float) -> None:
+    def pump(self, listener: Listener, until: float) -> None:
         """Take one turn: make up for what is amiss, wait until something happens (or until that time), tell `listener`.
 
         Raises `BatchoptError` once this was stopped.
@@ -257,7 +259,7 @@ class Pool:
             events = selector.select(0.0)  # a wait in which this process was stopped misses what has come since
         return [key for key, _ in events]
 
-    def hear(self, worker: WorkerProcess, listener: ProcessListener) -> None:
+    def hear(self, worker: WorkerProcess, listener: Listener) -> None:
         """Deal with everything that came from the worker."""
         try:
             for reply in worker.channel.replies():
@@ -309,7 +311,7 @@ class Pool:
         self.roster.refused(worker.rank, error)
         worker.kill("could not start")
 
-    def _look_for_hung(self, listener: ProcessListener) -> None:
+    def _look_for_hung(self, listener: Listener) -> None:
         now, working = time.monotonic(), []
         for worker in self.workers.values():
             worker.stderr.pass_on()
@@ -325,7 +327,7 @@ class Pool:
         for rank in dead:
             self._reap(self.workers[rank], listener)
 
-    def _reap(self, worker: WorkerProcess, listener: ProcessListener) -> None:
+    def _reap(self, worker: WorkerProcess, listener: Listener) -> None:
         """Bring a worker that is dead, or as good as, to its end, and tell `listener`."""
         self._amiss = True
         self.changes += 1

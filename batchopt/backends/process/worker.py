@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from itertools import takewhile
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 import torch
 import torch.multiprocessing as mp
 
-from batchopt.backends.process.channel import Channel, HasDescriptor
+from batchopt.backends.process.channel import Channel, HasDescriptor, WorkerReply
 from batchopt.backends.process.forkserver import fork_worker
 from batchopt.backends.process.roster import REAPING
 from batchopt.backends.process.scheduler import Death
@@ -338,6 +338,29 @@ class WorkerProcess:
     def close(self) -> None:
         """Hang up; the process may end by itself."""
         self.channel.close()
+
+
+class Listener(Protocol):
+    """Receives the replies of workers other than those to state, and learns of workers that are dead and reaped.
+
+    Either method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
+    """
+
+    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+        """Handle a reply to what the worker was asked."""
+
+    def lost(self, worker: WorkerProcess, ending: str) -> None:
+        """Handle the end of a worker."""
+
+
+class Ignore:
+    """A listener that takes no notice."""
+
+    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+        """Do nothing."""
+
+    def lost(self, worker: WorkerProcess, ending: str) -> None:
+        """Do nothing."""
 
 
 def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Numbering | None = None) -> Exception:
