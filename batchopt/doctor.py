@@ -1,5 +1,4 @@
-"""Checks that f and its gradient describe one function, and that the parallel one equals the serial one. Four checks,
-and the first culprit found."""
+"""Four checks that f and its gradient describe one function and the parallel one is the serial one."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ class Stencil(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A comparison of the slope with the one claimed: `passed` within the `uncertain` amount; `sure` if that is
-    negligible."""
+    """A comparison of two slopes: `passed` within the `uncertain` amount; `sure` if that is negligible."""
 
     passed: bool
     sure: bool
@@ -218,8 +216,7 @@ class Examination:
             return _value(twin)
 
     def repeats(self) -> tuple[Check, list[str]]:
-        """Compare two evaluations at one point; also return the names of changed parts of the module and the
-        criterion."""
+        """Compare two evaluations at one point; also return which parts of module and criterion they changed."""
         before = self._function.run_on_workers(written)
         one, two = _value(self._function, self._evaluate), _value(self._function, self._evaluate)
         after = self._function.run_on_workers(written)

@@ -202,9 +202,11 @@ class Evaluations:
         `load` are a separate batch. With `terms`, `function` may be a dict with a function for some of them, and the
         results are a dict.
 
-        grad: whether autograd records. train: the mode of the module during the call, False for evaluation mode; None
-        keeps it. layers: names of parts of the module (`module.named_modules()`): the result is a dict with the output
-        of each; with a function, a tuple of its result and that dict.
+        Args:
+            grad: whether autograd records.
+            train: the mode of the module during the call, False for evaluation mode; None keeps it.
+            layers: names of parts of the module (`module.named_modules()`): the result is a dict with the output of
+                each; with a function, a tuple of its result and that dict.
 
         Results come through shared memory, written once. Parameters, gradients, buffers, counters and draws are
         unchanged; hooks do not run; NaN is kept. Raises `WorkerError` if the function raises, changes a parameter, or
@@ -263,32 +265,37 @@ class Evaluations:
     def predict(self, inputs: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """Return the module's outputs for all of `inputs`, in order: in evaluation mode, without graph and targets.
 
-        inputs: a batch as for `load`, a map-style `Dataset`, or a loader, whose batches are `(inputs,)`,
-        `(inputs, targets)` or inputs alone; with `terms`, too, one batch of inputs. Default: those of the loaded batch,
-        which the workers have already; a dict where there are terms. transform: `transform(outputs)`, applied by
-        workers to the output of a chunk: a softmax, an argmax, one of several outputs. Returns what the module does (a
-        tensor, or tuples, lists and dicts of tensors, the first dimension being the samples), or a list with one entry
-        per sample. The memory needed is that of the outputs and of a chunk in each worker: `chunk_size` bounds it.
-        Everything else is as in `collect`.
+        Args:
+            inputs: a batch as for `load`, a map-style `Dataset`, or a loader, whose batches are `(inputs,)`,
+                `(inputs, targets)` or inputs alone; with `terms`, too, one batch of inputs. Default: those of the
+                loaded batch, which the workers have already; a dict where there are terms.
+            transform: `transform(outputs)`, applied by workers to the output of a chunk: a softmax, an argmax, one of
+                several outputs.
+
+        Returns what the module does (a tensor, or tuples, lists and dicts of tensors, the first dimension being the
+        samples), or a list with one entry per sample. The memory needed is that of the outputs and of a chunk in each
+        worker: `chunk_size` bounds it. Everything else is as in `collect`.
         """
         return predict(self._function, inputs, transform)
 
     def iter_predict(
         self, batches: Iterable[Any], *, transform: Callable[[Any], Any] | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield `(outputs, batch)` for each batch of a loader, like `predict`; the next one is read while the workers
-        compute."""
+        """Yield `(outputs, batch)` for each batch of a loader, like `predict`, while the next one is read."""
         return iter_predict(self._function, batches, transform)
 
     def score(self, data: Any, metrics: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """Return metrics of the module's outputs for all of `data`: a dict of values by name, or the value of a single
         metric.
 
-        data: `(inputs, targets)`, a loader of such batches, or a map-style `Dataset` of such items. metrics: one, or a
-        dict of them: functions `metric(outputs, targets)`; objects of torchmetrics (`update`, `compute`, `reset`) or of
-        ignite; functions of `sklearn.metrics`. Outputs are computed as by `predict`, with `transform`, and each metric
-        is given all of them at once, in order, so its value is the serial one. Values that are one number are floats.
-        Raises `TypeError` for anything but metrics, `ValueError` if there are no targets, and what `predict` raises.
+        Args:
+            data: `(inputs, targets)`, a loader of such batches, or a map-style `Dataset` of such items.
+            metrics: one, or a dict of them: functions `metric(outputs, targets)`; objects of torchmetrics (`update`,
+                `compute`, `reset`) or of ignite; functions of `sklearn.metrics`.
+
+        Outputs are computed as by `predict`, with `transform`, and each metric is given all of them at once, in order,
+        so its value is the serial one. Values that are one number are floats. Raises `TypeError` for anything but
+        metrics, `ValueError` if there are no targets, and what `predict` raises.
         """
         return score(self._function, data, metrics, transform)
 
@@ -344,8 +351,7 @@ class Evaluations:
 
     @property
     def output(self) -> float:
-        """The loss of the parameters after the last step, if it evaluated there; else that of the last evaluation. 0
-        before the first one."""
+        """The loss of the parameters after the last step if evaluated, else that of the last evaluation; 0 at first."""
         return self._function.past.counters.loss
 
     @property
@@ -418,8 +424,7 @@ class Evaluations:
 
     @property
     def workers(self) -> Sequence[WorkerInfo]:
-        """The rank, pid, host, device, speed, samples, busy seconds and restarts of each worker, and whether it is
-        alive."""
+        """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
         return self._function.workers.infos
 
     def timeline(self) -> AbstractContextManager[Timeline]:

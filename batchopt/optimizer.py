@@ -261,8 +261,8 @@ class BatchOptimizer(Evaluations):
         return self._function.prepared(batches)
 
     def optimize(self) -> None:
-        """Take one step of `optimizer` on the loaded batch; a subclass may override it. Without an optimizer, evaluate
-        once."""
+        """Take one step of `optimizer` on the loaded batch, or evaluate once without one; a subclass may override
+        it."""
         if self.optimizer is None:
             self.evaluate()
         else:
@@ -420,8 +420,7 @@ class BatchOptimizer(Evaluations):
 
     @property
     def is_main(self) -> bool:
-        """Tell whether this process prints and writes files: always, except with `backend="ranks"`, where only rank 0
-        does."""
+        """Tell whether this process prints and writes files: always, or with `backend="ranks"` only on rank 0."""
         return self._function.is_main
 
     def close(self) -> None:

@@ -29,8 +29,7 @@ class Total:
         self._divisor = 1.0 if weighting.reduction == "sum" else self._divisor + weighting.divisor
 
     def whole(self) -> tuple[float, torch.Tensor]:
-        """Return f and df/dX of all batches together, the gradient in the dtype of `x`. Raises `ValueError` if no
-        sample counts."""
+        """Return f and df/dX (in the dtype of `x`) of all batches. Raises `ValueError` if no sample counts."""
         if not self._divisor:
             raise ValueError("there is no sample that counts: no batch, or the denominators of all samples are 0")
         return self._loss / self._divisor, (self._gradient / self._divisor).to(self._dtype)
@@ -39,8 +38,7 @@ class Total:
 def full_gradient(
     function: BatchFunction, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
 ) -> tuple[float, torch.Tensor]:
-    """Return f and df/dX of all batches of `data` together, each evaluated by `evaluate`. Documented at
-    `BatchOptimizer.full_gradient`."""
+    """Return f and df/dX of all batches of `data` together; documented at `BatchOptimizer.full_gradient`."""
     function.check_exact("full_gradient()")
     subject, total = function.subject, Total(function.subject.x)
     if function.terms is not None and len(function.terms) > 1:
@@ -67,8 +65,7 @@ def full_gradient(
 
 
 def _counts(weighting: Weighting) -> bool:
-    """Tell whether any sample of a batch counts. Raises `ValueError` if none does and the batch has a loss
-    nevertheless."""
+    """Tell whether any sample counts. Raises `ValueError` if none does and the batch nevertheless has a loss."""
     if weighting.divided_once and not weighting.divisor:
         raise ValueError(
             "the class weights of all targets of a batch are 0, and with label smoothing it has a loss all the same, "

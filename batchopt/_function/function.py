@@ -45,8 +45,7 @@ T = TypeVar("T")
 
 
 class BatchFunction(BatchLoader):
-    """Evaluates f of the loaded batch, and its derivatives, on workers. `BatchOptimizer` holds one and documents its
-    methods for users."""
+    """Evaluates f of the loaded batch, and its derivatives, on workers; see `BatchOptimizer` for its methods."""
 
     # ---- batches
 

@@ -95,8 +95,7 @@ def _read(function: BatchFunction, data: Any) -> Part:
 def _in_shards(
     samples: int, size: int, epochs: int, shuffle: bool, function: BatchFunction, workers: int
 ) -> list[torch.Tensor]:
-    """Return the samples of each mini-batch, those of the first worker first; worker `i` of `n` has every `n`-th
-    one."""
+    """Return the samples of each mini-batch, ordered by worker; worker `i` of `n` has every `n`-th one."""
     batches: list[torch.Tensor] = []
     for epoch in range(epochs):
         order = permutation(samples, function.settings.seed, epoch) if shuffle else torch.arange(samples)

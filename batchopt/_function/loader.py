@@ -134,8 +134,7 @@ class BatchLoader:
         self._terms = reweighed(self._terms, weights)
 
     def check_open(self) -> None:
-        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and if X cannot follow the
-        module."""
+        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and if that is impossible."""
         if self._closed:
             raise closed()
         self.subject.follow()
@@ -156,8 +155,7 @@ class BatchLoader:
         return self.follow().x
 
     def ready(self) -> Step:
-        """Return the step on the loaded batch, with X up to date. Also raises `ValueError` for a parameter with a
-        hook."""
+        """Return the step on the loaded batch, with X up to date. Raises `ValueError` for a parameter hook, too."""
         if self._closed:
             raise closed()
         self.subject.follow()
@@ -171,8 +169,7 @@ class BatchLoader:
 
     @undisturbed
     def prepare(self, inputs: Any, targets: Any, options: Any, ahead: bool = False) -> Prepared:
-        """Read the batch, and place it where the workers can read it. `ahead`: the loaded batch is still needed; else
-        it is dropped."""
+        """Read the batch, and place it where workers can read it; unless `ahead`, the loaded one is dropped."""
         with self.observers.doing("read ahead" if ahead else "load"):
             batch = self._read_batch(inputs, targets, options)
             if not ahead:
@@ -296,7 +293,7 @@ class BatchLoader:
 
     @contextmanager
     def _at_start(self) -> Iterator[None]:
-        """Give the module the state of the step's start in the body, even if the step has ended or the user has written
+        """Give the module its state at the step's start in the body, even if the step has ended or the user has set
         it."""
         left = self._ended or self.subject.buffers.is_written
         with self.subject.buffers.at_start() if left else nullcontext():
@@ -321,8 +318,7 @@ class BatchLoader:
     # ---- for the doctor
 
     def cut_in_chunks(self, least: int) -> tuple[int, int]:
-        """Cut the loaded batch into at least `least` chunks of a fixed size; return the total number of samples and
-        that per chunk."""
+        """Cut the loaded batch into at least `least` chunks of fixed size; return the sizes of batch and chunk."""
         step = self.ready()
         size = step.batch.size
         chunk_size = step.chunk_size or math.ceil(size / max(least, len(self.workers.infos)))
@@ -359,8 +355,7 @@ class BatchLoader:
         self.workers.backend.keep_outputs(self._keeps_outputs)
 
     def close(self) -> None:
-        """Stop the workers, or, in the middle of another call, soon after; X remains, in memory of this process
-        alone."""
+        """Stop the workers, or, in the middle of another call, soon after; X remains in this process's memory."""
         if not self._owner.is_here or self._closed:
             return
         if self._owner.at_last(self._close):

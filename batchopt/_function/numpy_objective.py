@@ -133,8 +133,7 @@ class FlatObjective:
             x.copy_(before)
 
     def _read(self, name: str, given: Any, finite: bool = True) -> torch.Tensor:
-        """Return the numbers in X's dtype; `finite`: reject NaN and infinity, else only finite numbers that overflow in
-        it."""
+        """Return the numbers in X's dtype; `finite`: reject NaN and infinity, else only overflow in `x`."""
         x = self._function.parameters
         array = np.asarray(given)
         if array.dtype.kind not in "fiu":

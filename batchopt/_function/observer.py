@@ -29,8 +29,7 @@ class Evaluated(NamedTuple):
 
 
 class Observer:
-    """Follows evaluations; a subclass overrides the events that it needs. `looks`: whether it uses the workers'
-    answers."""
+    """Follows evaluations by overriding events. `looks`: whether it uses the workers' answers."""
 
     looks = False
 
@@ -81,8 +80,7 @@ class Trials:
     X. A step with one evaluation needs no checksum."""
 
     def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], told: bool) -> None:
-        """Start a step: `x` is the vector of the `parameters`. `told`: the optimizer will identify the final
-        evaluation."""
+        """Start a step: `x` is the vector of `parameters`. `told`: the optimizer will identify the final evaluation."""
         self._x, self._told = x, told
         self._written_through = x, *parameters
         self._start = [] if told else [*map(_version, self._written_through)]
@@ -112,8 +110,7 @@ class Trials:
         return self._trials[len(self._trials) - last + of_last - 1]
 
     def left(self, start: torch.Tensor) -> Trial | None:
-        """Return the evaluation at the current X if there were several and one was there; `start`: X when the step
-        began."""
+        """Return the evaluation at the current X, if it was one of several; `start`: X when the step began."""
         if len(self._trials) < 2:
             return None
         trials = [trial for trial in self._trials if trial is not None]

@@ -54,8 +54,7 @@ def predict(function: BatchFunction, data: Any, transform: Transform | None) -> 
 def iter_predict(
     function: BatchFunction, batches: Iterable[Any], transform: Transform | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Iterate over the outputs for each of `batches`, with the batch; the next one is read while the workers
-    compute."""
+    """Iterate over the outputs for each of `batches`, with the batch, while the next one is read."""
     _check_transform(transform)
     function.check_open()
     if _is_batch(batches):
@@ -256,8 +255,7 @@ def _measure(metric: Any, where: str) -> Measure:
 
 
 def _is_of_ignite(metric: Any) -> bool:
-    """Tell whether it is an ignite Metric, which seems to have any method: attributes that it lacks become metrics of
-    its value's."""
+    """Tell whether it is an ignite Metric, which delegates attributes that it lacks to its value."""
     return any(_is_within("ignite.metrics", base.__module__) for base in type(metric).__mro__)
 
 
@@ -316,8 +314,7 @@ def _by_sklearn(metric: Any, outputs: Any, targets: Any) -> Any:
 
 
 def _as_array(values: Any) -> Any:
-    """Convert a tensor to a NumPy array, via float32 for bfloat16, which NumPy lacks; return anything else
-    unchanged."""
+    """Convert a tensor to a NumPy array (bfloat16, unknown to NumPy, to float32); return others unchanged."""
     if not isinstance(values, torch.Tensor):
         return values
     values = values.detach().cpu()

@@ -115,8 +115,7 @@ class CarryOut(Protocol):
 
 
 def with_denominators(batch: Batch, readings: Readings, carry_out: CarryOut, backend: Backend) -> Batch:
-    """Return the batch if all normalisers of its means are known, else a copy in which they are. Raises what reading a
-    sample raises."""
+    """Return the batch with all normalisers of its means known. Raises what reading a sample raises."""
     parts = tuple(
         _known(part, number, readings[part.name], carry_out, backend) for number, part in enumerate(batch.parts)
     )

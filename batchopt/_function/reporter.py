@@ -96,8 +96,7 @@ class Reporter(Observer):
             )
 
     def idle(self, samples: int, chunks: int | None, workers: int) -> None:
-        """Warn, once, if some of `workers` are idle: there are fewer `samples`, or fewer `chunks` (None: one per
-        worker)."""
+        """Warn, once, if some of `workers` are idle, with fewer `samples` or `chunks` (None: one per worker)."""
         most = samples if chunks is None else min(samples, chunks)
         if most < workers and not self._said_idle:
             self._said_idle = True

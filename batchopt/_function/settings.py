@@ -152,8 +152,7 @@ class Settings:
 
 
 def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:
-    """Return the loss that is the mean square, or the sum of squares, of residuals. Raises `TypeError` or
-    `ValueError`."""
+    """Return the loss that is the mean square, or sum of squares, of residuals. Raises `TypeError`, `ValueError`."""
     for name in ("criterion", "loss_fn", "denominators"):
         if found[name] is not None:
             raise ValueError(f"`residual` and `{name}` are both given: the loss is the mean of the residuals' squares")

@@ -20,8 +20,7 @@ PARENT = -1  # the lane of this process
 
 
 class Event(NamedTuple):
-    """An activity `name` in `lane` (a worker's rank, or `PARENT`) for `seconds` from `began` on
-    (`time.perf_counter`)."""
+    """An activity `name` in `lane` (a worker's rank, or `PARENT`), from `began` (`time.perf_counter`) for `seconds`."""
 
     lane: int
     name: str

@@ -1,5 +1,4 @@
-"""The checkpoints of a training: a folder of `opt.save` files that also contain the data position and the loop's
-state."""
+"""The checkpoints of a training: `opt.save` files that also hold the data position and the loop's state."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class Checkpoint:
         return sorted(scored, key=lambda one: (-self._sign * (one.score or 0.0), one.iteration))
 
     def save(self, opt: BatchOptimizer, iteration: int, state: Any, numbers: Mapping[str, Any]) -> None:
-        """Write the checkpoint of this iteration, with the `state` of the loop, and delete surplus ones. Raises
+        """Write the checkpoint of this iteration, with the loop's `state`; delete surplus ones. Raises
         `CheckpointError`."""
         score = numbers.get(self.score) if self.best_of else None
         is_scored = isinstance(score, int | float) and math.isfinite(score)

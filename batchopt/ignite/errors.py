@@ -19,11 +19,11 @@ def guarded(engine: AnyEngine) -> AnyEngine:
     hide the error nor keep the other handlers from being called. Without this, ignite continues with the next epoch if
     there is such a handler.
     """
-    told: list[BaseException] = []  # ignite passes an error on at each level of its loops
+    handled: list[BaseException] = []  # ignite passes an error on at each level of its loops
 
     def handle(error: BaseException) -> None:
-        if not told or told[0] is not error:
-            told[:] = [error]
+        if not handled or handled[0] is not error:
+            handled[:] = [error]
             _tell(engine, error)
         engine._internal_run_generator = None  # the run is over: the next one must not resume this generator
         raise error

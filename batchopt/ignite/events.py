@@ -72,8 +72,7 @@ def telling(engine: Engine, opt: BatchOptimizer) -> Iterator[None]:
 
 
 def _and_the_engine(own: Callable[[Iteration], object] | None, engine: Engine) -> Callable[[Iteration], bool]:
-    """Return a callback that calls the user's own, then fires the event, and tells whether either of them ends the
-    step."""
+    """Return a callback that calls the user's own, fires the event, and tells whether either ends the step."""
 
     def accepted(iteration: Iteration) -> bool:
         ends = own is not None and bool(own(iteration))

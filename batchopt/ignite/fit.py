@@ -124,8 +124,7 @@ def _run(
 
 
 def _positioned(batches: Batches, begin_epoch: int) -> Batches:
-    """Return the batches, after this many epochs. Raises `ValueError` if they are at another position, or have no
-    length."""
+    """Return the batches, after this many epochs. Raises `ValueError` at another position, or without a length."""
     begin = arguments.read_optional_count("begin_epoch", begin_epoch or None) or 0
     if begin and batches.iteration == 0:
         length = length_of(batches)

@@ -238,8 +238,7 @@ class Loop:
                     self._stops = True
 
     def _stop_if_asked(self, at_the_end: bool = False) -> None:
-        """Stop if requested; after the last batch of an epoch, only once its end is handled, which ignite would
-        skip."""
+        """Stop if requested; after an epoch's last batch, only once its end is handled, which ignite would skip."""
         self._stops = self._stops or bool(self._trainer.should_terminate)
         if self._stops:
             self._trainer.should_terminate = not at_the_end

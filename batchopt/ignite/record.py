@@ -54,8 +54,7 @@ class Record:
         """Ignore a single batch."""
 
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Write a line, flushed immediately. Numbers that are not finite are null, since JSON has no notation for
-        them."""
+        """Write a line, flushed at once. Numbers that are not finite become null, as JSON has no notation for them."""
         assert self._file is not None
         always = ("epoch", "iteration", "elapsed_time")
         line = {

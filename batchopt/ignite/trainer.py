@@ -72,8 +72,7 @@ class Trainer(Engine):
         return over
 
     def _begin_pass(self) -> None:
-        """Notify SVRG, or any optimizer that takes snapshots at the start of a pass over the data, except when an epoch
-        resumes."""
+        """Notify an optimizer that takes snapshots, such as SVRG, of a new pass, except when an epoch resumes."""
         begin, feed, state = getattr(self.opt.optimizer, "begin_pass", None), self.state.dataloader, self.state
         if begin is None or not isinstance(feed, Feed):
             return

@@ -111,8 +111,7 @@ def largest(vector: torch.Tensor) -> float:
 
 
 def _largest(vector: torch.Tensor) -> float:
-    """Use NumPy if it has the dtype: it takes a twentieth of the time of torch's norm, and half of that of its
-    `aminmax`."""
+    """Use NumPy if it has the dtype: 20 times as fast as torch's norm, and twice as fast as its `aminmax`."""
     if vector.dtype not in (torch.float32, torch.float64):
         low, high = (bound.item() for bound in torch.aminmax(vector))
     else:

@@ -199,8 +199,7 @@ def _turned(rows: Doubles, by: int) -> Doubles:
 
 
 def _weights(known: _Known) -> tuple[float, Doubles]:
-    """Return the factors of `-H @ vector`: that of `-vector`, and those of s and y of each pair (shape
-    `(pairs, 2)`)."""
+    """Return the factors of `-H @ vector`: that of `-vector`, and those of s and y (shape `(pairs, 2)`)."""
     with_s, with_y = known.with_seen
     diagonal = known.sy.diagonal()
     scale = float(diagonal[-1] / known.yy[-1, -1])

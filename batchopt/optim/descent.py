@@ -40,13 +40,13 @@ class Descent(Minimizer):
 
     @abstractmethod
     def _first(self, slope: float) -> float | None:
-        """Return the first trial step of a line search, given the slope at its start; None for a steepest descent
-        without any known curvature."""
+        """Return the first step that a line search tries, given the slope at its start; None: the steepest
+        descent's."""
 
     def _steepest_first(self, here: Point) -> float:
-        """Return the first trial step along the steepest descent: Hager and Zhang 2005, section 4 (I0). It leads to the
-        same point in any units of f and of the parameters. Without a line search it is at most 1, and moves the
-        parameters by at most 1."""
+        """Return the first step tried along the steepest descent: Hager and Zhang 2005, section 4 (I0), which is
+        independent of the units of f and of the parameters. Without a line search at most 1, and a move by at most
+        1."""
         direction = self._direction
         if self._line_search is None:
             return min(1.0, 1.0 / norm(direction))
@@ -115,9 +115,8 @@ class Descent(Minimizer):
         return strong_wolfe(line, start, first, evaluations, max(noise - (start.f - run.best), 0.0), self.flat)
 
     def _learn_noise(self, run: Search, start: TrialPoint, samples: list[TrialPoint]) -> bool:
-        """Estimate the noise of f after an unsuccessful search; return whether it exceeds the noise known so far. It is
-        the difference between the change of f and that implied by the slopes, where both ends have about the same
-        slope."""
+        """Estimate the noise of f after an unsuccessful search: its deviation from the slopes, where they are about
+        equal at both ends. Return whether it exceeds the noise known so far."""
         if self._line_search != "strong_wolfe":
             return False
         noise = 2 * max((discrepancy(start, sample) for sample in samples), default=0.0)

@@ -29,8 +29,7 @@ class PenalisedFunction(Function):
 
 
 def pseudo_gradient(x: torch.Tensor, gradient: torch.Tensor, l1: float, out: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of f plus penalty; where a parameter is 0, the one-sided slope that leads down, or 0 if none
-    does."""
+    """Return the gradient of f plus penalty; for a parameter of 0, the one-sided slope that leads down, or 0."""
     torch.add(gradient, x.sign(), alpha=l1, out=out)
     at_zero = (gradient + l1).clamp_max(0.0) + (gradient - l1).clamp_min(0.0)
     return torch.where(x == 0, at_zero, out, out=out)

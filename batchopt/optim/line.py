@@ -18,8 +18,8 @@ Closure = Callable[[], "torch.Tensor | float"]
 
 @dataclass
 class Point:
-    """Parameters `x`, and f and its gradient there (shapes `(n,)`), in reused memory. `number`: that of the evaluation,
-    from 1 on."""
+    """Parameters `x`, with f and its gradient (shapes `(n,)`), in reused memory; `number` of the evaluation, from 1
+    on."""
 
     x: torch.Tensor
     gradient: torch.Tensor

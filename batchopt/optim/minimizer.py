@@ -1,5 +1,4 @@
-"""The base class of these optimizers: moves from point to point, keeping the best one, until there is a reason to
-stop."""
+"""The base class of these optimizers: moves from point to point, keeping the best, until a reason to stop."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class Minimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _advance(self, run: Search) -> float | None:
-        """Move from `run.here` to a better point; return the length of the step, as defined by the method, or None if
-        there is none."""
+        """Move from `run.here` to a better point; return the step's length, as the method defines it, or None."""
 
     @abstractmethod
     def _forget(self) -> bool:
@@ -191,8 +189,7 @@ class Minimizer(torch.optim.Optimizer):
         return Point(memory["x"], memory["gradient"], memory["f"]) if "x" in memory else self._new_point()
 
     def _recognise(self, run: Search) -> None:
-        """Compare f with the last step's end: if the function has changed, forget what was known, or let the first step
-        decide."""
+        """If the function has changed since the last step, forget what was known, or let the first step decide."""
         here, last = run.here, run.spare[-1]
         f = last.f
         if math.isnan(f) or not torch.equal(here.x, last.x):

@@ -17,8 +17,7 @@ ResidualsClosure = Callable[[], torch.Tensor]
 
 
 class ResidualSquares:
-    """f, the sum of the squares of the residuals that `closure` returns, and its normal equations, over
-    `parameters`."""
+    """f, the sum of the squares of the closure's residuals, and its normal equations, over `parameters`."""
 
     def __init__(self, closure: ResidualsClosure, parameters: Sequence[torch.Tensor]) -> None:
         self._closure, self.parameters = closure, parameters

@@ -119,8 +119,7 @@ class SSBroyden(Descent):
             self._update = _Update(scale, left, torch.stack((with_y, change)))
 
     def _shrunk(self, length: float) -> float:
-        """Shrink the matrix if steps have been short, and return the factor, or 1; the last step was `length` times the
-        direction."""
+        """Shrink the matrix if steps were short, and return the factor or 1; the last step was `length` directions."""
         memory = self._memory
         pace = memory.get("pace", 1.0) ** (1 - LAST) * length**LAST
         memory["pace"] = pace if pace >= SHORT else 1.0
