@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
-from types import BuiltinMethodType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from types import BuiltinMethodType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from batchopt._program.snapshot import names_of_globals
 from batchopt_workers.data.batch import Batch, Columns, Samples
 from batchopt_workers.data.items import Items
 from batchopt_workers.data.packing import DEVICES, pack
@@ -141,7 +141,7 @@ def _of_function(function: FunctionType) -> Iterator[Held]:
             yield f".{name}", cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
-    for name in _globals_of(code):
+    for name in names_of_globals(code):
         if name in function.__globals__:
             yield f".{name}", function.__globals__[name]
     defaults = function.__defaults__ or ()
@@ -151,16 +151,6 @@ def _of_function(function: FunctionType) -> Iterator[Held]:
     yield from _attributes(function.__kwdefaults__ or {})
     yield from _attributes(vars(function))
     yield from _attributes(function.__annotations__)
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yield the global variables that the code uses, including the functions within it."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.endswith("_GLOBAL"):
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)
 
 
 def _of_instance(obj: Any) -> Iterator[Held]:

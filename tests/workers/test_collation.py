@@ -42,7 +42,6 @@ def graphs() -> Graphs:
 def run(kept: Collation, collate: Callable[[], Any], use: Callable[[Any], object] = id, times: int = 1) -> Any:
     """As so many evaluations do."""
     for _ in range(times):
-        kept.begin()
         made = kept.of(KEY, collate)
         use(made)
         kept.check()
@@ -56,7 +55,6 @@ def test_what_is_read_is_kept_at_once_whatever_it_takes_or_never(
     monkeypatch.setattr(collation, "LEAST", 0)
     kept, read = Collation(keeps=keeps), Collating(graphs)
     for _ in range(4):
-        kept.begin()
         assert kept.of(KEY, read, cache).x.tolist() == [0, 1, 2, 3]
         kept.check()
     assert read.count == times

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from batchopt_workers.data.copies import put_together, taken_apart
+from batchopt_workers.data.structures import same_values
 from batchopt_workers.process.interrupts import let_through
 
 # Bytes that a worker may keep; the size of the batch itself, if that is larger.
@@ -37,7 +38,7 @@ class _Kept:
     def is_written(self) -> bool:
         """Tell whether it was written since `begin`, by the version counters and by any copies."""
         now = [tensor._version for tensor, _ in self.tensors]
-        same = all(_same_bytes(tensor, copy) for (tensor, _), copy in zip(self.tensors, self.copies, strict=False))
+        same = all(same_values(tensor, copy) for (tensor, _), copy in zip(self.tensors, self.copies, strict=False))
         return now != self.versions or not same
 
     @property
@@ -55,13 +56,6 @@ def _can_be_kept(tensor: torch.Tensor) -> bool:
     """Tell whether writes to it can be detected."""
     plain = tensor.layout is torch.strided and tensor.is_leaf and not tensor.is_inference() and not tensor.is_meta
     return type(tensor) is torch.Tensor and plain and not vars(tensor)
-
-
-def _same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if one.shape != two.shape or one.dtype != two.dtype:
-        return False
-    with torch.no_grad():
-        return bool(((one == two) | ((one != one) & (two != two))).all())
 
 
 def _random_states() -> tuple[Any, ...]:
@@ -100,10 +94,6 @@ class Collation:
     def settle(self) -> None:
         """Begin an evaluation: whatever is read of a dataset from here on, another worker had."""
         self._reads_again = self._read is not None
-
-    def begin(self) -> None:
-        """Begin a chunk."""
-        self._used = []
 
     def of(self, key: Key, collate: Callable[[], Any], cache: bool | None = None) -> Any:
         """Return these samples, collated now or before. `cache`: keep them regardless of size; None: keep them from the
@@ -156,7 +146,7 @@ class Collation:
         kept, again = self._pieces.get(key), self._keep(collate(), unlimited=True)
         if kept is None:  # it was written here
             self._read = None
-        elif again is None or again.data != kept.data or not all(map(_same_bytes, again.copies, kept.plain)):
+        elif again is None or again.data != kept.data or not all(map(same_values, again.copies, kept.plain)):
             raise ValueError(
                 "items of the dataset are others when they are read again, as they are here since samples have changed "
                 "hands: draw from torch's, NumPy's or random's global generator, which are seeded, or from one seeded "

@@ -102,3 +102,11 @@ def slots_of(kind: type) -> tuple[str, ...]:
                 mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
                 found.append(mangled)
     return tuple(found)
+
+
+def same_values(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Tell whether shapes, dtypes and all elements are equal; NaN equals NaN."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    with torch.no_grad():
+        return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())

@@ -10,7 +10,7 @@ import torch
 
 from batchopt_workers.data.batch import Batch, Columns
 from batchopt_workers.data.packing import copy_into
-from batchopt_workers.data.structures import tensors_in
+from batchopt_workers.data.structures import same_values, tensors_in
 from batchopt_workers.map.buffers import Place, tensors_of, version_of
 from batchopt_workers.map.contents import Contents
 
@@ -166,7 +166,7 @@ class Watch:
                 with torch.no_grad():
                     if constant.tensor.grad_fn is not None:
                         constant.tensor.detach_()
-                    if not _same(constant.tensor, original):
+                    if not same_values(constant.tensor, original):
                         copy_into(constant.tensor, original)
         for _, buffers, name in self._none:
             buffers[name] = None
@@ -176,21 +176,11 @@ class Watch:
 
     def _differs(self, constant: _Constant) -> bool:
         original = self._originals.get(id(constant.tensor))
-        return original is not None and not _same(constant.tensor, original)
+        return original is not None and not same_values(constant.tensor, original)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Tell whether all elements are equal; NaN equals NaN."""
-    with torch.no_grad():
-        if torch.equal(one, two):
-            return True
-        if not (one.is_floating_point() or one.is_complex()):
-            return False
-        return bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 class BatchWatch:
@@ -248,7 +238,7 @@ class BatchWatch:
                 contents.put_back()
                 written.append((name, "an object in there"))
             for tensor, copy in copies:
-                if not _same(tensor, copy):
+                if not same_values(tensor, copy):
                     copy_into(tensor, copy)
                     written.append((name, f"a tensor of shape {tuple(tensor.shape)}"))
         self.contents = []

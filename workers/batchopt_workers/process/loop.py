@@ -26,7 +26,6 @@ import torch
 from batchopt_workers.data.memory import octets
 from batchopt_workers.map.repeat import Failed
 from batchopt_workers.process import faults
-from batchopt_workers.process import loop as result_pickler
 from batchopt_workers.process.failures import describe
 from batchopt_workers.process.messages import CHUNK, HEAD, ORDERS, Kind, Order
 from batchopt_workers.process.session import WITH_DESCRIPTOR, Session
@@ -181,7 +180,7 @@ def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) ->
         if done.results:
             mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results), chunk)
         if done.form is not None:
-            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + result_pickler.dumps(done.form), chunk)
+            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + dumps(done.form), chunk)
         if report.next < last:
             mailbox.send(number, Kind.REPORT, report.encode(), chunk)
             last = mailbox.limit(number, last)

@@ -12,7 +12,7 @@ import torch
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.copies import copy_of
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.data.structures import map_tensors, same_values
 from batchopt_workers.map.contents import Contents
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.process.messages import Cut
@@ -197,7 +197,7 @@ class ParameterWatch:
                 changed = self._names.get(id(parameter), "")
                 parameter.data = data
                 parameter.requires_grad_(requires_grad)
-            if copy is not None and not _equal(parameter.detach(), copy):
+            if copy is not None and not same_values(parameter.detach(), copy):
                 changed = self._names.get(id(parameter), "")
                 with torch.no_grad():
                     parameter.copy_(copy)
@@ -206,10 +206,6 @@ class ParameterWatch:
                 f"the function changes the parameter {changed!r}: all workers share it, and f would be another one; "
                 "work on a copy (torch.func.functional_call)"
             )
-
-
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 class Totals(Protocol):
