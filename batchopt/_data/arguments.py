@@ -31,9 +31,9 @@ def read_parallelize(value: Any) -> int:
     return usable_cores() if value == "auto" else _integer("parallelize", value, 1)
 
 
-def read_count(name: str, value: Any) -> int:
-    """Return a positive int."""
-    return _integer(name, value, 1)
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """Return an int that is `least` or more."""
+    return _integer(name, value, least)
 
 
 def read_optional_count(name: str, value: Any) -> int | None:

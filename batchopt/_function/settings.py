@@ -104,11 +104,6 @@ class Settings:
         terms = {name: replace(term, loss_fn=loss_fn) for (name, term), loss_fn in pairs if loss_fn is not None}
         return replace(changed, terms=terms)
 
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The weight of each term in f; `(1.0,)` without terms."""
-        return (1.0,) if self.terms is None else tuple(term.weight for term in self.terms.values())
-
     def readings(self, device: torch.device | None) -> Readings:
         """Return the rules by which data becomes a batch, on `device` if given, with the current criterion. Raises
         `ValueError` for one that no longer reduces, or not as `reduction` says."""

@@ -58,8 +58,8 @@ class Checkpoint:
     ) -> None:
         self.folder = Path(folder)
         self.interval = read_interval("every", every)
-        self.keep = arguments.read_optional_count("keep", keep) or 1
-        self.best_of = arguments.read_optional_count("best", best or None) or 0
+        self.keep = arguments.read_count("keep", keep)
+        self.best_of = arguments.read_count("best", best, least=0)
         if mode not in ("min", "max"):
             raise ValueError(f"`mode` must be 'min' or 'max'; got {mode!r}")
         self.score, self._sign = score, -1.0 if mode == "min" else 1.0

@@ -78,8 +78,8 @@ def fit(
     batches = _positioned(batches_of(train, opt._function.settings.seed), begin_epoch)
     trainer = create_trainer(opt)
     parts = Parts(
-        arguments.read_optional_count("epochs", epochs) or 1,
-        score_every=arguments.read_optional_count("score_every", score_every) or 1,
+        arguments.read_count("epochs", epochs),
+        score_every=arguments.read_count("score_every", score_every),
         on_batch=read_callbacks("on_batch", on_batch),
         on_epoch=read_callbacks("on_epoch", on_epoch),
         on_eval_batch=read_callbacks("on_eval_batch", on_eval_batch),
@@ -89,7 +89,7 @@ def fit(
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint, keep=keep),
         logs=_read_logs(log, opt._function.is_main),
         epoch_0=arguments.read_bool("epoch_0", epoch_0),
-        time_limit=time_limit,
+        time_limit=_read_time_limit(time_limit),
     )
     _read_metrics(parts, opt, eval_data, metrics)
     parts.stopping = _read_patience(patience, parts)
@@ -125,7 +125,7 @@ def _run(
 
 def _positioned(batches: Batches, begin_epoch: int) -> Batches:
     """Return the batches, after this many epochs. Raises `ValueError` at another position, or without a length."""
-    begin = arguments.read_optional_count("begin_epoch", begin_epoch or None) or 0
+    begin = arguments.read_count("begin_epoch", begin_epoch, least=0)
     if begin and batches.iteration == 0:
         length = length_of(batches)
         if length is None:
@@ -134,6 +134,16 @@ def _positioned(batches: Batches, begin_epoch: int) -> Batches:
     elif begin and (batches.epoch, batches.is_new_epoch) != (begin, True):
         raise ValueError(f"`begin_epoch` is {begin}, but these Batches are in epoch {batches.epoch}: leave it out")
     return batches
+
+
+def _read_time_limit(time_limit: Any) -> float | None:
+    if time_limit is None:
+        return None
+    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float):
+        raise TypeError(f"`time_limit` must be a number of seconds or None; got {time_limit!r}")
+    if not time_limit >= 0:
+        raise ValueError(f"`time_limit` must be >= 0 seconds; got {time_limit!r}")
+    return float(time_limit)
 
 
 class _Silent(Log):
@@ -157,6 +167,8 @@ def _read_logs(log: Any, is_main: bool) -> list[Log]:
             found.append(one)
         else:
             raise TypeError(f"`log` must be a file '*.jsonl', a folder for TensorBoard or a Record; got {one!r}")
+    if len({id(one) for one in found}) < len(found):
+        raise ValueError("`log` has the same record twice: it would write each line twice")
     return found if is_main else [_Silent(one) for one in found]
 
 

@@ -57,6 +57,8 @@ class EverySeconds:
     `state_dict` has the elapsed time, from which it resumes."""
 
     def __init__(self, period: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if isinstance(period, bool) or not isinstance(period, int | float):
+            raise TypeError(f"`period` must be a number of seconds; got {period!r}")
         if not 0 < period < math.inf:
             raise ValueError(f"`period` must be a positive number of seconds; got {period!r}")
         self._period, self._clock = period, clock

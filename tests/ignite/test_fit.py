@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import batchopt
 from batchopt import Batches, BatchOptimizer
-from batchopt.ignite import Checkpoint, EarlyStopping, Moment, Monitor, fit
+from batchopt.ignite import Checkpoint, EarlyStopping, Moment, Monitor, Record, fit
 from tests.ignite.common import Killed, batches, data, optimizer
 
 METRICS = {"loss": mse_loss, "l1": l1_loss}
@@ -277,12 +277,20 @@ def test_what_a_callback_raises_is_raised() -> None:
             trained(epochs=1, eval_data=data(), metrics=METRICS, **{which: fail})
 
 
+RECORD = Record("twice.jsonl")
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
         ({"epochs": 0}, ValueError, "`epochs` must be >= 1"),
         ({"epochs": 1, "score_every": 0}, ValueError, "`score_every` must be >= 1"),
-        ({"epochs": 1, "begin_epoch": -1}, ValueError, "`begin_epoch` must be >= 1, got -1"),
+        ({"epochs": None}, TypeError, "`epochs` must be an int"),
+        ({"epochs": 1, "begin_epoch": -1}, ValueError, "`begin_epoch` must be >= 0, got -1"),
+        ({"epochs": 1, "begin_epoch": False}, TypeError, "`begin_epoch` must be an int"),
+        ({"epochs": 1, "time_limit": -1.0}, ValueError, "`time_limit` must be >= 0 seconds; got -1.0"),
+        ({"epochs": 1, "time_limit": "1h"}, TypeError, "`time_limit` must be a number of seconds or None"),
+        ({"epochs": 1, "log": [RECORD, RECORD]}, ValueError, "`log` has the same record twice"),
         ({"epochs": 1, "keep": 0, "checkpoint": "c"}, ValueError, "`keep` must be >= 1"),
         ({"epochs": 1, "on_batch": 3}, TypeError, "`on_batch` must be callable"),
         ({"epochs": 1, "on_epoch": [lambda: 1]}, TypeError, "`on_epoch` must be callable"),

@@ -366,7 +366,7 @@ def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
     "make, error, message",
     [
         (lambda: Checkpoint("c", keep=0), ValueError, "`keep` must be >= 1, got 0"),
-        (lambda: Checkpoint("c", best=-1), ValueError, "`best` must be >= 1, got -1"),
+        (lambda: Checkpoint("c", best=-1), ValueError, "`best` must be >= 0, got -1"),
         (lambda: Checkpoint("c", mode="most"), ValueError, "`mode` must be 'min' or 'max'"),
         (lambda: Checkpoint("c", every="epoch"), TypeError, "`every` must be a number of iterations"),
     ],

@@ -137,6 +137,7 @@ def test_seconds_go_on_after_a_resume() -> None:
         (lambda: EveryEpoch(0), ValueError, "`period` must be a positive number of epochs; got 0"),
         (lambda: EveryEpoch("1"), TypeError, "`period` must be a number of epochs"),  # type: ignore[arg-type]
         (lambda: EverySeconds(-1), ValueError, "`period` must be a positive number of seconds"),
+        (lambda: EverySeconds("1"), TypeError, "`period` must be a number of seconds"),  # type: ignore[arg-type]
         (lambda: EarlyStopping(patience=0), ValueError, "`patience` must be an int >= 1"),
         (lambda: Best("m", "most"), ValueError, "`mode` must be 'min' or 'max'"),
         (lambda: read_interval("every", 0), ValueError, "`every` must be >= 1"),
