@@ -5,7 +5,7 @@ import typing
 
 from batchopt._data.epochs import Batches as Batches
 from batchopt._data.terms import Term as Term
-from batchopt._data.weighted import Weighted as Weighted
+from batchopt._data.terms import Weighted as Weighted
 from batchopt._mapreduce.split import split_batch as split_batch
 from batchopt.adaptive import resample as resample
 from batchopt.asynchronous import hogwild as hogwild

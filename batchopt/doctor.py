@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from batchopt._data.datasets import samples_of
+from batchopt._data.batches import samples_of
 from batchopt._function.checks import compare
 from batchopt._function.function import BatchFunction
 from batchopt._program.copies import copied

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchopt import LevenbergMarquardt
-from batchopt.optim.status import Status
+from batchopt.optim.minimizer import Status
 from benchmarks.nist import SOLVERS
 from benchmarks.nist_problems import Regression, read_problems
 

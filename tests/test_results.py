@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.results import common_form, forms_of
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt_workers.tasks.forms import Form, rows_form
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from batchopt._data.datasets import samples_of, tensors_of
 from batchopt._data.denominators import (
     checked_denominators,
     divides_once,
@@ -22,8 +21,7 @@ from batchopt._data.denominators import (
     running_denominators,
     unread_denominators,
 )
-from batchopt._data.terms import check_names
-from batchopt._data.weighted import Weighted, read_weights, refuse_weights
+from batchopt._data.terms import Weighted, check_names, read_weights, refuse_weights
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.denominators import Denominators
 from batchopt_workers.data.items import Collate, Items
@@ -32,6 +30,37 @@ from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Weighting
 from batchopt_workers.tasks.task import ChunkFunction
+
+
+def samples_of(dataset: Dataset[Any]) -> int:
+    """Return the number of samples. Raise `TypeError` for a dataset without a length, or without indexed samples."""
+    if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError) as error:
+            raise TypeError(_not_map_style(dataset)) from error
+    raise TypeError(_not_map_style(dataset))
+
+
+def _not_map_style(dataset: Dataset[Any]) -> str:
+    iterable = isinstance(dataset, IterableDataset)
+    lacks = "is an IterableDataset, whose samples have no index" if iterable else "has no `__len__`"
+    return (
+        f"a dataset must be map-style, with `__getitem__` and `__len__`; {type(dataset).__name__} {lacks}: use a "
+        "DataLoader of it, with opt.steps(loader)"
+    )
+
+
+def tensors_of(dataset: Dataset[Any], targets: Any, collate: Collate | None) -> tuple[Any, Any]:
+    """Return inputs and targets of a dataset that has them as tensors; otherwise the dataset and None. Raise
+    `ValueError` for separate `targets`."""
+    if targets is not None:
+        raise ValueError("`targets` of a Dataset come with its items, (input, target): leave `targets` out")
+    if type(dataset) is TensorDataset and collate is None and len(dataset.tensors) <= 2:
+        inputs, found = (*dataset.tensors, None)[:2]
+        return inputs, found
+    return dataset, None
+
 
 InMemory = Columns | Samples
 

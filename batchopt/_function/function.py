@@ -26,11 +26,10 @@ from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, tu
 from batchopt._function.step import LONGEST, Repeat, Step
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
-from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import Whole, reduce_answers, weighed
-from batchopt._mapreduce.results import common_form, forms_of
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared

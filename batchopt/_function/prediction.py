@@ -19,7 +19,7 @@ from batchopt._data.prefetch import Ahead, as_arguments
 from batchopt._function.function import BatchFunction, ReadsAhead
 from batchopt._function.prepared import whole
 from batchopt._function.tasks import collect, select
-from batchopt._mapreduce.results import common_form
+from batchopt._mapreduce.answers import common_form
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.structures import is_record
 from batchopt_workers.tasks.forms import rows_form

@@ -11,8 +11,7 @@ import torch
 from batchopt._data.batches import Reading, Readings, reweighed
 from batchopt._data.epochs import Batches, Turn
 from batchopt._data.prefetch import to_the_end
-from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.results import common_form, forms_of
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.base import Backend, Prepared
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.batch import Batch, Part

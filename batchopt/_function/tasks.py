@@ -10,9 +10,8 @@ import torch
 from batchopt._data import arguments
 from batchopt._data.batches import Reading, Readings, read_batch
 from batchopt._function.function import BatchFunction
-from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt._mapreduce.results import common_form, forms_of
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.process.messages import Cut, Kind
 from batchopt_workers.tasks.forms import summed, sums_layout

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from ignite.engine import Engine, EventEnum
 
 from batchopt._function.observer import Evaluated, Observer
-from batchopt.optim.minimizer import Minimizer
-from batchopt.optim.status import Iteration
+from batchopt.optim.minimizer import Iteration, Minimizer
 from batchopt.optimizer import BatchOptimizer
 
 

@@ -3,8 +3,8 @@
 from batchopt.optim.cg import CG
 from batchopt.optim.lbfgs import LBFGS
 from batchopt.optim.levenberg_marquardt import LevenbergMarquardt
+from batchopt.optim.minimizer import Iteration, Result, Status
 from batchopt.optim.ssbroyden import SSBroyden
-from batchopt.optim.status import Iteration, Result, Status
 from batchopt.optim.svrg import SVRG
 
 __all__ = ["CG", "LBFGS", "SVRG", "Iteration", "LevenbergMarquardt", "Result", "SSBroyden", "Status"]

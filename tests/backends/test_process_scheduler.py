@@ -17,12 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt.backends.process.ledger import LATE, POISONOUS, ChunkRun
 from batchopt.backends.process.scheduler import (
+    LATE,
     PATIENCE,
+    POISONOUS,
     WORTHWHILE,
     Assign,
     ChunkEstimate,
+    ChunkRun,
     Death,
     Limit,
     WorkerScheduler,

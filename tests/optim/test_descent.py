@@ -13,7 +13,7 @@ import torch
 
 import batchopt
 from batchopt.optim.descent import Descent
-from batchopt.optim.status import Iteration, Result, Status
+from batchopt.optim.minimizer import Iteration, Result, Status
 from tests.optim import reference
 
 Make = Callable[..., Descent]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import batchopt
-from batchopt.optim.status import Status
+from batchopt.optim.minimizer import Status
 from tests.optim import reference
 from tests.optim.test_descent import EXACT, Problem, logistic, rosenbrock, start
 

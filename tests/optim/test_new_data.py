@@ -15,7 +15,7 @@ import batchopt
 from batchopt._machine.threads import torch_threads
 from batchopt.optim import minimizer
 from batchopt.optim.descent import Descent
-from batchopt.optim.status import Result
+from batchopt.optim.minimizer import Result
 from tests.optim import reference
 
 Kind = Callable[..., Descent]

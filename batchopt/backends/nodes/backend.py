@@ -31,10 +31,9 @@ from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
 from batchopt.backends.nodes.fixed_order import WHOLE
 from batchopt.backends.nodes.members import Member, Members
 from batchopt.backends.nodes.node import NodeCommand, NodeSession, NodeSetup, Update
-from batchopt.backends.nodes.placing import Placer
+from batchopt.backends.nodes.placing import Placer, aligned
 from batchopt.backends.nodes.program_versions import ProgramVersions, update_for
 from batchopt.backends.nodes.residuals import GradientResiduals, Round
-from batchopt.backends.nodes.shares import aligned
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.nodes.transfer import PackedBytes, SendableBatch, copied
 from batchopt.backends.sendable import check_module, sending

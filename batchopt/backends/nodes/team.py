@@ -22,13 +22,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._mapreduce.answers import Answer, Partial, Span
+from batchopt._mapreduce.answers import Answer, Partial, Span, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.reduce import merge_answers
-from batchopt._mapreduce.results import forms_of
 from batchopt.backends.base import LONGEST, Meanwhile, Repeated, WorkerInfo
-from batchopt.backends.nodes.contribution import Call, Contribution, Infos, Summed, Work, differences, status
-from batchopt.backends.nodes.failure import NodeFailure
+from batchopt.backends.nodes.contribution import (
+    Call,
+    Contribution,
+    Infos,
+    NodeFailure,
+    Summed,
+    Work,
+    differences,
+    status,
+)
 from batchopt.backends.nodes.fixed_order import FixedOrderSum, Held, Vectors, gathered, whole_of
 from batchopt.backends.nodes.group import Group
 from batchopt.backends.nodes.residuals import GradientResiduals, Round

@@ -14,10 +14,9 @@ from typing import Any
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.backends.local_worker import Failures
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
-from batchopt.backends.process.ledger import ChunkRun
 from batchopt.backends.process.paces import Overdue, Pace
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.scheduler import Assign, WorkerScheduler
+from batchopt.backends.process.scheduler import Assign, ChunkRun, WorkerScheduler
 from batchopt.backends.process.worker import Activity, Ignore, PendingMessage, SessionCall, WorkerProcess, error_of
 from batchopt.errors import PoisonChunkError, WorkerError, WorkerLostError
 from batchopt_workers.data.batch import Numbering

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from batchopt._machine.cores import share_cores, usable_cores
-from batchopt._machine.openmp import end_spinning
+from batchopt._machine.threads import end_spinning
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Meanwhile, Repeated, Setup, WorkerInfo
 from batchopt.backends.patience import OTHERS

@@ -11,9 +11,8 @@ import torch
 
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import GrowingFile
-from batchopt_workers.map.sums import Rows, rows_nbytes
+from batchopt_workers.map.sums import Rows, SharedTotals, rows_nbytes
 from batchopt_workers.tasks.forms import Column, places
-from batchopt_workers.tasks.shared_totals import SharedTotals
 
 # Bytes up to which a result is copied, so that it holds no mapping.
 _SMALL = 2**16

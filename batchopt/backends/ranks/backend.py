@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any, TypeVar
@@ -22,20 +23,48 @@ from batchopt._mapreduce.split import runs
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.nodes.contribution import Call
 from batchopt.backends.nodes.group import Group, address_towards
+from batchopt.backends.nodes.placing import aligned
 from batchopt.backends.nodes.residuals import GradientResiduals, Round
-from batchopt.backends.nodes.shares import aligned
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.process.backend import ProcessBackend
-from batchopt.backends.ranks.checksum import checksum, of_batch
 from batchopt.backends.ranks.launch import meet, ranks_here
 from batchopt.backends.serial import SerialBackend
 from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.items import Items
+from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps
+from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.versions import versions
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> str:
+    """CRC-32 of the elements, in their order, and of shapes and dtypes."""
+    found = 0
+    for tensor in tensors:
+        tensor = tensor.detach()
+        found = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), found)
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            found = zlib.crc32(octets(tensor.cpu().resolve_conj().resolve_neg()).numpy().data, found)
+    return f"{found:08x}"
+
+
+def of_batch(batch: Batch) -> str:
+    """The number of samples, and a checksum of all tensors; of a dataset the name of its class."""
+    tensors: list[torch.Tensor] = []
+    names = []
+    for part in batch.parts:
+        tensors += part.criterion_rows.values()
+        for data in (part.inputs, part.targets):
+            if isinstance(data, Items):
+                names.append(type(data.data).__name__)
+            elif data is not None:
+                tensors += tensors_in(data.data)
+    return f"of {batch.size} samples ({' '.join([*names, checksum(tensors)])})"
+
 
 # Seconds for which another rank may give no sign, where the user sets no `timeout`.
 PATIENCE = 1800.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from operator import add, attrgetter
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.memory import SharedBlock, aligned
+from batchopt_workers.data.memory import GrowingFile, SharedBlock, aligned
 from batchopt_workers.map.tree import Fold, Node
 from batchopt_workers.process.messages import Report, Summary
 
@@ -148,3 +149,26 @@ class Sums:
         """Return the report once the chunks before `done` of the order, begun at `began`, were added."""
         summaries = tuple([Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials])
         return Report(self.evaluation, done, seconds, summaries, began, drew)
+
+
+class SharedTotals:
+    """Rows in a file that grows with the results; the process that made the file maps the reported rows."""
+
+    def __init__(self, fd: int) -> None:
+        """Take ownership of the descriptor."""
+        self._file = GrowingFile(fd)
+        self._block: SharedBlock | None = None
+        self._rows: Rows | None = None
+        self._layout: Layout | None = None
+
+    def rows(self, layout: Layout, count: int) -> Rows:
+        """See `Totals`. Raise `MemoryError`."""
+        if self._rows is not None and self._layout == layout and len(self._rows) >= count:
+            return self._rows
+        nbytes = rows_nbytes(layout, 0, count)
+        if self._block is None or self._block.nbytes < nbytes:
+            self._file.lengthen(nbytes)
+            self._block = SharedBlock(os.dup(self._file.fd))
+            self._block.release()
+        self._rows, self._layout = Rows(layout, 0, count, self._block, torch.device("cpu")), layout
+        return self._rows

@@ -20,13 +20,12 @@ from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator, Program
 from batchopt_workers.map.repeat import Board, Repeater
-from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.sums import Rows, SharedTotals
 from batchopt_workers.map.watch import Watch
 from batchopt_workers.process.device import HOST, Mirror, pin
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings, set_module_hooks
 from batchopt_workers.tasks.output import FileOutput
-from batchopt_workers.tasks.shared_totals import SharedTotals
 from batchopt_workers.tasks.task import PrivateTotals, Task
 from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Worker
