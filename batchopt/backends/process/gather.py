@@ -274,4 +274,4 @@ def _place(standard_error: str) -> str:
     """Return the place where a process crashed, as Python's faulthandler wrote it: the last of the user's calls."""
     _, found, stack = standard_error.rpartition("(most recent call first):\n")
     calls = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
-    return f"at {'; called from '.join(calls[:3])}" if found and calls else "nobody knows where"
+    return f"at {'; called from '.join(calls[:3])}" if found and calls else "at an unknown place"

@@ -291,7 +291,7 @@ class Pool:
         if theirs != versions():
             error = WorkerStartError(
                 f"{worker.process.name} runs with {theirs}, this process with {versions()}: was something installed "
-                "meanwhile? Start the program anew"
+                "meanwhile? Restart the program"
             )
             self.roster.refused(worker.rank, error)
             worker.kill("has other versions")

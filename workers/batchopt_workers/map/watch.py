@@ -245,5 +245,5 @@ class BatchWatch:
         for name, what in written[:1]:
             raise ValueError(
                 f"forward, a hook or `collate_fn` writes its `{name}` in place ({what}): the next evaluation of the "
-                "step would see other data; write to a copy (x = x / 2, x.clone()), and load the batch anew"
+                "step would see other data; write to a copy (x = x / 2, x.clone()), and load the batch again"
             )

@@ -168,7 +168,7 @@ class Session:
         """
         if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
             raise RuntimeError(
-                "the program was changed in the parent, and workers are given it anew; but hooks were registered on "
+                "the program was changed in the parent, and workers are sent it again; but hooks were registered on "
                 "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
                 "which they are sent"
             )
