@@ -105,7 +105,7 @@ class Reporter(Observer):
 
     def not_grown(self, workers: int, error: Exception) -> None:
         """Warn that additional workers, on a machine that has joined, did not start."""
-        _warn(f"could not start {workers} additional workers, for which there is room; continuing without them: {error}")
+        _warn(f"could not start {workers} additional workers though there is room; continuing without them: {error}")
 
     def note(self, message: str, *arguments: object) -> None:
         """Log an informative message at `verbose=2`."""

@@ -33,7 +33,7 @@ class _Raised(NamedTuple):
 
 
 class Failures:
-    """Exceptions of the user's code in workers. Which of them is raised does not depend on who was heard first."""
+    """Exceptions of the user's code in workers. Which of them is raised does not depend on whose reply came first."""
 
     def __init__(self) -> None:
         self._found: list[_Raised] = []

@@ -722,7 +722,7 @@ class Evaluations(RuleBasedStateMachine):
         self.hands[worker].start(self.numbers, self.evaluation, ChunkRun(first, last), self.chunks)
 
     def _hear(self, rank: int, said: Said) -> None:
-        """As `ProcessGather.heard`."""
+        """As `ProcessGather.on_reply`."""
         hand = self.hands[rank]
         if said.evaluation != self.evaluation or rank not in self.sent or said.number != hand.number:
             return  # of no interest any more

@@ -191,7 +191,7 @@ class NodeSession:
 
     def start(self, setup: NodeSetup, program: ProgramUpdate, ranks: range, world: int) -> None:
         """Start the workers of a program."""
-        if self.workers is not None:  # of a start that was not heard of, since another node was lost meanwhile
+        if self.workers is not None:  # of a start that nobody received, since another node was lost meanwhile
             self.workers.close()
         setup.torch.apply()
         layout = setup.layout

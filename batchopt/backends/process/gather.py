@@ -90,10 +90,10 @@ class ProcessGather:
         pace = self._pace.get(worker, max(self._pace.values(), default=None))
         return None if pace is None else pace * (self.cut.bounds[chunk + 1] - self.cut.bounds[chunk])
 
-    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Take in a reply. Raises `ProtocolError` for one that cannot be true."""
         if asked.order is None or asked.order.evaluation != self._evaluation:
-            self._overdue.heard(worker, asked, reply)  # of an evaluation that nobody waits for
+            self._overdue.on_reply(worker, asked, reply)  # of an evaluation that nobody waits for
             return
         if reply.kind is Kind.FAILED:
             failure = Failure.decode(reply.body)
@@ -138,10 +138,10 @@ class ProcessGather:
             if len(summary.losses) != (0 if self.is_task else len(self._numbering.names)):
                 raise ValueError(f"{len(summary.losses)} losses of {len(self._numbering.names)} terms")
 
-    def lost(self, worker: WorkerProcess, ending: str) -> None:
+    def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Give up what the worker had not reported. What it had reported stands: its rows are in memory that this
         process shares, and nobody else writes there."""
-        self._overdue.lost(worker, ending)
+        self._overdue.on_lost(worker, ending)
         self.gone.append(worker)
         chunk = self.scheduler.lost(worker.rank, worker.death)
         if chunk is not None:
@@ -210,7 +210,7 @@ class _Calls:
         self.waiting: set[WorkerProcess] = set()
         self.results: dict[int, bytes] = {}
 
-    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Take in a result or a failure of this call; others are of an earlier one."""
         if worker not in self.waiting or asked.activity is not Activity.FUNCTION or not worker.idle:
             return
@@ -221,7 +221,7 @@ class _Calls:
         else:
             self.results[worker.rank] = reply.body
 
-    def lost(self, worker: WorkerProcess, ending: str) -> None:
+    def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Raise `WorkerLostError` for one that has not answered: what it did there cannot be known."""
         if worker in self.waiting:
             raise WorkerLostError(f"a function was not run to its end: {ending}")
@@ -229,7 +229,7 @@ class _Calls:
 
 def run_everywhere(pool: Pool, message: SessionCall) -> list[Any]:
     """The values of a function in all workers, in rank order. Raises what it raises, and `WorkerLostError`."""
-    pool.pump(Ignore(), 0.0)  # whoever has ended since it was heard last will not begin it
+    pool.pump(Ignore(), 0.0)  # workers that have ended meanwhile will not begin it
     pool.wait()
     calls = _Calls()
     for _, worker in sorted(pool.workers.items()):

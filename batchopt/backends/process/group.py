@@ -312,11 +312,11 @@ class WorkerGroup:
             self._pool.call_off()
         if gather.failures:
             # Else which of several failures is raised would depend on who was quicker.
-            self._hear_others(gather)
+            self._receive_other_failures(gather)
             raise gather.failures.first()
         self._proven = True
         # Rows of stragglers must be final before they are summed.
-        self._hear_the_late(gather)
+        self._receive_from_stragglers(gather)
         self.late = gather.leave(self._pool.workers.values())
         for worker in self._pool.workers.values():
             worker.stderr.pass_on()
@@ -363,7 +363,7 @@ class WorkerGroup:
         for worker in self._overdue.workers:  # the pool would take no notice of what these say
             if self._pool.workers.get(worker.rank) is worker:
                 worker.channel.drain()
-                self._pool.hear(worker, self._overdue)
+                self._pool.receive(worker, self._overdue)
         self._pool.enter()
 
     def set_direction(self, direction: torch.Tensor) -> None:
@@ -411,7 +411,7 @@ class WorkerGroup:
             worker.make_room(rows, setup.flat.layout, setup.buffers.size, self._device)
         worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
 
-    def _hear_the_late(self, gather: ProcessGather) -> None:
+    def _receive_from_stragglers(self, gather: ProcessGather) -> None:
         """Take in what workers reported that are still at it.
 
         They were told to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
@@ -420,9 +420,9 @@ class WorkerGroup:
         for worker in list(self._pool.workers.values()):
             if not worker.idle:
                 worker.channel.drain()
-                self._pool.hear(worker, gather)
+                self._pool.receive(worker, gather)
 
-    def _hear_others(self, gather: ProcessGather) -> None:
+    def _receive_other_failures(self, gather: ProcessGather) -> None:
         """Wait a little for what other workers say, so that the same failure is raised each time."""
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and gather.scheduler.workers:

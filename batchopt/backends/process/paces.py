@@ -56,7 +56,7 @@ class Overdue:
         """Note that the worker has been at `chunk` of that order since then, and that nobody waits for it."""
         self._left[worker] = _Left(order, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since)
 
-    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Take a measurement if the reply ends an order that was noted."""
         left = self._left.get(worker)
         if left is None or asked.order != left.order or reply.kind not in (Kind.DONE, Kind.FAILED):
@@ -67,7 +67,7 @@ class Overdue:
                 report, bounds = Report.decode(reply.body), left.cut.bounds
                 self._note(worker, left, bounds[report.next] - bounds[left.order.first], report.seconds)
 
-    def lost(self, worker: WorkerProcess, ending: str) -> None:
+    def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Forget the worker's order."""
         self._left.pop(worker, None)
 

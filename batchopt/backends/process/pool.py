@@ -160,7 +160,7 @@ class Pool:
             return
         for worker in list(self.workers.values()):
             self._watch(worker)
-            self.hear(worker, Ignore())  # what an interrupt left unheard: no event will come for it
+            self.receive(worker, Ignore())  # what an interrupt left unheard: no event will come for it
         self.call_off()
         self._end_functions()
         self.pump(Ignore(), 0.0)
@@ -235,14 +235,14 @@ class Pool:
                 worker.process.join(HANGING_UP)  # it ends a moment after its pipe, if that is how it ends
                 if not worker.process.ended:
                     worker.kill("closed its pipe")
-            self.hear(worker, listener)
+            self.receive(worker, listener)
             if gone and self.workers.get(worker.rank) is worker:
                 self._reap(worker, listener)
         # Their DONE was announced on the waking pipe, not on theirs, which is not watched meanwhile.
         for worker in list(self.workers.values()):
             if worker.quiet:
                 worker.channel.drain()
-                self.hear(worker, listener)
+                self.receive(worker, listener)
         if time.monotonic() >= self._check_at:
             self._look_for_hung(listener)
 
@@ -259,7 +259,7 @@ class Pool:
             events = selector.select(0.0)  # a wait in which this process was stopped misses what has come since
         return [key for key, _ in events]
 
-    def hear(self, worker: WorkerProcess, listener: Listener) -> None:
+    def receive(self, worker: WorkerProcess, listener: Listener) -> None:
         """Deal with everything that came from the worker."""
         try:
             for reply in worker.channel.replies():
@@ -272,7 +272,7 @@ class Pool:
                 elif asked.state is not None and reply.kind is Kind.FAILED:
                     self._refused(worker, asked, reply)
                 elif asked.state is None:
-                    listener.heard(worker, asked, reply)
+                    listener.on_reply(worker, asked, reply)
                 worker.forget_answered()
         except ProtocolError as error:
             worker.kill(f"said what is no message ({error})")
@@ -304,7 +304,7 @@ class Pool:
         self._amiss = True
         worker.sent.pop(asked.state, None)
         worker.synced_with = None
-        worker.forget_answered()  # raising must not let it be heard again
+        worker.forget_answered()  # raising must not let it be handled again
         error = error_of(worker.rank, Failure.decode(reply.body), asked.activity)
         if worker.joined:
             raise error
@@ -340,7 +340,7 @@ class Pool:
         ending = worker.ending()
         self.roster.ended(worker.rank, ending, worker.joined, in_users_code)
         worker.close()
-        listener.lost(worker, ending)
+        listener.on_lost(worker, ending)
 
     def _replenish(self) -> None:
         """Start what is missing, as far as it is allowed; where there is nobody, until one is there or none may be.

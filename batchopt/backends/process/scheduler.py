@@ -116,7 +116,7 @@ WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 class _WorkerTask:
     """The chunks that a worker has: it has been at `next` since `since` (seconds on any clock), and goes on to `last`.
 
-    It was given those up to `given`, and may have begun one behind `last` before it heard of a limit. `patience`: as
+    It was given those up to `given`, and may have begun one behind `last` before it received a limit. `patience`: as
     `WorkerScheduler.patience` was then. `alone`: whether this is the last trial of a chunk, which nobody else is given.
     """
 

@@ -178,7 +178,7 @@ class WorkerProcess:
         return self._asked[0] if self._asked else None
 
     def forget_answered(self) -> None:
-        """Drop messages that are answered: what it says about them again is not heard."""
+        """Drop messages that are answered: further replies about them are ignored."""
         while self._asked and self._asked[0].number <= self.channel.answered:
             self._asked.popleft()
 
@@ -346,20 +346,20 @@ class Listener(Protocol):
     Either method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
     """
 
-    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Handle a reply to what the worker was asked."""
 
-    def lost(self, worker: WorkerProcess, ending: str) -> None:
+    def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Handle the end of a worker."""
 
 
 class Ignore:
     """A listener that takes no notice."""
 
-    def heard(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Do nothing."""
 
-    def lost(self, worker: WorkerProcess, ending: str) -> None:
+    def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Do nothing."""
 
 
