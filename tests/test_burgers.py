@@ -55,7 +55,7 @@ def test_the_residual_is_that_of_the_equation(burgers: ModuleType) -> None:
     torch.testing.assert_close(burgers.residual(Known(), at, None), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_run_leaves_curves_and_a_picture(tmp_path: Path) -> None:
     arguments = ["--seeds", "0", "--evaluations", "12", "--folder", str(tmp_path), "--optimizers", "LBFGS", "SSBroyden"]
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=110)

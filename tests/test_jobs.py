@@ -23,7 +23,7 @@ def at(task: Task) -> float:
         return task.loss(task.module, task.inputs if task.whole is None else task.whole(), task.targets).item()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", jobs.JOBS)
 def test_every_way_minimises_the_same_function(name: str) -> None:

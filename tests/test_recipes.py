@@ -13,7 +13,7 @@ import pytest
 from tests.recipes import NAIVE, OPTIMIZERS, read
 from tests.test_docs import RECIPES, tables
 
-pytestmark = pytest.mark.slow  # each program imports its library
+pytestmark = pytest.mark.nightly  # each program imports its library
 
 (TABLE,) = tables(RECIPES)
 LIBRARIES = list(read()[1])

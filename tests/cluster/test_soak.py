@@ -62,7 +62,7 @@ class Killer(threading.Thread):
         self._stopped = [entry for entry in self._stopped if entry[0] > now]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(SECONDS + 120)
 def test_many_deaths_change_no_bit(start: Start) -> None:
     start(nodes=3, cores=2)
