@@ -4,7 +4,7 @@ The change is the working tree, new files included, against the commit where thi
 against the last commit. For each changed file these tests are run, the first ones first, without the slow ones:
 
 1. the file itself, if it is one of tests; 2. tests that are named after it: `_data/terms.py` has `test_terms.py`,
-`process/gather.py` has `test_process_gather.py`; 3. tests that import it; 4. tests that are named after its folder:
+`process/roster.py` has `test_process_roster.py`; 3. tests that import it; 4. tests that are named after its folder:
 `_checkpoint/file.py` has `test_checkpoint.py`.
 
 A module of the library without any of these is tested by `test_exact.py`, a page by `test_docs.py`. Once the minute is

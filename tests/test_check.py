@@ -13,7 +13,7 @@ from scripts.check import choose
         ("tests/test_split.py", ["tests/test_split.py"]),
         ("README.md", ["tests/test_docs.py"]),
         ("workers/batchopt_workers/map/tree.py", ["tests/workers/test_tree.py", "tests/workers/test_evaluate.py"]),
-        ("batchopt/backends/process/gather.py", ["tests/backends/test_process_gather.py"]),
+        ("batchopt/backends/process/roster.py", ["tests/backends/test_process_roster.py"]),
         ("batchopt/optim/lbfgs.py", ["tests/optim/test_lbfgs.py"]),
         ("tests/workloads.py", ["tests/test_exact.py"]),
         ("batchopt/optimizer.py", ["tests/test_exact.py"]),

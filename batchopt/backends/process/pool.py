@@ -101,8 +101,9 @@ class Pool:
             raise self.roster.given_up[failed[0]]
 
     def wait(self) -> None:
-        """Wait until every worker that will ever work can work."""
-        while not self._complete:
+        """Wait until every worker that will ever work can work, and has nothing left to do: one that was killed while
+        another one did its work may not be seen to be gone before."""
+        while not self._complete or not all(worker.idle for worker in self.workers.values()):
             self.pump(Ignore(), float("inf"))
 
     @property

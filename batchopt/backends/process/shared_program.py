@@ -165,6 +165,7 @@ class SentProgram:
         """The workers are gone."""
         self._shared.close()
         self._sent = None
+        self._on_sent = lambda: None  # a method of an object that refers to this one
 
 
 def _new_block(packed: Packed) -> SharedBlock:
