@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -204,10 +205,12 @@ def test_a_group_that_comes_later_is_refused(kind: Any) -> None:
 @EACH
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_residuals_without_terms(parallelize: int, reduction: str) -> None:
+    few = partial(LevenbergMarquardt, max_iter=3)
+
     def found(**options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        with BatchOptimizer(module, parallelize=parallelize, chunk_size=7, optimizer="lm", **options) as opt:
+        with BatchOptimizer(module, parallelize=parallelize, chunk_size=7, optimizer=few, **options) as opt:
             opt.load(X, Y)
             first = [opt.evaluate(), opt.grad_parameters.clone(), opt.normal().matrix, opt.residuals()]
             opt.step(X, Y)
