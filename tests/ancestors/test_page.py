@@ -26,7 +26,7 @@ def functions_of(path: Path) -> frozenset[str]:
 def rows(left_out: bool) -> Iterator[list[str]]:
     """The rows of the table of what is left out, or of all others."""
     for table in tables(PAGE):
-        if (table.heading == "What is left out") == left_out:
+        if (table.heading == "Not carried over") == left_out:
             yield from table.rows
 
 
