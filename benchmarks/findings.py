@@ -34,11 +34,11 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Whether the bound is kept."""
+        """Whether the target is met."""
         if self.most is None and self.least is None:
             return ""
         kept = (self.most is None or self.value <= self.most) and (self.least is None or self.value >= self.least)
-        return "holds" if kept else "FALLS SHORT"
+        return "met" if kept else "NOT MET"
 
 
 def machine() -> str:
