@@ -18,7 +18,7 @@ from batchopt import BatchOptimizer, Sample, Term, Weighted, Worker
 from batchopt._data.batches import Reading, read_part
 from batchopt._data.forms import with_form
 from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends.process.repeat import Repeat
+from batchopt.backends.process.repeat import RungOrders
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
@@ -33,15 +33,15 @@ Y = torch.linspace(-1.0, 3.0, N * 2).reshape(N, 2).cos()
 def rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The numbers of the evaluations for which workers were rung, and that they have made by the book."""
     found: list[int] = []
-    wait = Repeat.wait
+    wait = RungOrders.wait
 
-    def noted(self: Repeat, number: int, *arguments: Any) -> bool:
+    def noted(self: RungOrders, number: int, *arguments: Any) -> bool:
         usual = wait(self, number, *arguments)
         if usual:
             found.append(number)
         return usual
 
-    monkeypatch.setattr(Repeat, "wait", noted)
+    monkeypatch.setattr(RungOrders, "wait", noted)
     monkeypatch.setattr(batchopt.backends.process.repeat, "PATIENCE", 5.0)  # the machine may be busy
     yield found
 

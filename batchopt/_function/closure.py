@@ -50,7 +50,8 @@ def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor
     with subject.keeping_gradients():
         loss = evaluate()
         places = _Places(subject.flat.layout, [parameter.grad is not None for parameter in subject.parameters])
-    found: torch.Tensor = _Loss.apply(loss, subject.lend_gradient(), places, *subject.parameters)  # type: ignore[no-untyped-call]
+    lent, parameters = subject.lend_gradient(), subject.parameters
+    found: torch.Tensor = _Loss.apply(loss, lent, places, *parameters)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,12 +16,12 @@ import torch
 from batchopt._data.batches import Readings
 from batchopt._data.epochs import Turn
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
-from batchopt._data.terms import Term
 from batchopt._function.checks import explain
 from batchopt._function.counters import Counters
 from batchopt._function.loader import BatchLoader, Past, Planned, closed
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of, with_denominators
+from batchopt._function.settings import Settings
 from batchopt._function.step import LONGEST, Repeat, Step
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._machine.threads import torch_threads
@@ -30,7 +29,6 @@ from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import Whole, reduce_answers, weighed
-from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, tell_rows
@@ -45,6 +43,16 @@ T = TypeVar("T")
 
 class BatchFunction(BatchLoader):
     """Evaluates f of the loaded batch, and its derivatives, on workers; see `BatchOptimizer` for its methods."""
+
+    def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
+        """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
+        super().__init__(subject, settings, counters)
+        self._on_nonfinite = settings.on_nonfinite  # "keep": f may be NaN or infinite
+        self._unlooked = 0  # the number of a step that was evaluated by repeats only
+        self._number: int | None = None  # of the current evaluation, if it has one already
+        self._evaluation = 0  # the number of the current one, if gradients are compressed
+        self._term_losses: tuple[float, ...] = ()  # in the last evaluation
+        self._rows: Rows = lambda: None  # of the data, in the loaded batch
 
     # ---- batches
 
@@ -391,31 +399,6 @@ class BatchFunction(BatchLoader):
             return plan_of(cut, speeds)
         chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
         return make_plan(batch.size, chunk_size, speeds)
-
-    def resume(
-        self,
-        counters: Counters,
-        terms: dict[str, Term] | None,
-        speeds: Sequence[float | None],
-        residuals: Mapping[int, torch.Tensor],
-    ) -> None:
-        """Continue from these; from `speeds` only if the number of workers matches. A batch has to be loaded again."""
-        number = 0
-        if self._compresses and residuals:
-            number = self.workers.number()
-            self.workers.compressing.restore_residuals(number, residuals)
-        elif residuals:
-            warnings.warn(
-                "the state is of a run with `compress`, and has what compression had left of gradients, which is "
-                "dropped here: give the same `compress` to go on with the same bits",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        self._terms, self._past = terms, Past(counters, self._past.hook_results, number)
-        self._planned = None
-        self._forget_batch()
-        if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
-            self.workers.set_speeds(Speeds(tuple(speeds)))
 
     def twin(self, program: Program, **changes: Any) -> BatchFunction:
         """Return the function of another program, in this process, with the same draws in its first step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +20,6 @@ from batchopt._function.checks import compare, refuse_frequencies
 from batchopt._function.counters import Counters
 from batchopt._function.observer import Trial
 from batchopt._function.observers import Observers
-from batchopt._function.prepared import Rows
 from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.step import Repeat, Step
@@ -72,20 +72,14 @@ class BatchLoader:
         self._reporter = Reporter(self.verbose)
         self.observers = Observers([self._reporter] if self.verbose else [])
         self._checks_cut = settings.check_cut
-        self._on_nonfinite = settings.on_nonfinite  # "keep": f may be NaN or infinite
         self._step: Step | None = None
         self._repeat: Repeat | None = None  # of the last evaluation
         self._planned: Planned | None = None  # the last plan
         self._cuts = settings.chunk_size, settings.deterministic
-        self._unlooked = 0  # the number of a step that was evaluated by repeats only
-        self._number: int | None = None  # of the current evaluation, if it has one already
-        self._rows: Rows = lambda: None  # of the data, in the loaded batch
         self._placed: Prepared | None = None  # the batch that the workers can read
         self._past = Past(counters or Counters(), [])
         self._goes_back_to: Past | None = None  # if the current step fails
         self._compresses = settings.compress is not None
-        self._evaluation = 0  # the number of the current one, if gradients are compressed
-        self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._changes: torch.Tensor | None = None  # to buffers, in the step's last evaluation
         self._ended = False  # the module has these changes already
         self._keeps_outputs = False
@@ -314,6 +308,31 @@ class BatchLoader:
         if left is not None:
             counters = replace(counters, loss=left.loss, terms=dict(left.terms))
         self._past = self._past._replace(counters=counters)
+
+    def resume(
+        self,
+        counters: Counters,
+        terms: dict[str, Term] | None,
+        speeds: Sequence[float | None],
+        residuals: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Continue from these; from `speeds` only if the number of workers matches. A batch has to be loaded again."""
+        number = 0
+        if self._compresses and residuals:
+            number = self.workers.number()
+            self.workers.compressing.restore_residuals(number, residuals)
+        elif residuals:
+            warnings.warn(
+                "the state is of a run with `compress`, and has what compression had left of gradients, which is "
+                "dropped here: give the same `compress` to go on with the same bits",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._terms, self._past = terms, Past(counters, self._past.hook_results, number)
+        self._planned = None
+        self._forget_batch()
+        if len(speeds) == len(self.workers.infos) and not self.workers.speeds.fixed:
+            self.workers.set_speeds(Speeds(tuple(speeds)))
 
     # ---- for the doctor
 

@@ -81,7 +81,7 @@ class Prepared:
     batch: Batch
 
 
-# Seconds of the longest evaluation that is repeated: a longer one has orders, so that a fault costs the chunk at hand.
+# Seconds of the longest evaluation that is repeated: a longer one has orders, so that a fault costs the current chunk.
 LONGEST = 0.25
 # Something to do in this process while the workers compute.
 Meanwhile = Callable[[], None]
@@ -107,8 +107,8 @@ class Backend(ABC):
     is_main: bool = True
     # The last evaluation, if it went by the book, and can be repeated.
     repeatable: Any = None
-    # What the last evaluation has shown of workers whose work came too late to count, by rank: so many samples took so
-    # many seconds, or will have taken more.
+    # The paces of workers whose work came too late to count in the last evaluation, by rank: samples, and the seconds
+    # that they took, or will have exceeded.
     late: Mapping[int, tuple[int, float]] = MappingProxyType({})
 
     @classmethod
@@ -173,7 +173,7 @@ class Backend(ABC):
     def repeat(
         self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
     ) -> Repeated | None:
-        """Make evaluation `number`, of that step, as the one that was `repeatable`, which took so many seconds: the
+        """Make evaluation `number`, of that step, as the one that was `repeatable`, which took `seconds`: the
         same chunks of the loaded batch by the same workers, summed in the same memory. None where anything is not as it
         was then: it has to be ordered, with the same number. Raises what `evaluate` raises."""
         return None
@@ -195,8 +195,8 @@ class Backend(ABC):
 
     @abstractmethod
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        """The rows that the orders of the last evaluation have written, of so many samples in all: one tensor for each
-        column, which nobody else writes any more."""
+        """The rows that the orders of the last evaluation have written, of `samples` samples in all: one tensor for
+        each column, which nobody else writes any more."""
 
     @abstractmethod
     def end_task(self) -> None:
@@ -208,7 +208,7 @@ class Backend(ABC):
 
     @abstractmethod
     def resize(self, workers: int) -> None:
-        """Have so many workers; fewer than before are those of the lowest ranks. Raises what starting them raises."""
+        """Have `workers` workers; fewer than before are those of the lowest ranks. Raises what starting them raises."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
@@ -220,8 +220,7 @@ class Backend(ABC):
         return function()
 
     def stop(self) -> None:  # noqa: B027  # of use only where a call waits
-        """Have the call that waits for workers raise `BatchoptError` soon: somebody wants to close this, and was told
-        to wait for its end. Does nothing where no call waits."""
+        """Make a blocked call raise `BatchoptError`, so that `close` can proceed; do nothing if no call waits."""
 
     @abstractmethod
     def close(self) -> None:

@@ -7,7 +7,7 @@ import time
 # Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; and while
 # nobody knows how long something should take.
 STARTUP, UNKNOWN = 60.0, 600.0
-# What ends so many times in a row before it can work is not started again.
+# A process that ends this many times in a row before it can work is not started again.
 ATTEMPTS = 3
 # Seconds to wait for what others say once one has failed, so that the same one is named each time.
 OTHERS = 0.5

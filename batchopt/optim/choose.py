@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -67,7 +68,8 @@ def choose_optimizer(choice: OptimizerChoice, parameters: Sequence[torch.nn.Para
         return None
     optimizer: torch.optim.Optimizer
     if isinstance(choice, str):
-        optimizer = _by_name()[choice.lower()](list(parameters))  # type: ignore[call-arg]  # the base class has another signature
+        kind: Any = _by_name()[choice.lower()]  # whose signature is not that of the base class
+        optimizer = kind(list(parameters))
     elif isinstance(choice, torch.optim.Optimizer):
         optimizer = choice
     else:

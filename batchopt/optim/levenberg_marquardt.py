@@ -105,7 +105,8 @@ class LevenbergMarquardt(Minimizer):
     def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
         """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it also has
         `parameters`, `normal`, `gauss_newton` and `acceleration`, like `BatchOptimizer.closure`."""
-        squares = closure if isinstance(closure, Squares) else ResidualSquares(closure, self._group["params"])  # type: ignore[arg-type]
+        given: Any = closure  # returns residuals, where it is no `Squares`
+        squares = given if isinstance(given, Squares) else ResidualSquares(given, self._group["params"])
         self._squares = SquaresOver(squares, self._group["params"])
         try:
             return super().step(squares)

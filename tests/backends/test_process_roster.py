@@ -9,7 +9,7 @@ import torch
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
-from batchopt.backends.process.roster import INTERVAL, REAPING, Progress, Roster, check, unsent
+from batchopt.backends.process.roster import INTERVAL, REAPING, BusyWorker, Roster, check, unsent
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 
 
@@ -129,16 +129,16 @@ def test_nobody_is_left() -> None:
 
 
 def test_who_gives_no_sign_for_too_long_hangs() -> None:
-    slow, quick = Progress(0, 10.0, 5.0), Progress(1, 12.0, 100.0)
+    slow, quick = BusyWorker(0, 10.0, 5.0), BusyWorker(1, 12.0, 100.0)
     assert check([slow, quick], 14.9) == ([], [], 15.0)
     found = check([slow, quick], 15.0)
     assert found.hung == [slow] and not found.dead and found.look_at == 15.0 + INTERVAL
     assert check([], 3.0).look_at == 3.0 + INTERVAL
-    assert check([Progress(0, 0.0, math.inf)], 1e9).hung == []
+    assert check([BusyWorker(0, 0.0, math.inf)], 1e9).hung == []
 
 
 def test_who_was_killed_is_waited_for_and_then_taken_for_dead() -> None:
-    killed = Progress(0, 10.0, 5.0, killed_at=20.0)
+    killed = BusyWorker(0, 10.0, 5.0, killed_at=20.0)
     assert check([killed], 20.0 + 0.9 * REAPING)[:2] == ([], [])
     assert check([killed], 20.0 + REAPING)[:2] == ([], [0])
 

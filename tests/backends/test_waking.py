@@ -9,7 +9,7 @@ import pytest
 
 from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.repeat import Repeat, WakingPipe
+from batchopt.backends.process.repeat import RungOrders, WakingPipe
 from tests.workloads import mlp
 
 CHUNKS = 48
@@ -73,7 +73,7 @@ def test_workers_are_heard_after_an_interrupt() -> None:
             opt.load(case.inputs, case.targets)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(Pool, "_wait", interrupted)
-                patch.setattr(Repeat, "wait", interrupted)  # a batch of the same form may be repeated
+                patch.setattr(RungOrders, "wait", interrupted)  # a batch of the same form may be repeated
                 opt.evaluate()
             assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
             opt.load(case.inputs, case.targets)

@@ -117,7 +117,7 @@ class FixedOrderSum:
 
 
 def _blocks(size: int, number: int, count: int) -> list[slice]:
-    """The slice of that number, of so many, in blocks."""
+    """Return slice `number` of `count`, in blocks."""
     first, last = size * number // count, size * (number + 1) // count
     ends = [first + (last - first) * i // BLOCKS for i in range(BLOCKS + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

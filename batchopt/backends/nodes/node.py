@@ -287,7 +287,7 @@ class NodeSession:
         self._task_cut = cut
 
     def resize(self, workers: int, world: int) -> None:
-        """Keep so many workers, of `world` on all nodes."""
+        """Keep `workers` workers, of `world` on all nodes."""
         self._workers.keep(workers, world)
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ def serve(address: str, port: int, number: int) -> None:
                 pass
             generation += 1
             store.set(f"here/{generation}/{number}", str(node.taken))
-    except (EOFError, RuntimeError):  # told to end, or the parent is gone
+    except (EOFError, RuntimeError):  # asked to end, or the parent is gone
         return
     finally:
         over.set()

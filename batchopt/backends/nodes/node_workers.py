@@ -22,7 +22,7 @@ BATCH = "batch 0"
 
 @dataclass(frozen=True)
 class _LoadedBatch:
-    """The batch of a step, and what workers were told of it: the call that takes it, and those that fill its lists."""
+    """The batch of a step, and what workers were sent of it: the call that takes it, and those that fill its lists."""
 
     batch: Batch
     buffer: BatchBuffer
@@ -38,7 +38,7 @@ class NodeWorkers:
         self._ranks = setup.ranks or ()
         self._program = setup.program
         self._loaded: _LoadedBatch | None = None
-        self._task_pieces = 0  # how many were told of
+        self._task_pieces = 0  # how many were sent
         self.group = WorkerGroup(setup, Holder(lambda: self.torch, lambda: self._program.module_hooks))
 
     def replace_program(self, program: Program, buffers: StepBuffers) -> None:
@@ -119,7 +119,7 @@ class NodeWorkers:
         self._task_pieces = 0
 
     def keep(self, workers: int, world: int) -> None:
-        """Have no more than so many workers, of `world` in all."""
+        """Have at most `workers` workers, of `world` in all."""
         self._ranks = self._ranks[:workers]
         self.group.resize(workers, self._ranks, world)
 

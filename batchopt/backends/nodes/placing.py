@@ -35,10 +35,10 @@ class Placer(Protocol):
         """List the room for more workers; with `whole`, as if nobody else used the machines."""
 
     def place(self, machine: str, workers: int, address: str, port: int, number: int) -> Placed:
-        """Start `serve(address, port, number)` on that machine, with cores for so many workers."""
+        """Start `serve(address, port, number)` on that machine, with cores for `workers` workers."""
 
     def refusal(self, workers: int, free: int, whole: int) -> str:
-        """Why there is no room for so many workers, and what can be done."""
+        """Explain why there is no room for `workers` workers, and what can be done."""
 
 
 def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:

@@ -31,7 +31,7 @@ class GradientResiduals:
         self._left: dict[int, torch.Tensor] = {}
 
     def encode(self, gradient: torch.Tensor, members: int, of: Round) -> torch.Tensor | None:
-        """The code of this member's gradient, which is one of so many; None for what is not finite, which has to be
+        """Encode this member's gradient, which is one of `members`; None for what is not finite, which has to be
         seen as it is. Raises `DoesNotFit`."""
         self._left = {number: self._left[number] for number in (of.taken, of.kept) if number in self._left}
         found = compress(self._compression, gradient, self._left.get(of.taken), members)
@@ -40,7 +40,7 @@ class GradientResiduals:
         return None if found is None else found.code
 
     def decode(self, code: torch.Tensor, members: int) -> torch.Tensor:
-        """The gradient of one of so many members."""
+        """Decode the gradient of one of `members` members."""
         return self._compression.decode(code, members, self._size, self._dtype)
 
     def pass_by(self, of: Round) -> None:

@@ -39,7 +39,7 @@ _THREAD_VARIABLES = (
 # glibc gives large blocks back to the kernel at every free, so that each forward faults its pages in again; workers
 # keep them.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-# What no library reads when it loads: pytest sets the one anew for every test, torch's compiler the other when it is
+# What no library reads when it loads: pytest sets the one again for every test, torch's compiler the other when it is
 # loaded, which torch's optimizers do.
 _FLEETING = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
@@ -113,7 +113,7 @@ class ForkedProcess:
         return self._life.code
 
     def join(self, timeout: float) -> None:
-        """Wait for its end, for so many seconds at most."""
+        """Wait for its end, for `timeout` seconds at most."""
         if not self._life.ended and _is_readable(self.sentinel, timeout):
             self._life.reap()
 
@@ -268,7 +268,7 @@ def _fork_server(threads: int) -> ForkServer:
 
 
 def anticipate(workers: int, threads: int | None) -> None:
-    """Let the fork server start, if there is none: so many workers will be wanted soon. Does nothing if it cannot
+    """Let the fork server start, if there is none: `workers` workers will be wanted soon. Does nothing if it cannot
     be."""
     with suppress(OSError):
         _fork_server(max(share_cores(workers, threads)))

@@ -27,7 +27,7 @@ from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.repeat import Ringer, WakingPipe
 from batchopt.backends.process.results import Results
 from batchopt.backends.process.scheduler import Assign
-from batchopt.backends.process.shared_program import Holder, SentProgram
+from batchopt.backends.process.shared_program import Holder, SentProgram, SharedProgram
 from batchopt.backends.process.startup import startup_calls
 from batchopt.backends.process.worker import (
     Activity,
@@ -78,8 +78,9 @@ class WorkerGroup:
         self._numbering = self._of_task = Numbering((), ())  # of the batches of steps, and of the task
         self._warned: set[Warned] = set()
         self._direction: torch.Tensor | None = None
-        self._writing = False  # whether the task at hand writes parameters
+        self._writing = False  # the current task writes parameters
         self._proven = False  # whether a forward of this program has come to its end
+        shared = SharedProgram(setup.program, setup.parameters)  # which may raise: nothing was started yet
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
         waking = WakingPipe()
         self._pool.wake_up_for(waking.reader)
@@ -91,7 +92,7 @@ class WorkerGroup:
         for name, calls in startup_calls(setup, setup.flat.block, settings, max(self._threads()), devices):
             self._pool.set_state(name, *calls)
         self._pool.kept |= {"torch": settings, "hooks": True, "weights": (1.0,) * len(setup.program.loss_fns)}
-        self._program = SentProgram(self._pool, setup.program, setup.parameters, self._forget_program)
+        self._program = SentProgram(self._pool, setup.program, shared, self._forget_program)
         self._program.send()
         try:
             self.resize(setup.workers)
@@ -99,7 +100,7 @@ class WorkerGroup:
             self.close()
             raise
 
-    # ---- what workers must have been told
+    # ---- the desired state of workers
 
     def _forget_program(self) -> None:
         """Workers are given another program, and forget what was about this one."""
@@ -114,7 +115,7 @@ class WorkerGroup:
         self._pool.keep("torch", settings, lambda: call(Activity.TORCH, Session.set_torch, settings))
 
     def tell(self, name: str, *calls: SessionCall) -> None:
-        """Let each worker have been told `calls`, in place of what it was told by that name before."""
+        """Set the desired state `name`: every worker, present or future, is sent `calls`."""
         self._pool.set_state(name, *calls)
 
     @property
@@ -414,9 +415,8 @@ class WorkerGroup:
     def _receive_from_stragglers(self, gather: ProcessGather) -> None:
         """Take in what workers reported that are still at it.
 
-        They were told to stop. So one that is at a chunk now will begin no other, and has sent its report of the chunk
-        before: with that taken in, no row that counts is written any more.
-        """
+        They were sent an order to stop. So one that evaluates a chunk now will begin no other, and has sent its report
+        of the chunk before: with that taken in, no row that counts is written any more."""
         for worker in list(self._pool.workers.values()):
             if not worker.idle:
                 worker.channel.drain()

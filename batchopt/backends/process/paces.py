@@ -25,7 +25,7 @@ class Pace(NamedTuple):
 
 @dataclass
 class _Left:
-    """An order whose result nobody waits for; the worker has been at one of its chunks, of so many samples, since
+    """An order whose result nobody waits for; the worker has been at one of its chunks, of `samples` samples, since
     then."""
 
     order: Order
@@ -87,8 +87,7 @@ class Overdue:
             self._paces[left.order.kind][worker.rank] = seconds / samples
 
 
-# Once it is known how long something should take, a worker that takes so many times as long counts as hung, but not
-# before so many seconds.
+# A worker that takes FACTOR times the expected time counts as hung, but not before FLOOR seconds.
 FACTOR, FLOOR = 20.0, 30.0
 
 

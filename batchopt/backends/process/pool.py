@@ -1,8 +1,8 @@
 """Keeps worker processes alive: starts them, tells them what they must know, watches them, replaces them.
 
 What should be is written down: the roster says which workers there should be, and `_state` by name what each of them
-must have been told. What is, is compared with that at every turn, and the difference is made up. So a worker that died,
-one that is new, and an interrupt in the middle of telling them something are one case.
+must have been sent. At every turn the actual state is compared with that, and the difference is made up. So a worker
+that died, a new one, and an interrupt in the middle of sending are one case.
 
 The life of a worker: `_start_missing` forks it; its handshake shows that it runs with the same versions; `_sync` sends
 it all of the state; once it has answered all of that it has joined, and is given orders. It dies when its pipe or its
@@ -25,7 +25,7 @@ from typing import NoReturn
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import OTHERS, Presence, later
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
-from batchopt.backends.process.roster import Progress, Roster, check, unsent
+from batchopt.backends.process.roster import BusyWorker, Roster, check, unsent
 from batchopt.backends.process.worker import (
     Activity,
     Ignore,
@@ -248,7 +248,7 @@ class Pool:
             self._look_for_hung(listener)
 
     def _wait(self, timeout: float) -> list[selectors.SelectorKey]:
-        """The events within so many seconds."""
+        """Return the events within `timeout` seconds."""
         waits = any(not (worker.idle or worker.quiet) or worker.writing for worker in self.workers.values())
         selector = self._selector if waits else self._ends
         events = selector.select(timeout)
@@ -319,7 +319,7 @@ class Pool:
             asked = worker.asked
             if asked is not None:
                 killed_at = worker.killed_at if worker.verdict else None
-                working.append(Progress(worker.rank, worker.since, self._allowance(worker, asked), killed_at))
+                working.append(BusyWorker(worker.rank, worker.since, self._allowance(worker, asked), killed_at))
         hung, dead, self._check_at = check(working, now)
         for progress in hung:
             worker = self.workers[progress.rank]
@@ -409,7 +409,7 @@ class Pool:
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""
         self._shut_down()
-        self._state, self.kept = {}, {}  # and with them the memory that workers were told of
+        self._state, self.kept = {}, {}  # and with them the memory that workers were given
         self._make = self._allowance = _closed  # these are methods of an object that refers to this pool
         for info in self.roster.infos:
             info.alive = False

@@ -17,7 +17,7 @@ from batchopt_workers.map.repeat import Board
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Kind, Order
 
-# An evaluation that takes so many times as long as the one before, and so many seconds, is left to orders.
+# An evaluation that takes LONGER times as long as the one before, plus PATIENCE seconds, is left to orders.
 LONGER, PATIENCE = 3.0, 0.05
 # Seconds after which the parent looks by itself.
 LOOK = 1e-3
@@ -34,7 +34,7 @@ class WakingPipe:
             weakref.finalize(self, os.close, end)
 
 
-class Repeat:
+class RungOrders:
     """The orders of an evaluation that went by the book, to be carried out again: each of these workers has all that it
     needs, as long as the pool has this `stamp`. `partials`: how many each has, with `terms` losses each."""
 
@@ -60,7 +60,7 @@ class Repeat:
         self._longest = 0.0
 
     def ring(self, number: int, step: int, batch: int, seconds: float) -> None:
-        """Have evaluation `number` made, of that step and batch, which took so many seconds before."""
+        """Start evaluation `number`, of that step and batch, which took `seconds` before."""
         # Everything is written before the number, which is what workers look at.
         self._board.orders[self._slots, 2] = step
         self._board.head[2] = batch
@@ -113,10 +113,10 @@ class Ringer:
     """
 
     def __init__(self, pool: Pool, waking: WakingPipe) -> None:
-        self.last: Repeat | None = None
+        self.last: RungOrders | None = None
         self._pool, self._waking = pool, waking
         self._board: Board | None = None
-        self._ringing: tuple[Repeat, int] | None = None  # what workers were rung for
+        self._ringing: tuple[RungOrders, int] | None = None  # what workers were rung for
         self._poll: tuple[int, select.epoll] | None = None  # of the workers that there were then
 
     @property
@@ -125,7 +125,7 @@ class Ringer:
         return self.last is not None and self.last.stamp == self._pool.stamp
 
     def hang_bell(self, worker: WorkerProcess, workers: int) -> None:
-        """Let it be one of so many workers that can be rung for."""
+        """Let it be one of `workers` workers that can be rung for."""
         if self._board is None or self._board.workers < workers:
             self._board = Board.create(workers)
             for one in self._pool.workers.values():
@@ -139,7 +139,7 @@ class Ringer:
         if board is None or {order.kind for _, order in given} != {Kind.EVALUATE}:
             return
         if max(partials) * terms <= board.losses.shape[1] and all(worker.bell is not None for worker, _ in given):
-            self.last = Repeat(board, given, partials, terms, self._pool.stamp)
+            self.last = RungOrders(board, given, partials, terms, self._pool.stamp)
 
     def ring(self, number: int, step: int, batch: int, seconds: float, meanwhile: Meanwhile | None) -> Repeated | None:
         """Repeat the last evaluation as evaluation `number`; None if it did not go by the book."""

@@ -53,6 +53,7 @@ class Results:
             self._pool.set_state("outputs", write)
 
     def read(self, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
-        """The rows that were written last, of so many samples; in memory of their own if they are to be `copied`."""
+        """Return the rows that were written last, of `samples` samples; in memory of their own if they are to be
+        `copied`."""
         assert self._file is not None
         return read_columns(self._file, columns, samples, copied)

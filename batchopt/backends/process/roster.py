@@ -113,7 +113,7 @@ class Roster:
             ) from next(iter(self.given_up.values()))
 
 
-class Progress(NamedTuple):
+class BusyWorker(NamedTuple):
     """The time of a busy worker's last sign of progress, and the seconds without one after which it counts as hung.
     `killed_at`: when it was killed, if it was."""
 
@@ -126,12 +126,12 @@ class Progress(NamedTuple):
 class Checkup(NamedTuple):
     """The workers to be killed because they hang, those killed that count as dead, and the time of the next check."""
 
-    hung: list[Progress]
+    hung: list[BusyWorker]
     dead: list[int]
     look_at: float
 
 
-def check(workers: Iterable[Progress], now: float) -> Checkup:
+def check(workers: Iterable[BusyWorker], now: float) -> Checkup:
     """Look at the workers that have something to do."""
     found = Checkup([], [], math.inf)
     look_at = now + INTERVAL

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# A chunk is given up once so many workers were lost with it.
+# A chunk is abandoned once this many workers were lost with it.
 POISONOUS = 3
 # A chunk is late after this many times the seconds that it should take.
 LATE = 3.0
@@ -73,7 +73,7 @@ def due(since: float, seconds: float | None, patience: float) -> float:
     return math.inf if seconds is None else since + max(patience, LATE * seconds)
 
 
-# A chunk is late after so many seconds at the earliest.
+# A chunk is late after this many seconds at the earliest.
 PATIENCE = 0.05
 # Seconds of work that are worth a message: less is not taken from a worker that is about to begin it.
 WORTHWHILE = 0.002
@@ -108,7 +108,7 @@ class Death(Enum):
 # How many times as long as usual a chunk must have had before it is given up because workers hang in it: copies of it
 # may have hung at the same time.
 PATIENT = 4.0
-# How much a death counts against the chunk at hand.
+# How much a death counts against the current chunk.
 WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 
 
@@ -300,7 +300,7 @@ class WorkerScheduler:
         return due(task.since, estimate(worker, task.next), PATIENCE)
 
     def _late(self, estimate: ChunkEstimate, now: float) -> ChunkRun | None:
-        """A chunk that is at hand somewhere, and late with all who are at it."""
+        """Return a running chunk that is overdue on every worker that runs it."""
         if not self._copies:
             return None
         for chunk, late in sorted(self._dues(estimate).items(), key=lambda item: item[1]):

@@ -48,7 +48,7 @@ class SharedProgram:
 
     def follow(self, program: Program) -> None:
         """Take over what the user has changed since, in `program` or in what it refers to; the workers must be idle.
-        They need it anew if the `data` of the source is another one, or the block; where only the elements of tensors
+        They need it again if the `data` of the source is another one, or the block; where only the elements of tensors
         have changed, they see them. What an interrupt or an error has left half done is done by the next call.
 
         Raises `TypeError` for a program that cannot be sent any more.
@@ -113,13 +113,11 @@ class Holder:
 class SentProgram:
     """The program that the workers of a pool are sent, and sent again when the user has changed it."""
 
-    def __init__(
-        self, pool: Pool, program: Program, parameters: Sequence[torch.nn.Parameter], sent: Callable[[], None]
-    ) -> None:
-        """`sent` is called when workers are given another one. Raises `TypeError` for a program that cannot be sent."""
+    def __init__(self, pool: Pool, program: Program, shared: SharedProgram, sent: Callable[[], None]) -> None:
+        """`shared` has `program` in shared memory; `sent` is called when workers are given another one."""
         self.program = program  # to be evaluated from the next step on
         self._pool, self._on_sent = pool, sent
-        self._shared = SharedProgram(program, parameters)
+        self._shared = shared
         self._sent: tuple[bytes, SharedBlock] | None = None  # that which all of the workers' state is about
         self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the one sent last
 
@@ -133,14 +131,14 @@ class SentProgram:
             raise
 
     def follow(self, module_hooks: Mapping[str, Any]) -> bool:
-        """Send what the user has changed of the program since, with these hooks of all modules; returns whether that
-        was something."""
+        """Send what the user has changed of the program since, with these hooks of all modules; returns whether
+        anything was sent."""
         if self.program.module_hooks != module_hooks:
             self.program = replace(self.program, module_hooks=module_hooks)
         self._shared.follow(self.program)
-        if self._sent is not None and self._sent[0] is self._shared.source.packed.data:
-            if self._sent[1] is self._shared.block:
-                return False
+        now = self._shared.source.packed.data, self._shared.block
+        if self._sent is not None and all(map(is_, self._sent, now)):
+            return False
         self.send()
         return True
 

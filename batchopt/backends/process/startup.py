@@ -28,7 +28,7 @@ WORKER_DESCRIPTORS = 7
 
 
 def check_workers(workers: int) -> None:
-    """Raise `BatchoptError` where this process cannot start others, `ValueError` where there is no room for so many."""
+    """Raise `BatchoptError` where this process cannot start others, `ValueError` where there is no room for them."""
     check_surroundings()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,8 +21,8 @@ _KEPT = 2**25
 
 
 def read_columns(file: GrowingFile, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
-    """The rows of so many samples that were written to the file, each column as a tensor of this process alone: the
-    file's own pages, until they are written here, unless they are to be `copied`."""
+    """Return the rows of `samples` samples that were written to the file, each column as a tensor of this process
+    alone: the file's own pages, until they are written here, unless they are to be `copied`."""
     offsets, nbytes = places(columns, samples)
     memory = file.private(nbytes)
     found = [_tensor(memory, c.dtype, (samples, *c.shape), offset) for c, offset in zip(columns, offsets, strict=True)]

@@ -240,7 +240,7 @@ class WorkerProcess:
 
     def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
         """Let it have that many rows to sum gradients in, at least; they only grow. After an interrupt in between it is
-        told once more."""
+        sent once more."""
         held = 0 if self.rows is None else len(self.rows)
         more = needed - held
         if more <= 0:

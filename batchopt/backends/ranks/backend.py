@@ -117,7 +117,7 @@ class RanksBackend(CompressingBackend):
     # ---- workers
 
     def _gather(self, workers: int) -> Team:
-        """A team in which this rank has so many workers, and the others as many as they say."""
+        """Return a team in which this rank has `workers` workers, and the others as many as they say."""
         size = self._group.size
         team = Team(self._group, None, [range(0)] * size, range(size), self._setup.fixed_bits, self._residuals)
         layout = self._setup.flat.layout

@@ -1,7 +1,7 @@
 """The Ray backend: nodes on the machines of a cluster.
 
 Ray says where there is room, places an actor there, and says when one is gone; the actor serves as a node until it is
-told to end. No call goes through it after the first: nodes meet in a group of their own (see `backends.nodes`).
+asked to end. No call goes through it after the first: nodes meet in a group of their own (see `backends.nodes`).
 """
 
 from __future__ import annotations
