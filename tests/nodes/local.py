@@ -50,10 +50,11 @@ def idle() -> list[int]:
 def end() -> None:
     """End those that wait for their next node."""
     while _idle:
-        _discard(_idle.pop())
+        discard(_idle.pop())
 
 
-def _discard(process: subprocess.Popen[str]) -> None:
+def discard(process: subprocess.Popen[str]) -> None:
+    """End a node's process."""
     process.kill()
     process.wait()
     assert process.stdin is not None and process.stdout is not None
@@ -86,7 +87,7 @@ class LocalNode:
         if ready and self.process.stdout.readline() == "idle\n":
             _idle.append(self.process)
         else:
-            _discard(self.process)
+            discard(self.process)
 
 
 class LocalPlacer:

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ FOREVER = 1e6
 # Seconds from one look at whether something is wrong to the next.
 LOOKING = 1.0
 _LENGTH = struct.Struct("<q")
-_OBJECT, _REST, _VECTOR = 1, 2, 16  # tags; vectors have one for each number of bytes
+_OBJECT, _REST, _NEVER, _VECTOR = 1, 2, 4, 16  # tags; vectors have one for each number of bytes
 
 # What is waited for, with the place of the member at the other end; an answer is what went wrong, and with whom.
 Posted = tuple[int, Any]
@@ -278,8 +279,22 @@ class Group:
         """Tell whether this member still belongs to the group."""
         return self._group is not None
 
+    def abort(self) -> None:
+        """Have whatever waits raise `NodeLostError`, here and at those that wait for this member."""
+        group = self._group
+        for other in self.others if group is not None else ():
+            try:
+                never = group.recv([torch.empty(1, device="cpu")], other, _NEVER)
+            except RuntimeError:  # that one is gone
+                continue
+            # Where a receive times out, gloo ends all connections of the group: it has no other way to end a wait.
+            with suppress(RuntimeError):
+                never.wait(timedelta(milliseconds=1))
+            return
+
     def close(self) -> None:
         """Leave the group: others that wait for this member hear of it."""
+        self.abort()
         self._group, self._posted, self._boxes = None, [], {}
         self._end()
 

@@ -327,7 +327,10 @@ class Members:
         self.lost(member)
 
     def _close(self) -> None:
+        """End the generation. Members look into the store for it: one that waits for a member out of reach would never
+        hear of it otherwise."""
         if self.team is not None:
+            self._store.set(f"over/{self._generation}", "")
             self.team.group.close()
 
     def _check_stopped(self) -> None:

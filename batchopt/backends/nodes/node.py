@@ -92,6 +92,7 @@ class NodeSession:
     def __init__(self) -> None:
         self.workers: NodeWorkers | None = None
         self.taken = 0  # commands whose updates were taken in
+        self.joined: tuple[int, Group] | None = None  # the number of a generation, and its group
         self._team: Team | None = None
         self._residuals: GradientResiduals | None = None
         self._cut = self._task_cut = Cut((0,))
@@ -304,7 +305,7 @@ def serve(address: str, port: int, number: int) -> None:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LISTENING))
 
     store, node, over = reach(), NodeSession(), threading.Event()
-    threading.Thread(target=_beat, args=(reach, number, over), daemon=True).start()
+    threading.Thread(target=_beat, args=(reach, number, node, over), daemon=True).start()
     try:
         store.set(f"new/{number}", pickle.dumps((versions(), socket.gethostname())))
         generation = int(_word(store, f"join/{number}"))
@@ -315,7 +316,9 @@ def serve(address: str, port: int, number: int) -> None:
             place, size = membership.numbers.index(number) + 1, len(membership.numbers) + 1
             try:
                 name, host = f"group/{generation}", address_towards(address)
-                node.follow(Group(store, name, place, size, membership.timeout, host, is_patient=True), membership)
+                group = Group(store, name, place, size, membership.timeout, host, is_patient=True)
+                node.joined = generation, group
+                node.follow(group, membership)
             except NodeLostError:
                 pass
             generation += 1
@@ -332,13 +335,16 @@ def _word(store: Any, key: str) -> bytes:
     return found
 
 
-def _beat(reach: Callable[[], Any], number: int, over: threading.Event) -> None:
-    """Give signs of life."""
+def _beat(reach: Callable[[], Any], number: int, node: NodeSession, over: threading.Event) -> None:
+    """Give signs of life, and end waits of a generation that is over: whom the node waits for may be out of reach."""
     beats = 0
     try:
         store = reach()
         while not over.wait(BEAT):
             beats += 1
             store.set(f"alive/{number}", str(beats))
+            if node.joined is not None and store.check([f"over/{node.joined[0]}"]):
+                node.joined[1].abort()
     except RuntimeError:  # the parent is gone
-        return
+        if node.joined is not None:
+            node.joined[1].abort()
