@@ -23,7 +23,8 @@ for line in sys.stdin:
     serve(address, int(port), int(number))
     print("idle", flush=True)
 """
-GRACE = 10.0
+# Seconds in which a node that was told to end does; one that was not, or is stopped, never does.
+GRACE = 1.0
 _idle: list[subprocess.Popen[str]] = []
 
 
@@ -83,7 +84,8 @@ class LocalNode:
             return
         self._is_over = True
         assert self.process.stdout is not None and self.process.stdin is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], GRACE)
+        # Of one that has died, a worker may still hold the other end of its pipe.
+        ready, _, _ = select.select([self.process.stdout], [], [], GRACE if self.gone() is None else 0.0)
         if ready and self.process.stdout.readline() == "idle\n":
             _idle.append(self.process)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from typing import Any
 
@@ -11,22 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from batchopt import Weighted
 from batchopt._data.batches import Reading, Readings, read_batch
 from batchopt.backends.nodes.transfer import (
     BLOCK,
-    BatchBuffer,
+    KnownBatch,
     PackedBytes,
-    SendableBatch,
+    SentRows,
     copied,
     digest,
     from_bytes,
-    lacking,
     to_bytes,
+    with_rows,
 )
-from batchopt_workers.data import memory
 from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.packing import pack, unpack
+from batchopt_workers.data.packing import pack
+from batchopt_workers.data.structures import tensors_in
 from tests.workloads import Pairs
 
 
@@ -49,103 +50,116 @@ def test_packed_objects() -> None:
     shared = torch.arange(5)
     before = {"a": shared, "b": [shared, torch.rand(2, 3).t()], "c": "text"}
     packed_bytes = PackedBytes.of(pack(before))
-    after = unpack(packed_bytes.data, packed_bytes.placements, packed_bytes.unload())
+    after = packed_bytes.unpacked()
     assert after["a"] is after["b"][0] and torch.equal(after["a"], shared) and after["c"] == "text"
     assert torch.equal(after["b"][1], before["b"][1]) and after["b"][1].stride() == before["b"][1].stride()  # type: ignore[index]
 
 
-def rebuilt(batch: Batch, wanted: list[range]) -> tuple[Batch, BatchBuffer]:
-    """The batch on a machine that has the wanted samples."""
-    sendable = SendableBatch.of(batch)
-    buffer = BatchBuffer(sendable.manifest)
-    found: Batch = unpack(sendable.manifest.data, sendable.manifest.placements, buffer.block)
+def sent(batch: Batch, *wanted: range) -> Batch:
+    """The batch on a machine that was sent the rows for these samples, one range after the other."""
+    held = SentRows.of(batch, wanted[0])
+    found: Batch = held.packed().unpacked()
+    for samples in wanted[1:]:
+        more = held.extended(SentRows.of(batch, samples))
+        assert more is not None and held.lacks(more)
+        found, held = with_rows(found, more.packed_without(held).unpacked()), more
+    return found
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two pieces have the same, at the same places modulo 64 bytes."""
+    pairs = list(zip(tensors_in([one.inputs, one.targets]), tensors_in([two.inputs, two.targets]), strict=True))
+    return all(torch.equal(a, b) and a.data_ptr() % 64 == b.data_ptr() % 64 for a, b in pairs) and (
+        one.options == two.options and one.indices == two.indices and one.weight == two.weight
+    )
+
+
+@given(
+    st.integers(1, 300),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.bool]),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 299), st.integers(1, 100)), min_size=1, max_size=4),
+)
+@settings(deadline=None, max_examples=60)
+def test_samples_lie_where_they_lie_on_any_other_machine(
+    size: int, dtype: torch.dtype, is_turned: bool, ranges: list[tuple[int, int]]
+) -> None:
+    """Modulo 64 bytes: the bits of matrix products depend on it."""
+    x = torch.rand(size, 3)
+    tensors = {"x": x.to(dtype), "y": torch.rand(3, size).t() if is_turned else torch.rand(size, 3), "z": x[:, 1:]}
+    batch = batch_of(tensors, torch.rand(size, requires_grad=True), list(range(size)))
+    whole: Batch = SentRows.of(batch, range(size)).packed().unpacked()
+    wanted = [range(first % size, min(first % size + length, size)) for first, length in ranges]
+    held, found = SentRows(batch, ()), batch
     for samples in wanted:
-        for slice_ in sendable.slices(samples):
-            buffer.fill(slice_)
-            if slice_.lists is not None:
-                lists = slice_.lists
-                listed = unpack(lists.data, lists.placements, lists.unload())
-                found.parts[slice_.term].fill(slice_.start, *listed)
-    return found, buffer
+        rows = SentRows.of(batch, samples)
+        if held.lacks(rows):
+            more = held.extended(rows)
+            found = with_rows(found, more.packed_without(held).unpacked()) if more else rows.packed().unpacked()
+            held = more or rows
+        assert not held.lacks(rows) and len(found.parts[0].inputs) <= size
+        for one, other in zip(found.pieces(*bounds(samples)), whole.pieces(*bounds(samples)), strict=True):
+            assert same(one, other) and one.targets.requires_grad and one.targets.is_leaf
 
 
-def test_columns_lists_and_options_come_in_parts() -> None:
-    x, y = torch.randn(10, 3), torch.randn(3, 10).t()
-    found, _ = rebuilt(batch_of({"x": x}, (y,), list("abcdefghij")), [range(2, 5), range(7, 8)])
-    (part,) = found.parts
-    for start, stop in ((2, 5), (7, 8)):
-        (piece,) = part.pieces(start, stop)
-        assert torch.equal(piece.inputs["x"], x[start:stop]) and torch.equal(piece.targets[0], y[start:stop])
-        assert list(piece.options or []) == list("abcdefghij")[start:stop]
-        assert piece.targets[0].stride() == y[start:stop].stride()
-    samples = [torch.randn(i + 1) for i in range(6)]
-    found, _ = rebuilt(batch_of([{"s": s} for s in samples], [torch.tensor(i) for i in range(6)]), [range(3, 6)])
-    pieces = list(found.parts[0].pieces(3, 6))
-    assert [piece.targets.item() for piece in pieces] == [3, 4, 5]
-    assert all(torch.equal(piece.inputs["s"], s) for piece, s in zip(pieces, samples[3:], strict=True))
+def bounds(samples: range) -> tuple[int, int]:
+    return samples.start, samples.stop
+
+
+def test_lists_come_with_their_samples_alone() -> None:
+    samples = [torch.randn(i + 1) for i in range(9)]
+    batch = batch_of([{"s": s} for s in samples], [torch.tensor(i) for i in range(9)], list("abcdefghi"))
+    found = sent(batch, range(3, 6), range(5, 8), range(2, 4))
+    assert len(found.parts[0].inputs) == 6
+    for one, other in zip(found.pieces(2, 8), batch.pieces(2, 8), strict=True):
+        assert torch.equal(one.inputs["s"], other.inputs["s"]) and one.targets == other.targets
+        assert one.options == other.options
+
+
+def test_weights_come_with_their_samples() -> None:
+    reading = Reading(None, "mean", nn.MSELoss(), None, None)
+    x, y, weights = torch.randn(500, 2), torch.randn(500, 2), torch.rand(500)
+    batch = read_batch(Weighted(x, weights), y, None, {None: reading})
+    found = sent(batch, range(200, 300), range(300, 350))
+    for one, other in zip(found.pieces(210, 340), batch.pieces(210, 340), strict=True):
+        assert same(one, other) and one.sample_weight is not None
+        assert torch.equal(one.sample_weight, weights[210:340])
 
 
 def test_of_a_dataset_nothing_is_cut_not_even_what_another_term_has_too() -> None:
-    x, y = torch.randn(10, 3), torch.randn(10, 1)
-    assert not list(SendableBatch.of(batch_of(Pairs(x, y))).slices(range(3, 7)))
-
+    x, y = torch.randn(1000, 3), torch.randn(1000, 1)
     readings: Readings = {name: Reading(None, "mean", None, None, None) for name in ("read", "sent")}
-    batch = read_batch({"read": Pairs(x, y), "sent": (x, torch.randn(10, 2))}, None, None, readings)
-    found, _ = rebuilt(batch, [range(12, 14)])
-    assert torch.equal(found.parts[0].inputs.data[9][0], x[9])
-    targets: Any = found.parts[1].targets
-    expected: Any = batch.parts[1].targets
-    assert torch.equal(targets.data[2:4], expected.data[2:4]) and not targets.data[4:].any()
+    batch = read_batch({"read": Pairs(x, y), "sent": (x, torch.randn(1000, 2))}, None, None, readings)
+    found = sent(batch, range(1200, 1201), range(1210, 1400))
+    read, cut = found.parts
+    assert torch.equal(read.inputs.data[9][0], x[9]) and len(cut.inputs) < 300
+    assert torch.equal(next(cut.pieces(210, 400)).inputs, x[210:400])
+    assert not SentRows.of(batch, range(1200, 1201)).lacks(SentRows.of(batch, range(5)))  # it is there as a whole
 
 
 def test_values_of_samples_beside_tensors_come_with_their_samples() -> None:
-    x, names = torch.randn(10, 3), list("abcdefghij")
-    batch = batch_of(OrderedDict(names=names, x=x, scales=[1.0, 2.0]))
-    found, _ = rebuilt(batch, [range(2, 5)])
+    x, names = torch.randn(100, 3), list("abcdefghij" * 10)
+    found = sent(batch_of(OrderedDict(names=names, x=x, scales=[1.0, 2.0])), range(2, 5))
     (piece,) = found.parts[0].pieces(2, 5)
     assert type(piece.inputs) is OrderedDict and list(piece.inputs) == ["names", "x", "scales"]
     assert piece.inputs["names"] == ["c", "d", "e"] and piece.inputs["scales"] == [1.0, 2.0]
     assert torch.equal(piece.inputs["x"], x[2:5])
 
 
-def test_samples_lie_where_they_lie_on_any_other_machine() -> None:
-    """Modulo 64 bytes: the bits of matrix products depend on it."""
-    x = torch.randn(1000, 3)
-    batch = batch_of(x)
-    whole, _ = rebuilt(batch, [range(0, 1000)])
-    part, _ = rebuilt(batch, [range(500, 600)])
-    one, other = (next(found.parts[0].pieces(513, 520)).inputs for found in (whole, part))
-    assert torch.equal(one, other) and one.data_ptr() % 64 == other.data_ptr() % 64 != 0
-
-
-def test_only_the_pages_of_what_was_sent_are_taken() -> None:
-    x = torch.randn(100_000, 20)
-    _, buffer = rebuilt(batch_of(x), [range(90_000, 91_000)])
-    assert 1000 * 80 <= os.fstat(buffer.block.fd).st_blocks * 512 <= 1000 * 80 + 3 * 4096
-
-
-def test_samples_that_come_again_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    sendable = SendableBatch.of(batch_of(torch.randn(1000, 20)))
-    _, buffer = rebuilt(sendable.batch, [range(0, 500)])
-    monkeypatch.setattr(memory, "free_memory", lambda: 0)
-    (again,), (more,) = sendable.slices(range(0, 500)), sendable.slices(range(600, 700))
-    buffer.fill(again)
-    with pytest.raises(MemoryError, match="of shared memory are needed"):
-        buffer.fill(more)
-
-
-def test_memory_is_used_again_for_a_batch_of_the_same_layout() -> None:
-    first = BatchBuffer(SendableBatch.of(batch_of(torch.randn(10, 3))).manifest)
-    assert BatchBuffer(SendableBatch.of(batch_of(torch.randn(10, 3))).manifest, first).block is first.block
-    assert BatchBuffer(SendableBatch.of(batch_of(torch.randn(11, 3))).manifest, first).block is not first.block
+def test_a_share_far_from_the_one_before_takes_its_place() -> None:
+    batch = batch_of(torch.randn(1000, 3))
+    held = SentRows.of(batch, range(100))
+    assert held.extended(SentRows.of(batch, range(800, 900))) is None
+    assert held.extended(SentRows.of(batch, range(90, 300))) is not None
+    assert SentRows(batch, ()).extended(held) is None
 
 
 def test_a_batch_is_known_again_by_what_is_in_it() -> None:
     x, y, options = torch.randn(20, 3), torch.randn(20, 1), list(range(20))
     samples = [torch.zeros(i) for i in range(4)]
 
-    def seen(before: SendableBatch | None, *batch: Any) -> SendableBatch:
-        return SendableBatch.after(before, batch_of(*batch))
+    def seen(before: KnownBatch | None, *batch: Any) -> KnownBatch:
+        return KnownBatch.after(before, batch_of(*batch))
 
     for batch in ((x, y), ({"x": x}, None, options), (samples, [torch.ones(1)] * 4)):
         first = seen(None, *batch)
@@ -186,13 +200,3 @@ def test_a_digest_is_of_each_byte(size: int) -> None:
         array[at] = 1
         assert digest([array]) != plain
         array[at] = 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=6), st.integers(0, 30), st.integers(1, 20))
-@settings(deadline=None)
-def test_what_is_lacking_is_what_is_wanted_and_not_held(held: list[tuple[int, int]], start: int, length: int) -> None:
-    ranges = [range(first, first + size) for first, size in held]
-    wanted = range(start, start + length)
-    missing = [sample for part in lacking(ranges, wanted) for sample in part]
-    have = {sample for part in ranges for sample in part}
-    assert missing == [sample for sample in wanted if sample not in have]

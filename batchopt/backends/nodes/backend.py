@@ -19,7 +19,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from batchopt.backends.nodes.placing import Placer, aligned
 from batchopt.backends.nodes.program_versions import ProgramVersions, update_for
 from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.team import Team
-from batchopt.backends.nodes.transfer import PackedBytes, SendableBatch, copied
+from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, SentRows, copied
 from batchopt.backends.sendable import check_module, sending
 from batchopt.errors import NodeLostError
 from batchopt_workers.data.batch import Batch
@@ -46,15 +46,7 @@ from batchopt_workers.process.messages import TASKS, Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.tasks.task_runner import of_term
 from batchopt_workers.worker import Hook
-
-
-@dataclass(frozen=True)
-class SlicedBatch(Prepared):
-    """A batch of which each node is sent what it needs."""
-
-    sendable: SendableBatch
 
 
 class NodesBackend(CompressingBackend):
@@ -181,8 +173,8 @@ class NodesBackend(CompressingBackend):
             for member in present:
                 member.has[name] = vector
 
-    def _lacking(self, member: Member) -> list[Update]:
-        return self._desired.updates(member, self._members.world)
+    def _lacking(self, member: Member, orders: Sequence[Order | None] = ()) -> list[Update]:
+        return self._desired.updates(member, self._members.world, orders)
 
     def _meet(self, what: str, *arguments: Any) -> list[Any]:
         """Send a command, and return the answers of all living nodes."""
@@ -231,16 +223,16 @@ class NodesBackend(CompressingBackend):
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         before = None if self._desired.step is None else self._desired.step.batch
-        with sending("the batch", batch):
-            # The user may write over what was read ahead while the batch before it is still being sent: so it is
-            # copied.
-            return SlicedBatch(batch, SendableBatch.of(copied(batch)) if ahead else SendableBatch.after(before, batch))
+        SentRows.of(batch, range(0)).packed()  # can it be sent?
+        if ahead:  # the user may write over it while the batch before it is still being sent
+            return KnownBatch(copied(batch))
+        return KnownBatch.after(before, batch)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        assert isinstance(prepared, SlicedBatch)
+        assert isinstance(prepared, KnownBatch)
         self._members.gather(self._start)
         self._follow()
-        self._desired.step = StepStart(prepared.sendable, self._versions.latest, weights)
+        self._desired.step = StepStart(prepared, self._versions.latest, weights)
 
     def restart_step(self) -> None:
         self._follow()
@@ -252,21 +244,16 @@ class NodesBackend(CompressingBackend):
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
             packed = PackedBytes.of(pack(task, self._setup.parameters))
-        sendable, before = None, self._versions.latest.data
+        before, offset = self._versions.latest.data, 0
         if batch is not None:
-            with sending("the batch", batch):
-                sendable = SendableBatch.of(batch)
+            SentRows.of(batch, range(0)).packed()
         if follow:
             self._follow()
             self._desired.use(self._versions.latest)
-        offset = 0
         if batch is None:
             assert self._desired.step is not None
-            loaded = self._desired.step.batch.batch
-            offset = loaded.numbering.position(task.term or 0, range(1)).start
-            batch = of_term(loaded, task.term)
-        version = self._versions.latest
-        self._desired.task = TaskStart(packed, sendable, version, batch.numbering, batch.is_read, offset, task.whole)
+            offset = self._desired.step.batch.batch.numbering.position(task.term or 0, range(1)).start
+        self._desired.task = TaskStart(packed, batch, self._versions.latest, offset, task.whole)
         return self._versions.latest.data is not before
 
     def keep_outputs(self, keep: bool) -> None:
@@ -314,13 +301,7 @@ class NodesBackend(CompressingBackend):
         meanwhile: Meanwhile | None,
         compressed: Round | None,
     ) -> list[Answer]:
-        self._send(
-            team,
-            "evaluate",
-            lambda member: self._lacking(member) + self._desired.fill(member, orders),
-            orders,
-            compressed,
-        )
+        self._send(team, "evaluate", lambda member: self._lacking(member, orders), orders, compressed)
         with self._understood(team):
             answers = team.evaluate(cut, orders, {}, meanwhile, compressed)
         self._rows = team.rows

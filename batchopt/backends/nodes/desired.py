@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchopt.backends.nodes.members import Member
 from batchopt.backends.nodes.node import NodeSession, Update
 from batchopt.backends.nodes.program_versions import ProgramVersion, update_for
-from batchopt.backends.nodes.transfer import PackedBytes, SendableBatch, lacking
-from batchopt.backends.sendable import sending
-from batchopt_workers.data.batch import Numbering
+from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, SentRows
+from batchopt_workers.data.batch import Batch
 from batchopt_workers.process.messages import TASKS, Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings
 
@@ -20,30 +19,21 @@ from batchopt_workers.process.torch_settings import TorchSettings
 class StepStart:
     """The batch, program and weights of the terms when the step began; nodes that join later are sent these too."""
 
-    batch: SendableBatch
+    batch: KnownBatch
     version: ProgramVersion
     weights: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class TaskStart:
-    """The task that is carried out, packed; `batch`: that of the task, if it has one. `numbering` is of its samples,
-    which in the loaded batch begin at `offset`; `whole`: whether each node needs all of the loaded batch."""
+    """The task that is carried out, packed; `batch`: that of the task, if it has one. In the loaded batch its samples
+    begin at `offset`; `whole`: whether each node needs all of that."""
 
     packed: PackedBytes
-    batch: SendableBatch | None
+    batch: Batch | None
     version: ProgramVersion
-    numbering: Numbering
-    reads: bool
     offset: int
     whole: bool
-
-
-class SentSamples(NamedTuple):
-    """The samples of a batch that a node has."""
-
-    batch: SendableBatch
-    samples: list[range]
 
 
 class DesiredState:
@@ -70,9 +60,9 @@ class DesiredState:
         elif self.cut != cut:
             self.cut = cut
 
-    def updates(self, member: Member, workers: int) -> list[Update]:
-        """Calls by which a node gets all that it lacks but for samples; `workers` is the number of all. It counts as
-        sent from now on."""
+    def updates(self, member: Member, workers: int, orders: Sequence[Order | None] = ()) -> list[Update]:
+        """Calls by which a node gets all that it lacks, the rows for its `orders` among it; `workers` is the number of
+        all. It counts as sent from now on."""
         has, found = member.has, []
 
         def have(name: str, value: Any, method: Callable[..., None], *arguments: Any) -> None:
@@ -80,62 +70,74 @@ class DesiredState:
                 found.append(Update(method.__name__, arguments))
             has[name] = value
 
-        def program(version: ProgramVersion) -> None:
-            if has.get("program") is not version:
-                found.append(Update(NodeSession.change.__name__, (update_for(version, has.get("program")),)))
-                has["program"] = version
-
         world = len(member.ranks), workers
         have("world", world, NodeSession.resize, *world)
         have("hooks", self.hooked, NodeSession.use_hooks, self.hooked)
         have("outputs", self.keeps_outputs, NodeSession.keep_outputs, self.keeps_outputs)
         have("torch", settings := TorchSettings.current(), NodeSession.set_torch, settings)
-        step, task = self.step, self.task
-        if step is not None and has.get("step") is not step:
-            program(step.version)
-            held: SentSamples | None = has.get("samples")
-            is_there = held is not None and held.batch is step.batch
-            have("step", step, NodeSession.load, None if is_there else step.batch.manifest, step.weights)
-            if not is_there:
-                has["samples"] = SentSamples(step.batch, [])
+        of_step, of_task = self._wanted([order for order in orders[member.ranks.start : member.ranks.stop] if order])
+        found += self._of_step(has, of_step)
         have("cut", self.cut, NodeSession.set_cut, self.cut)
-        if task is not None and has.get("task") is not task:
-            program(task.version)
-            manifest = None if task.batch is None else task.batch.manifest
-            have("task", task, NodeSession.begin_task, task.packed, manifest, task.numbering, task.reads)
-            if task.batch is not None:
-                has["samples of the task"] = SentSamples(task.batch, [])
-        elif task is None and has.get("task") is not None:
-            have("task", None, NodeSession.end_task)
-            has.pop("samples of the task", None)
-        if task is not None:
+        found += self._of_task(has, of_task)
+        if self.task is not None:
             have("cut of the task", self.task_cut, NodeSession.set_task_cut, self.task_cut)
         return found
 
-    def fill(self, member: Member, orders: Sequence[Order | None]) -> list[Update]:
-        """Calls by which it gets the samples of its orders that it lacks."""
-        task, step, found = self.task, self.step, []
-        mine = [order for order in orders[member.ranks.start : member.ranks.stop] if order is not None]
-        is_task = any(order.kind in TASKS for order in mine)
-        cut, offset = (self.task_cut, 0 if task is None else task.offset) if is_task else (self.cut, 0)
-        wanted = [range(offset + cut.bounds[order.first], offset + cut.bounds[order.last]) for order in mine]
-        if is_task and task is not None and task.batch is not None:
-            found += self._slices(member, "samples of the task", task.batch, wanted, NodeSession.fill_task)
-        elif step is not None:
-            found += self._slices(member, "samples", step.batch, wanted, NodeSession.fill)
-        if is_task and task is not None and task.whole and step is not None:
-            found += self._slices(member, "samples", step.batch, [range(step.batch.batch.size)], NodeSession.fill)
+    def _wanted(self, orders: Sequence[Order]) -> tuple[range, range]:
+        """The samples that these orders need of the loaded batch, and of the task's own."""
+        task, nothing = self.task, range(0)
+        if not orders:
+            return nothing, nothing
+        first, last = min(order.first for order in orders), max(order.last for order in orders)
+        if task is None or orders[0].kind not in TASKS:
+            return range(self.cut.bounds[first], self.cut.bounds[last]), nothing
+        samples = range(self.task_cut.bounds[first], self.task_cut.bounds[last])
+        loaded = range(task.offset + samples.start, task.offset + samples.stop) if task.batch is None else nothing
+        if task.whole and self.step is not None:
+            loaded = range(self.step.batch.batch.size)
+        return loaded, samples
+
+    def _of_step(self, has: dict[str, Any], samples: range) -> list[Update]:
+        step = self.step
+        if step is None:
+            return []
+        batch = step.batch.batch
+        held: SentRows | None = has.get("rows")
+        if held is None or held.batch is not batch:
+            held = SentRows(batch, ())
+        wanted = SentRows.of(batch, samples)
+        lacks = held.lacks(wanted)
+        if has.get("step") is step and not lacks:
+            return []
+        found, all_rows = _program(has, step.version), held.extended(wanted)
+        if not lacks:
+            found.append(Update(NodeSession.reload.__name__, (step.weights,)))
+        elif all_rows is None:
+            found.append(Update(NodeSession.load.__name__, (wanted.packed(), step.weights)))
+        else:
+            found.append(Update(NodeSession.extend.__name__, (all_rows.packed_without(held), step.weights)))
+        has |= {"step": step, "rows": (all_rows or wanted) if lacks else held}
+        if "task" in has:
+            has["task"] = None  # one on the loaded batch begins anew
         return found
 
-    def _slices(
-        self, member: Member, name: str, batch: SendableBatch, wanted: Sequence[range], method: Callable[..., None]
-    ) -> list[Update]:
-        found, held = [], list(member.has[name].samples)
-        with sending("the batch", *(part.inputs.data for part in batch.batch.parts)):
-            for samples in wanted:
-                missing = lacking(held, samples)
-                slices = [list(batch.slices(some)) for some in missing]
-                found += [Update(method.__name__, (some,)) for some in slices if some]
-                held += missing
-        member.has[name] = SentSamples(batch, held)
-        return found
+    def _of_task(self, has: dict[str, Any], samples: range) -> list[Update]:
+        task = self.task
+        if task is None:
+            is_over = has.pop("task", self) is not self
+            return [Update(NodeSession.end_task.__name__, ())] if is_over else []
+        wanted = None if task.batch is None else SentRows.of(task.batch, samples)
+        held: SentRows | None = has.get("rows of the task")
+        if has.get("task") is task and (wanted is None or (held is not None and not held.lacks(wanted))):
+            return []
+        packed = None if wanted is None else wanted.packed()
+        has |= {"task": task, "rows of the task": wanted}
+        return [*_program(has, task.version), Update(NodeSession.begin_task.__name__, (task.packed, packed))]
+
+
+def _program(has: dict[str, Any], version: ProgramVersion) -> list[Update]:
+    """Calls by which a node gets this version of the program."""
+    if (held := has.get("program")) is version:
+        return []
+    has["program"] = version
+    return [Update(NodeSession.change.__name__, (update_for(version, held),))]

@@ -2,7 +2,7 @@
 
     parent                                  ║ network     this process
     NodeCommand, X                        ──╫──►  takes in the updates, then
-                                            ║     Team ── NodeWorkers ── worker processes
+                                            ║     Team ── ProcessBackend ── worker processes
     Contribution, partials    ◄─────────────╫───  X, batch and partials in shared memory
 
 Where a member of the group is lost, all that are left wait for the next generation of it, which the parent calls.
@@ -22,15 +22,16 @@ import torch
 
 from batchopt._mapreduce.compression import Compression
 from batchopt._program.flatten import Flat
-from batchopt.backends.base import Setup
+from batchopt.backends.base import Prepared, Setup
 from batchopt.backends.nodes.group import Group, address_towards, dist
-from batchopt.backends.nodes.node_workers import NodeWorkers
-from batchopt.backends.nodes.program_versions import ProgramUpdate, made, write
+from batchopt.backends.nodes.program_versions import ProgramUpdate, write
 from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.team import Team
-from batchopt.backends.nodes.transfer import BatchBuffer, BatchManifest, BatchSlice, PackedBytes
+from batchopt.backends.nodes.transfer import PackedBytes, made, with_rows
+from batchopt.backends.process.backend import ProcessBackend
+from batchopt.backends.process.shared_program import Holder
 from batchopt.errors import NodeLostError
-from batchopt_workers.data.batch import Numbering
+from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble, dumps
@@ -90,14 +91,13 @@ class NodeSession:
     """The parent's program on this machine."""
 
     def __init__(self) -> None:
-        self.workers: NodeWorkers | None = None
+        self.workers: ProcessBackend | None = None
         self.taken = 0  # commands whose updates were taken in
         self.joined: tuple[int, Group] | None = None  # the number of a generation, and its group
         self._team: Team | None = None
         self._residuals: GradientResiduals | None = None
         self._cut = self._task_cut = Cut((0,))
-        self._buffer: BatchBuffer | None = None
-        self._task_buffer: BatchBuffer | None = None
+        self._prepared = Prepared(Batch(()))  # the batch of the step, with the rows that are here
 
     # ---- the group
 
@@ -125,7 +125,7 @@ class NodeSession:
 
     def _use(self) -> None:
         if self._team is not None and self.workers is not None:
-            self._team.local = self.workers.group
+            self._team.local = self.workers
 
     def _take_in(self, command: NodeCommand) -> BaseException | None:
         """The updates; what one of them raises."""
@@ -144,7 +144,7 @@ class NodeSession:
         else:
             vector.copy_(torch.frombuffer(bytearray(written), dtype=vector.dtype))
         if name == "direction":
-            self._workers.group.set_direction(vector)
+            self._workers.set_direction(vector)
 
     # ---- what the parent asks for, of all nodes at once
 
@@ -160,7 +160,7 @@ class NodeSession:
         if failure is None:
             try:
                 called, arguments = pickle.loads(function)
-                found = [dumps(value) for value in self._workers.group.run(called, arguments)]
+                found = [dumps(value) for value in self._workers.run(called, arguments)]
             except Exception as error:
                 failure = error
         self._joined.exchange({}, found, failure, is_behind)
@@ -183,7 +183,7 @@ class NodeSession:
         return self._team
 
     @property
-    def _workers(self) -> NodeWorkers:
+    def _workers(self) -> ProcessBackend:
         if self.workers is None:
             raise RuntimeError("the workers of this node were not started")
         return self.workers
@@ -199,9 +199,7 @@ class NodeSession:
         block = SharedBlock.create(layout.size * layout.dtype.itemsize)
         self._setup, self._vector = setup, block.tensor(layout.dtype, (layout.size,))
         self._parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
-        self._tensors = made(program)
-        assert program.data is not None
-        loaded: Program = assemble(program.data, self._tensors, self._parameters)
+        loaded = self._rebuilt(program)
         found = Setup(
             workers=len(ranks),
             fixed_bits=setup.fixed_bits,
@@ -219,64 +217,65 @@ class NodeSession:
         )
         if setup.compression is not None:
             self._residuals = GradientResiduals(setup.compression, layout.size, layout.sum_dtype)
-        self.workers = NodeWorkers(found, setup.torch)
+        self._torch, self._ranks = setup.torch, tuple(ranks)
+        self._module_hooks = loaded.module_hooks
+        self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._module_hooks))
         self._joined.fixed_bits, self._joined.residuals = setup.fixed_bits, self._residuals
         self._use()
 
+    def _rebuilt(self, program: ProgramUpdate) -> Program:
+        assert program.data is not None
+        self._tensors = made(program.placements, [program.elements[i] for i in range(len(program.placements))])
+        loaded: Program = assemble(program.data, self._tensors, self._parameters)
+        return loaded
+
     def use_hooks(self, hooked: bool) -> None:
         """Run hooks from now on, or none."""
-        self._workers.group.use_hooks(hooked)
+        self._workers.use_hooks(hooked)
 
     def set_torch(self, settings: TorchSettings) -> None:
         """Compute with these settings of torch."""
         settings.apply()
-        self._workers.torch = settings
+        self._torch = settings
 
     def change(self, found: ProgramUpdate) -> None:
         """Take another version of the program, for the step that begins next or goes on."""
         if found.data is None:
             write(found, self._tensors)
             return
-        self._tensors = made(found)
-        loaded: Program = assemble(found.data, self._tensors, self._parameters)
+        loaded = self._rebuilt(found)
+        self._module_hooks = loaded.module_hooks
         self._workers.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
 
-    def load(self, manifest: BatchManifest | None, weights: tuple[float, ...]) -> None:
-        """Begin a step on a batch whose samples come with `fill`; None: on the batch of the step before, with its
-        samples."""
-        if manifest is None:
-            self._workers.reopen(weights)
-        else:
-            self._buffer = BatchBuffer(manifest, self._buffer if self._workers.group.is_free else None)
-            self._workers.open(self._buffer, weights)
+    def load(self, batch: PackedBytes, weights: tuple[float, ...]) -> None:
+        """Begin a step on a batch, with the rows that come with it."""
+        self._prepared = self._workers.place(batch.packed())
+        self.reload(weights)
 
-    def fill(self, slices: Sequence[BatchSlice]) -> None:
-        """Add samples to the batch."""
-        assert self._buffer is not None
-        for part in slices:
-            self._buffer.fill(part)
-            self._workers.fill(part)
+    def extend(self, rows: PackedBytes, weights: tuple[float, ...]) -> None:
+        """Begin a step on the batch of the step before, with more rows."""
+        # Its rows are read from memory that the workers have: so they go to another block.
+        whole = with_rows(self._prepared.batch, rows.unpacked())
+        self._prepared = self._workers.prepare(whole, ahead=True)
+        self.reload(weights)
+        self._workers.give_back()
+
+    def reload(self, weights: tuple[float, ...]) -> None:
+        """Begin a step on the batch of the step before."""
+        self._workers.load(self._prepared, weights)
 
     def keep_outputs(self, keep: bool) -> None:
         """Let evaluations return the module's outputs, or not."""
-        self._workers.group.results.keep_outputs(keep)
+        self._workers.keep_outputs(keep)
 
-    def begin_task(self, task: PackedBytes, manifest: BatchManifest | None, numbering: Numbering, reads: bool) -> None:
-        """Let orders of tasks be about this one: on the loaded batch, or on one whose samples come with
-        `fill_task`."""
-        self._task_buffer = None if manifest is None else BatchBuffer(manifest)
-        self._workers.begin_task(task, self._task_buffer, numbering, reads)
-
-    def fill_task(self, slices: Sequence[BatchSlice]) -> None:
-        """Add samples to the task's batch."""
-        assert self._task_buffer is not None
-        for part in slices:
-            self._task_buffer.fill(part)
-            self._workers.fill_task(part)
+    def begin_task(self, task: PackedBytes, batch: PackedBytes | None) -> None:
+        """Let orders of tasks be about this one: on the loaded batch, or on this one."""
+        self._workers.begin_task(
+            task.unpacked(self._parameters), None if batch is None else batch.unpacked(), follow=True
+        )
 
     def end_task(self) -> None:
         """Hold nothing of the task any more."""
-        self._task_buffer = None
         self._workers.end_task()
 
     def set_cut(self, cut: Cut) -> None:
@@ -289,7 +288,8 @@ class NodeSession:
 
     def resize(self, workers: int, world: int) -> None:
         """Keep `workers` workers, of `world` on all nodes."""
-        self._workers.keep(workers, world)
+        self._ranks = self._ranks[:workers]
+        self._workers.resize(workers, self._ranks, world)
 
     def close(self) -> None:
         """End the workers."""

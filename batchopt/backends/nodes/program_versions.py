@@ -73,13 +73,3 @@ def write(found: ProgramUpdate, tensors: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for i, elements in found.elements.items():
             copy_into(tensors[i], from_bytes(elements, found.placements[i].dtype, found.placements[i].shape))
-
-
-def made(found: ProgramUpdate) -> list[torch.Tensor]:
-    """The tensors of a whole program, in memory of their own."""
-    tensors = []
-    for i, placement in enumerate(found.placements):
-        memory = placement.empty()
-        copy_into(memory, from_bytes(found.elements[i], placement.dtype, placement.shape))
-        tensors.append(placement.dressed(memory))
-    return tensors

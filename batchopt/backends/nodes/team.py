@@ -39,7 +39,7 @@ from batchopt.backends.nodes.contribution import (
 from batchopt.backends.nodes.fixed_order import FixedOrderSum, Held, Vectors, gathered, whole_of
 from batchopt.backends.nodes.group import Group
 from batchopt.backends.nodes.residuals import GradientResiduals, Round
-from batchopt.backends.process.group import WorkerGroup
+from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.serial import SerialBackend
 from batchopt.errors import NodesDifferError
 from batchopt_workers.data.memory import octets
@@ -49,7 +49,7 @@ from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Column
 
 # What evaluates for a member.
-Local = SerialBackend | WorkerGroup
+Local = SerialBackend | ProcessBackend
 
 
 class _Before(NamedTuple):

@@ -32,12 +32,13 @@ from batchopt._data.arguments import read_parallelize
 from batchopt.backends.base import Backend, Prepared, Setup
 from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
+from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.startup import check_workers
 from batchopt.backends.process.worker import Activity, SessionCall, call
 from batchopt.backends.sendable import check_module, sending
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import pack
+from batchopt_workers.data.packing import Packed, pack, unpack
 from batchopt_workers.process.session import ASIDE_BATCH, Session, batch_name
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.tasks.task_runner import of_term
@@ -83,7 +84,7 @@ class ProcessBackend(WorkerGroup, Backend):
         assert setup.workers is not None
         anticipate(setup.workers, setup.threads)
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, holder: Holder | None = None) -> None:
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.
         self._slots: list[SharedBlock | None] = [None, None]
         self._placed: list[PlacedBatch | None] = [None, None]
@@ -91,14 +92,10 @@ class ProcessBackend(WorkerGroup, Backend):
         self._aside: SharedBlock | None = None  # for the batch of a task
         self._loaded = Batch(())
         self._parameters = setup.parameters
-        super().__init__(setup)
+        super().__init__(setup, holder)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        # A worker reads the present batch only while it evaluates.
-        is_read = ahead or not self.is_free
-        slot = 1 - self._slot if is_read else self._slot
-        memory = self._slots[slot]
-        late = slot != self._slot and self.may_read_earlier_batch()
+        slot, late = self._slot_for(ahead)
         before, plain = self._placed[slot], batch.plain
         if before is not None and plain is not None and plain.form == before.form and not late:
             for view, tensor in zip(before.views, plain.tensors, strict=True):
@@ -106,6 +103,27 @@ class ProcessBackend(WorkerGroup, Backend):
             return PlacedBatch(batch, slot, before.memory, before.load, before.form, before.views)
         with sending("the batch", batch):
             packed = pack(batch)
+        return self._place(batch, packed, slot, late)
+
+    def place(self, packed: Packed) -> Prepared:
+        """The same for a batch that another machine has packed; its tensors lie in memory that the workers read."""
+        placed = self._place(Batch(()), packed, *self._slot_for(ahead=False))
+        return replace(placed, batch=unpack(packed.data, packed.placements, placed.memory))
+
+    def give_back(self) -> None:
+        """Give back the memory that the next batch would take."""
+        spare = 1 - self._slot
+        self._slots[spare] = self._placed[spare] = None
+        self.detach(batch_name(spare))
+
+    def _slot_for(self, ahead: bool) -> tuple[int, bool]:
+        """Return where the next batch goes, and whether that must be new memory: a late worker may read the old one."""
+        # A worker reads the present batch only while it evaluates.
+        slot = 1 - self._slot if ahead or not self.is_free else self._slot
+        return slot, slot != self._slot and self.may_read_earlier_batch()
+
+    def _place(self, batch: Batch, packed: Packed, slot: int, late: bool) -> PlacedBatch:
+        memory, plain = self._slots[slot], batch.plain
         if memory is None or packed.nbytes > memory.nbytes or late:
             memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
         views = packed.place(memory)

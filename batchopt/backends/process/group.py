@@ -1,7 +1,7 @@
 """A group of worker processes that evaluate chunks of one program.
 
-The process backend is one, and each node of a cluster, which is given its batch in parts, holds one. What the group
-needs from whoever holds it is in `Holder`.
+The process backend is one with memory for batches, and each node of a cluster has such a backend. What the group needs
+from whoever holds it is in `Holder`.
 """
 
 from __future__ import annotations

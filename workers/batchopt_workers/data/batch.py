@@ -1,23 +1,37 @@
-"""The data of an objective of one or more terms, and how chunks are cut out of it."""
+"""The data of an objective of one or more terms, and how chunks are cut out of it.
+
+On a machine that evaluates only some samples, parts have the rows of these alone; samples keep their numbers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from math import gcd
+from typing import Any, TypeVar, cast
 
 import torch
 
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Collate, Items
 from batchopt_workers.data.memory import ALIGNMENT
-from batchopt_workers.data.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
+from batchopt_workers.data.packing import can_be_placed, placed_stride
+from batchopt_workers.data.structures import has_a_row_each, holds_rows, is_tensor, map_tensors, tensors_in
 from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Weighting
 
 
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return _leaf(tensor[start:stop], tensor) if tensor.requires_grad else tensor[start:stop]
+
+
+def _joined(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Return the rows of both, with dimensions in the order in memory that they have."""
+    order = sorted(range(one.dim()), key=max(one, two, key=len).stride, reverse=True)
+    whole = torch.empty_permuted((len(one) + len(two), *one.shape[1:]), order, dtype=one.dtype, device="cpu")
+    with torch.no_grad():
+        whole[: len(one)], whole[len(one) :] = one, two
+    return whole.requires_grad_(one.requires_grad)
 
 
 def _leaf(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -46,6 +60,15 @@ class Columns:
         """Return the objects that samples `start` up to `stop` are read from."""
         return [self.data]
 
+    def cut(self, start: int, stop: int) -> Columns:
+        """Return these samples as columns of their own."""
+        return Columns(self.slice(start, stop))
+
+    def joined(self, more: Columns) -> Columns:
+        """Return the same with the rows of others of this structure behind them."""
+        others = tensors_in(more.data)
+        return Columns(map_tensors(lambda tensor: _joined(tensor, next(others)), self.data))
+
     def sample(self, index: int) -> Any:
         """Return one sample, without its first dimension."""
         return self._map(lambda column: _leaf(column[index], column) if is_tensor(column) else column[index])
@@ -71,6 +94,14 @@ class Samples:
     def held(self, start: int, stop: int) -> list[Any]:
         """Return the objects that samples `start` up to `stop` are read from."""
         return list(self.data[start:stop])
+
+    def cut(self, start: int, stop: int) -> Samples:
+        """Return these samples as a list of their own."""
+        return Samples(self.held(start, stop))
+
+    def joined(self, more: Samples) -> Samples:
+        """Return these samples and then the others."""
+        return Samples([*self.data, *more.data])
 
     def sample(self, index: int) -> Any:
         """Return one sample; its tensors are leaves of the autograd graph."""
@@ -134,6 +165,7 @@ class Part:
     # attributes of the criterion with a row for each sample, and the weights of the samples
     criterion_rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
     name: str | None = None
+    first: int = 0  # the sample that the first row is of; rows of those before it, and of the last ones, may lack
 
     @property
     def size(self) -> int:
@@ -145,12 +177,62 @@ class Part:
         """Tell whether each sample takes a forward of its own."""
         return not isinstance(self.inputs, Columns) and self.collate is None
 
-    def fill(self, start: int, inputs: Any, targets: Any, options: Any) -> None:
-        """Fill holes in the lists of this part with samples, from `start` on; pass None for what is not a list here."""
-        lists: tuple[Any, ...] = (self.inputs.data, self.targets and self.targets.data, self.options)
-        for whole, piece in zip(lists, (inputs, targets, options), strict=True):
-            if piece is not None:
-                whole[start : start + len(piece)] = piece
+    # ---- a part with the rows of some samples
+
+    @cached_property
+    def _step(self) -> int:
+        """The number of rows after which tensors begin at the same place modulo `ALIGNMENT` bytes, on which the bits of
+        matrix products depend; 0 if rows cannot be cut: those of a dataset, or beside which there are lists."""
+        if isinstance(self.inputs, Items):
+            return 0
+        tensors = [*self.criterion_rows.values()]
+        for form in (self.inputs, self.targets):
+            if isinstance(form, Columns):
+                if holds_rows(form.data):
+                    return 0
+                tensors += tensors_in(form.data)
+        if not all(map(can_be_placed, tensors)):
+            return 0
+        return max([ALIGNMENT // gcd(ALIGNMENT, placed_stride(t)[0] * t.element_size()) for t in tensors], default=1)
+
+    def rows_for(self, samples: range) -> range:
+        """Return the samples whose rows a machine needs that evaluates `samples`: more than these where columns would
+        begin at other places in memory, and all where they cannot be cut."""
+        step = self._step
+        if not step:
+            return range(self.size)
+        if not samples:
+            return range(0)
+        return range(samples.start // step * step, self.size - (self.size - samples.stop) // step * step)
+
+    def cut(self, samples: range) -> Part:
+        """Return the part with the rows of `samples` alone (see `rows_for`)."""
+        if len(samples) == self.size or isinstance(self.inputs, Items) or not self._step:
+            return self
+        start, stop = samples.start, samples.stop
+        return replace(
+            self,
+            inputs=self.inputs.cut(start, stop),
+            targets=None if self.targets is None else self.targets.cut(start, stop),
+            options=None if self.options is None else self.options[start:stop],
+            criterion_rows={name: rows[start:stop] for name, rows in self.criterion_rows.items()},
+            first=start,
+        )
+
+    def joined(self, more: Part) -> Part:
+        """Return the part with the rows of `more`, too, which are those of the samples before or behind."""
+        is_first = bool(len(cast(Columns, self.inputs))) and self.first < more.first
+        one, two = (self, more) if is_first else (more, self)
+        return replace(
+            self,
+            inputs=cast(Columns, one.inputs).joined(cast(Columns, two.inputs)),
+            targets=None if one.targets is None else cast(Columns, one.targets).joined(cast(Columns, two.targets)),
+            options=None if one.options is None or two.options is None else [*one.options, *two.options],
+            criterion_rows={name: _joined(rows, two.criterion_rows[name]) for name, rows in one.criterion_rows.items()},
+            first=one.first,
+        )
+
+    # ---- forwards
 
     def pieces(self, start: int, stop: int, collation: Collation | None = None, term: int = 0) -> Iterator[Piece]:
         """Yield the forwards that evaluate samples `start` up to `stop`, in order.
@@ -160,9 +242,10 @@ class Part:
         pairs, or of inputs if the batch has no targets, and returns the arguments of the module and the criterion. The
         result may come from `collation`, where it is cached for the part with the index `term`.
         """
+        first = self.first
         if isinstance(self.inputs, Columns):
-            targets = self.targets.slice(start, stop) if self.targets is not None else None
-            yield self._piece(self.inputs.slice(start, stop), targets, start, stop)
+            targets = self.targets.slice(start - first, stop - first) if self.targets is not None else None
+            yield self._piece(self.inputs.slice(start - first, stop - first), targets, start, stop)
         elif isinstance(self.inputs, Items):
             yield self._read(self.inputs, start, stop, collation or Collation(keeps=False), term)
         elif self.collate is not None:
@@ -171,9 +254,9 @@ class Part:
             yield self._piece(inputs, targets, start, stop)
         else:
             for index in range(start, stop):
-                target = self.targets.sample(index) if self.targets is not None else None
-                piece = self._piece(self.inputs.sample(index), target, index, index + 1)
-                piece.attributes.update({name: rows[index] for name, rows in self.criterion_rows.items()})
+                target = self.targets.sample(index - first) if self.targets is not None else None
+                piece = self._piece(self.inputs.sample(index - first), target, index, index + 1)
+                piece.attributes.update({name: rows[index - first] for name, rows in self.criterion_rows.items()})
                 yield piece
 
     def _read(self, items: Items, start: int, stop: int, collation: Collation, term: int) -> Piece:
@@ -195,6 +278,7 @@ class Part:
 
     def _collated(self, start: int, stop: int) -> tuple[Any, Any]:
         assert self.collate is not None and isinstance(self.inputs, Samples)
+        start, stop = start - self.first, stop - self.first
         if self.targets is None:
             return self.collate(self.inputs.slice(start, stop)), None
         pairs = [(self.inputs.sample(index), self.targets.sample(index)) for index in range(start, stop)]
@@ -202,8 +286,9 @@ class Part:
         return inputs, targets
 
     def _piece(self, inputs: Any, targets: Any, start: int, stop: int) -> Piece:
-        options = None if self.options is None else self.options[start:stop]
-        attributes: dict[str, Any] = {name: rows[start:stop] for name, rows in self.criterion_rows.items()}
+        here = slice(start - self.first, stop - self.first)
+        options = None if self.options is None else self.options[here]
+        attributes: dict[str, Any] = {name: rows[here] for name, rows in self.criterion_rows.items()}
         if self.weighting.divided_once:
             attributes["reduction"] = "sum"
         return Piece(inputs, targets, options, range(start, stop), self.weighting.of(start, stop), attributes)

@@ -93,17 +93,14 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-def _new_file(nbytes: int, sparse: bool = False) -> int:
+def _new_file(nbytes: int) -> int:
     """Return the descriptor of a file without a name, of `nbytes` zero bytes and fixed length."""
     try:
         fd = anonymous_file()
     except OSError as error:
         raise _explained(error, nbytes, free_memory()) from error
     try:
-        if sparse:
-            os.ftruncate(fd, nbytes)
-        else:
-            _take(fd, 0, nbytes)
+        _take(fd, 0, nbytes)
         _seal(fd)
     except (OSError, OverflowError) as error:
         os.close(fd)
@@ -177,24 +174,14 @@ class SharedBlock:
             raise _explained(error, self.nbytes, free_memory()) from error
 
     @classmethod
-    def create(cls, nbytes: int, sparse: bool = False) -> SharedBlock:
+    def create(cls, nbytes: int) -> SharedBlock:
         """Return a new block of at least `nbytes` zero bytes, in full pages.
 
         Its pages are allocated here, so a machine or a container without the memory raises `MemoryError` now instead of
-        killing a process that accesses a page later; those of a `sparse` one are allocated by `reserve`. Raise
-        `OSError` if this process may open no more files, or may not create such memory.
+        killing a process that accesses a page later. Raise `OSError` if this process may open no more files, or may not
+        create such memory.
         """
-        return cls(_new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE, sparse))
-
-    def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate the pages of `nbytes` bytes from `offset` on, in a sparse block, unless they exist. Raise
-        `MemoryError`."""
-        if hasattr(os, "SEEK_HOLE") and os.lseek(self.fd, offset, os.SEEK_HOLE) >= offset + nbytes:
-            return
-        try:
-            _take(self.fd, offset, nbytes)
-        except OSError as error:
-            raise _explained(error, nbytes, free_memory()) from error
+        return cls(_new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """Return the memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""

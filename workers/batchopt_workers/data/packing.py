@@ -90,7 +90,8 @@ def copy_into(view: torch.Tensor, tensor: torch.Tensor) -> None:
 DEVICES = ("cpu", "meta")
 
 
-def _can_be_placed(tensor: torch.Tensor) -> bool:
+def can_be_placed(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements of this tensor can lie in shared memory; others are pickled."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -133,7 +134,7 @@ class _Packer(_Pickler):
         index = self._parameter_index.get(id(obj))
         if index is not None:
             return "parameter", index, obj.requires_grad, vars(obj)
-        if not _can_be_placed(obj):
+        if not can_be_placed(obj):
             return None
         if id(obj) not in self._tensor_index:
             self._tensor_index[id(obj)] = len(self.tensors)
@@ -163,7 +164,7 @@ def dumps(obj: object) -> bytes:
     return file.getvalue()
 
 
-def _stride(tensor: torch.Tensor, expanded: bool) -> tuple[int, ...]:
+def placed_stride(tensor: torch.Tensor, expanded: bool = False) -> tuple[int, ...]:
     """Return the strides for the tensor's own order of dimensions, without gaps: kernels, and so the bits, depend on
     it. If `expanded`, expanded dimensions keep the stride 0."""
     dense = torch.empty_like(tensor, device="meta")
@@ -186,7 +187,7 @@ def pack(obj: object, parameters: Sequence[torch.Tensor] = (), expanded: bool = 
     placements, offset = [], 0
     for tensor in packer.tensors:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        stride = _stride(tensor, expanded)
+        stride = placed_stride(tensor, expanded)
         placement = Placement(offset, tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, is_parameter)
         placements.append(placement)
         offset = aligned(offset + placement.numel * tensor.element_size())

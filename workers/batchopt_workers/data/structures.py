@@ -91,6 +91,15 @@ def has_a_row_each(item: Any, samples: int) -> bool:
     return PLAIN.issuperset(map(type, item)) or next(tensors_in(item), None) is None
 
 
+def holds_rows(data: Any) -> bool:
+    """Tell whether there is a list, tuple or array of things other than tensors, which may have one for each sample."""
+    if isinstance(data, np.ndarray):
+        return data.ndim > 0
+    if isinstance(data, (list, tuple)) and has_a_row_each(data, len(data)):
+        return True
+    return any(holds_rows(item) for _, item in items_of(data))
+
+
 @lru_cache(maxsize=1024)
 def slots_of(kind: type) -> tuple[str, ...]:
     """Return the names of the attributes that instances of a class keep in `__slots__`, inherited ones too."""

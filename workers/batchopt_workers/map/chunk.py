@@ -30,14 +30,15 @@ class _Recipe(NamedTuple):
         """Return the piece, with new tensors: user code may set their attributes."""
         plain = self.plain
         samples, part = plain.indices, batch.parts[plain.term]
+        start, stop = samples.start - part.first, samples.stop - part.first
         found: list[Any] = []
         for columns in (part.inputs, part.targets):
             assert columns is None or isinstance(columns, Columns)
             data = None if columns is None else columns.data
             if columns is None or (type(data) is torch.Tensor and not data.requires_grad):
-                found.append(None if data is None else data[samples.start : samples.stop])
+                found.append(None if data is None else data[start:stop])
             else:
-                found.append(columns.slice(samples.start, samples.stop))
+                found.append(columns.slice(start, stop))
         inputs, targets = found
         return Piece(inputs, targets, plain.options, samples, plain.weight, plain.attributes.copy(), plain.term)
 

@@ -201,26 +201,27 @@ class BatchWatch:
             self.counted = [tensor for _, tensor in self._tensors() if not tensor.is_inference()]
 
     def _forms(self) -> list[tuple[str, Any, range]]:
-        parts = self._batch.parts
+        """List inputs and targets, and the rows there of the samples."""
+        parts = ((self._batch.parts[term], samples) for term, samples in self._batch.numbering.split(self._samples))
         return [
-            (name, form, samples)
-            for term, samples in self._batch.numbering.split(self._samples)
-            for name, form in (("inputs", parts[term].inputs), ("targets", parts[term].targets))
+            (name, form, range(samples.start - part.first, samples.stop - part.first))
+            for part, samples in parts
+            for name, form in (("inputs", part.inputs), ("targets", part.targets))
             if form is not None
         ]
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [
             (name, tensor)
-            for name, form, samples in self._forms()
-            for tensor in tensors_in(form.held(samples.start, samples.stop))
+            for name, form, rows in self._forms()
+            for tensor in tensors_in(form.held(rows.start, rows.stop))
         ]
 
     def look(self) -> None:
         """Record all that the samples hold, at the beginning of a chunk; `check` compares it."""
-        for name, form, samples in self._forms():
+        for name, form, rows in self._forms():
             whole = form.slice if isinstance(form, Columns) else form.held
-            contents = Contents((whole(samples.start, samples.stop),))
+            contents = Contents((whole(rows.start, rows.stop),))
             copies = [(tensor, tensor.detach().clone()) for tensor in contents.tensors if _is_plain(tensor)]
             self.contents.append((name, contents, copies))
 

@@ -30,11 +30,8 @@ from batchopt_workers.tasks.task import PrivateTotals, Task
 from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Worker
 
-# Prefix of the names of blocks that belong to a part of a batch.
-PIECE = "piece "
-# Prefix of those that belong to a task: the task, its batch, and pieces of that.
-ASIDE = "aside "
-TASK, ASIDE_BATCH = ASIDE + "task", ASIDE + "batch"
+# The names of the memory of a task, and of its own batch.
+TASK, ASIDE_BATCH = "task", "batch of the task"
 
 
 def batch_name(number: int) -> str:
@@ -206,9 +203,6 @@ class Session:
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, and begin a step."""
-        for blocks in (self._blocks, self._private):
-            for known in [known for known in blocks if known.startswith(PIECE)]:
-                del blocks[known]
         self._private[name].discard()  # writes of the user's code belong to the previous batch
         self.evaluator.batch = unpack(data, placements, self._private[name])
         self._loaded[name] = self.evaluator.loaded
@@ -228,22 +222,10 @@ class Session:
         assert self._buffers is not None
         self._buffers.begin_step()
 
-    def fill(self, name: str, term: int, start: int, data: bytes, placements: Sequence[Placement]) -> None:
-        """Put samples of a term, from `start` on, into the lists of the batch; their tensors are in block `name`."""
-        inputs, targets, options = unpack(data, placements, self._private[name])
-        assert self.evaluator.batch is not None
-        self.evaluator.batch.parts[term].fill(start, inputs, targets, options)
-
     def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
         self._private[name].discard()
         self._aside = unpack(data, placements, self._private[name])
-
-    def fill_aside(self, name: str, start: int, data: bytes, placements: Sequence[Placement]) -> None:
-        """Put samples into the batch of a task, which has one term, as `fill` does."""
-        assert self._aside is not None
-        (part,) = self._aside.parts
-        part.fill(start, *unpack(data, placements, self._private[name]))
 
     def begin_task(self, data: bytes, placements: Sequence[Placement], fd: int) -> None:
         """Begin a task, to which orders of tasks refer. Its tensors, if it has any, are in block `TASK`; its result
@@ -285,8 +267,7 @@ class Session:
         """Release everything of the task except the memory of its batch."""
         self._aside = None
         self._blocks["parameters"].protect()
-        for name in [name for name in self._blocks if name.startswith(ASIDE) and name != ASIDE_BATCH]:
-            self.detach(name)
+        self.detach(TASK)
         self.evaluator.tasks.end()
 
     def set_weights(self, weights: Sequence[float]) -> None:
