@@ -148,7 +148,7 @@ class SentRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, samples: range) -> SentRows:
-        """Those that it needs for `samples`, numbered through all terms."""
+        """The rows that it needs for `samples`, numbered through all terms."""
         found = dict(batch.numbering.split(samples))
         return cls(batch, tuple([part.rows_for(found.get(i, range(0))) for i, part in enumerate(batch.parts)]))
 
