@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-LINE_SEARCHES = ("strong_wolfe", "armijo", None)
-SCALINGS = (None, "diagonal", "identity")
-DATA_CHANGES = ("forget", "keep")
+
+class _Rule(NamedTuple):
+    """What a value of this type has to be, and the words for it."""
+
+    kind: type
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_POSITIVE = _Rule(Real, "positive and finite", lambda value: 0 < value < math.inf)
+_NOT_NEGATIVE = _Rule(Real, ">= 0 and finite", lambda value: 0 <= value < math.inf)
+_COUNT = _Rule(int, ">= 1", lambda value: value >= 1)
+_LIMIT = _COUNT._replace(words=">= 1, or None: no limit")
+_RULES = {
+    "lr": _POSITIVE._replace(words="positive and finite: it is the first step of a line search"),
+    "damping": _POSITIVE,
+    "tolerance_grad": _NOT_NEGATIVE,
+    "tolerance_change": _NOT_NEGATIVE,
+    "l1": _NOT_NEGATIVE,
+    "max_iter": _LIMIT,
+    "max_eval": _LIMIT,
+    "history_size": _COUNT,
+    "geodesic": _Rule(bool, "", lambda value: True),
+    "dense": _Rule(int, ">= 0, a number of parameters", lambda value: value >= 0),
+}
+_KINDS = {Real: "a number", int: "an int", bool: "a bool"}
+_CHOICES = {
+    "line_search_fn": ("strong_wolfe", "armijo", None),
+    "scaling": (None, "diagonal", "identity"),
+    "when_data_change": ("forget", "keep"),
+}
 
 
 def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,49 +53,17 @@ def as_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `ValueError`, or `TypeError` for a wrong type, that names the first option that cannot work."""
     for name, value in options.items():
-        if name == "lr":
-            _check_number(name, value)
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"`lr` must be positive and finite: it is the first step of a line search; got {value}"
-                )
-        elif name == "damping":
-            _check_number(name, value)
-            if not 0 < value < math.inf:
-                raise ValueError(f"`damping` must be positive and finite; got {value}")
-        elif name.startswith("tolerance") or name == "l1":
-            _check_number(name, value)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"`{name}` must be >= 0 and finite; got {value}")
-        elif name in ("max_iter", "max_eval", "history_size"):
-            if value is None and name != "history_size":
-                continue  # no limit
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"`{name}` must be an int >= 1{' or None: no limit' * (name != 'history_size')}; got {value!r}"
-                )
-            if value < 1:
-                raise ValueError(
-                    f"`{name}` must be >= 1{', or None: no limit' * (name != 'history_size')}; got {value}"
-                )
-        elif name == "line_search_fn":
-            check_choice(name, value, LINE_SEARCHES)
-        elif name == "scaling":
-            check_choice(name, value, SCALINGS)
-        elif name == "geodesic" and not isinstance(value, bool):
-            raise TypeError(f"`geodesic` must be a bool; got {value!r}")
-        elif name == "dense" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise TypeError(f"`dense` must be an int >= 0, a number of parameters; got {value!r}")
-        elif name == "when_data_change":
-            check_choice(name, value, DATA_CHANGES)
+        if name in _CHOICES:
+            check_choice(name, value, _CHOICES[name])
+        elif name in _RULES and not (value is None and _RULES[name] is _LIMIT):
+            kind, words, holds = _RULES[name]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"`{name}` must be {_KINDS[kind]}{f' {words}' * (kind is int)}; got {value!r}")
+            if not holds(value):
+                raise ValueError(f"`{name}` must be {words}; got {value}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise `ValueError` for a value that is none of `choices`."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a number; got {value!r}")

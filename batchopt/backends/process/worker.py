@@ -49,7 +49,6 @@ class Activity(Enum):
     HOOKS = "receiving hooks"
     TORCH = "receiving torch's settings"
     BATCH = "receiving the batch"
-    SAMPLES = "receiving samples"
     TASK = "receiving the function"
     CUT = "receiving the cut"
     MEMORY = "receiving memory"
