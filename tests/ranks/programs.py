@@ -188,6 +188,11 @@ def resized() -> None:
         print("bits", opt.fingerprint(), len(opt.workers), other.fingerprint())
 
 
+def nothing() -> None:
+    """Just come and go."""
+    print("nothing")
+
+
 PROGRAMS: list[Callable[..., None]] = [bits, differ, raises, lost, trained, compressed, grouped, resized]
 
 if __name__ == "__main__":

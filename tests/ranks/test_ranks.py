@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.ranks.launch import ROOT, free_port, program
 pytestmark = pytest.mark.timeout(180)
 
 
+@cache
 def alone(*arguments: object) -> str:
     """What one process prints."""
     (found,) = program("bits", 1, "process", *arguments, size=1)
