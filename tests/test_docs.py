@@ -62,7 +62,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
     exec(compile("\n".join(programs(page)), str(page), "exec"), {"__name__": "program"})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", APART, ids=lambda page: page.stem)
 def test_programs_with_other_libraries_run(page: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

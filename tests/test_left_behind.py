@@ -181,7 +181,7 @@ def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_f_is_what_it_was_for_any_number_of_workers(place: str, data: st.DataObject) -> None:
     among = OF_FUNCTIONS if place in ("collect", "total") else HOOKED

@@ -286,7 +286,7 @@ def held(pids: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
     inputs, targets = X.repeat(50, 1), Y.repeat(50, 1)
     with make(2, chunk_size=250) as opt:

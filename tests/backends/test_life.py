@@ -310,7 +310,7 @@ def test_speeds_that_are_given_fix_the_shares() -> None:
         assert opt.hook_results == [(0, 30), (2, 10)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(parallelize: int) -> None:

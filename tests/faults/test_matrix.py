@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import Ended, Fault, Host, play, same_bits
+from tests.pairs import paired
 
 Play = Callable[..., Ended]
 
@@ -117,24 +118,24 @@ def check(ended: Ended, oracle: Ended, fault: Fault, extra: dict[int, int], repe
 ONLY_ORDERED = ("worker.load", "worker.order", "worker.send", "worker.sent")
 
 
-def deaths() -> Iterator[Any]:
+def deaths() -> list[Any]:
     """Each death once where every evaluation is ordered, and then where those repeat that can: in the second of a run,
-    and in the fifth. With its optimizer, and the number of workers."""
-    for (when, fault), optimizer, parallelize in itertools.product(DEATHS.items(), ("sgd", "lbfgs"), (1, 2, 3)):
-        quick = when in ("in the gradient", "in the report") and (optimizer, parallelize) == ("sgd", 2)
-        name = f"{when}-{optimizer}-{parallelize}"
-        yield pytest.param(fault, optimizer, parallelize, False, id=name, marks=() if quick else SLOW)
-        if fault.nth == 1 or fault.point in ONLY_ORDERED:
-            continue
-        for nth in (2, 5) if optimizer == "lbfgs" else (2,):  # three steps of SGD have three evaluations
-            again = replace(fault, nth=nth)
-            yield pytest.param(again, optimizer, parallelize, True, id=f"{name}-repeat-{nth}", marks=SLOW)
+    and in the fifth. By its name, with its optimizer, the number of workers, and in which repeat; 0 for none."""
+    rows = []
+    for when, optimizer, parallelize in itertools.product(DEATHS, ("sgd", "lbfgs"), (1, 2, 3)):
+        rows.append((when, optimizer, parallelize, 0))
+        if DEATHS[when].nth != 1 and DEATHS[when].point not in ONLY_ORDERED:
+            # three steps of SGD have three evaluations
+            rows += [(when, optimizer, parallelize, nth) for nth in ((2, 5) if optimizer == "lbfgs" else (2,))]
+    quick = [(when, "sgd", 2, 0) for when in ("in the gradient", "in the report")]
+    return paired(rows, lambda row: () if row in quick else [SLOW])
 
 
-@pytest.mark.parametrize("fault, optimizer, parallelize, repeats", [*deaths()])
+@pytest.mark.parametrize("when, optimizer, parallelize, repeat", deaths())
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
-    run: Play, undisturbed: Callable[[str], Ended], fault: Fault, optimizer: str, parallelize: int, repeats: bool
+    run: Play, undisturbed: Callable[[str], Ended], when: str, optimizer: str, parallelize: int, repeat: int
 ) -> None:
+    fault, repeats = replace(DEATHS[when], nth=repeat) if repeat else DEATHS[when], bool(repeat)
     # a death is noticed as such, not as a hang
     options = {"timeout": 1000.0}
     ended = run(fault, parallelize=parallelize, optimizer=optimizer, options=options, repeats=repeats)
@@ -142,9 +143,15 @@ def test_a_death_at_any_moment_costs_the_chunk_at_hand(
 
 
 @SLOW
-@pytest.mark.parametrize("point", ["worker.rung", "worker.forward", "worker.merge", "worker.again"])
-@pytest.mark.parametrize("optimizer, nth", [("sgd", 1), ("lbfgs", 1), ("lbfgs", 4)])
-@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP", "hang", "raise ValueError('bad')"])
+@pytest.mark.parametrize(
+    "way, optimizer, nth, point",
+    paired(
+        (way, *of_run, point)
+        for way in ("SIGKILL", "SIGSTOP", "hang", "raise ValueError('bad')")
+        for of_run in (("sgd", 1), ("lbfgs", 1), ("lbfgs", 4))
+        for point in ("worker.rung", "worker.forward", "worker.merge", "worker.again")
+    ),
+)
 def test_whatever_happens_in_a_repeat_the_bits_are_the_same(
     run: Play, undisturbed: Callable[[str], Ended], point: str, way: str, optimizer: str, nth: int
 ) -> None:
@@ -161,19 +168,20 @@ def test_whatever_happens_in_a_repeat_the_bits_are_the_same(
     same_bits(ended.outcome, undisturbed(optimizer).outcome)
 
 
-def ways() -> Iterator[Any]:
+def ways() -> list[Any]:
     """Each way, where every evaluation is ordered; and in the second and fifth where they repeat."""
-    for way, parallelize in itertools.product(WAYS, (1, 2, 3)):
-        yield way, parallelize, False, 2
-        if way != "close the pipe":  # nothing is sent in an evaluation that repeats
-            yield from ((way, parallelize, True, nth) for nth in (2, 5))
+    whens = ("ordered", "repeat 2", "repeat 5")
+    rows = itertools.product(WAYS, (1, 2, 3), whens)
+    # nothing is sent in an evaluation that repeats
+    return paired(row for row in rows if row[0] != "close the pipe" or row[2] == "ordered")
 
 
 @SLOW
-@pytest.mark.parametrize("way, parallelize, repeats, nth", [*ways()])
+@pytest.mark.parametrize("way, parallelize, when", ways())
 def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
-    run: Play, undisturbed: Callable[[str], Ended], way: str, parallelize: int, repeats: bool, nth: int
+    run: Play, undisturbed: Callable[[str], Ended], way: str, parallelize: int, when: str
 ) -> None:
+    repeats, nth = when != "ordered", 5 if when == "repeat 5" else 2
     fault = Fault("worker.send" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=nth)
     ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0}, repeats=repeats)
     check(ended, undisturbed("lbfgs"), fault, {5: 1}, repeats)

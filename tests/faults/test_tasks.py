@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import Ended, Fault, Host, equal, play
+from tests.pairs import paired
 
 Play = Callable[..., Ended]
 SLOW = pytest.mark.slow
@@ -83,10 +85,12 @@ LOST = {"in the function", "when it is written", "before the form", "in the form
 TASKS = pytest.mark.parametrize("task", BEFORE)
 
 
-@TASKS
-@pytest.mark.parametrize("parallelize", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize(
-    "when", [when if when == "after the form" else pytest.param(when, marks=SLOW) for when in deaths("collect")]
+    "when, parallelize, task",
+    paired(
+        itertools.product(deaths("collect"), (1, 2, 3), BEFORE),
+        lambda row: () if row[:2] == ("after the form", 2) else [SLOW],
+    ),
 )
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     run: Play, undisturbed: Ended, task: str, when: str, parallelize: int
@@ -182,9 +186,12 @@ def test_an_exception_arrives_and_the_task_can_be_done_again(
 
 
 @SLOW
-@TASKS
-@pytest.mark.parametrize("what", ["SIGINT", "SIGKILL"])
-@pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.answers"])
+@pytest.mark.parametrize(
+    "point, what, task",
+    paired(
+        itertools.product(("parent.dispatched", "parent.heard", "parent.answers"), ("SIGINT", "SIGKILL"), BEFORE),
+    ),
+)
 def test_an_interrupt_in_the_parent_leaves_everything_as_it_was(
     run: Play, undisturbed: Ended, task: str, point: str, what: str
 ) -> None:
