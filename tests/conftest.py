@@ -25,6 +25,19 @@ pytest.register_assert_rewrite("tests.backends.contract")
 PATIENCE = 10.0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled` the first case is quick, and the others are slow."""
+    seen = set()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "sampled" in marks and not marks & {"slow", "nightly"}:
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker("slow")
+            seen.add(test)
+
+
 def named_memory() -> set[str]:
     """The names in /dev/shm."""
     folder = Path("/dev/shm")

@@ -50,6 +50,7 @@ def probabilities(module: nn.Module, k: float, c: float) -> torch.Tensor:
     return weights / weights.sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("k", "c"), [(1.0, 1.0), (3.0, 0.0), (0.5, 2.0), (0.0, 0.0)])
 def test_points_are_drawn_with_the_published_probabilities(monkeypatch: pytest.MonkeyPatch, k: float, c: float) -> None:
     drawn = torch.zeros(len(POINTS), dtype=torch.float64)
@@ -66,6 +67,7 @@ def test_points_are_drawn_with_the_published_probabilities(monkeypatch: pytest.M
     assert float(((drawn - likely).square() / likely).sum()) < 199 + 5 * 20
 
 
+@pytest.mark.slow
 def test_points_are_drawn_without_replacement_as_one_after_the_other() -> None:
     draws, both = 3000, 0
     three = torch.tensor([[1.0], [2.0], [5.0]])
@@ -230,6 +232,7 @@ def adapted(parallelize: int, **options: Any) -> tuple[str, list[float]]:
         return opt.fingerprint(), losses
 
 
+@pytest.mark.slow
 def test_levenberg_marquardt_on_drawn_points_has_the_same_bits() -> None:
     alone = adapted(1)
     assert adapted(2) == alone and adapted(5) == alone

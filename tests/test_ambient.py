@@ -101,6 +101,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("enter", "name"),
     [

@@ -451,6 +451,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_all_checks_come_before_a_process() -> None:
     """Not even the process that workers are forked from is started."""
     ended = subprocess.run([sys.executable, "-c", BEFORE_ANYTHING], capture_output=True, text=True, timeout=100)
@@ -478,6 +479,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_all_checks_come_before_a_cluster_is_joined_or_started() -> None:
     ended = subprocess.run([sys.executable, "-c", WITHOUT_A_CLUSTER], capture_output=True, text=True, timeout=100)
     assert ended.stdout.endswith("done\n"), ended.stderr
@@ -496,6 +498,7 @@ with BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), parallelize=1) as
 """
 
 
+@pytest.mark.slow
 def test_a_machine_without_proc_is_told_to_use_one_worker() -> None:
     apart = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:

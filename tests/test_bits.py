@@ -66,6 +66,7 @@ def alone(workload: str, optimizer: str) -> tuple[str, str]:
     return run(WORKLOADS[workload](torch.float32), optimizer, chunk_size=5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("parallelize", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 8))])
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")

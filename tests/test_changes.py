@@ -78,6 +78,7 @@ class Changes:
         yield found
         found.close()
 
+    @pytest.mark.slow
     def test_each_change_is_seen(self, bench: Bench) -> None:
         bench.check()
         for name in CHANGES:
@@ -87,6 +88,7 @@ class Changes:
             except BaseException as error:
                 raise AssertionError(f"after a change of the {name}") from error
 
+    @pytest.mark.slow
     def test_any_changes_are_seen(self, bench: Bench) -> None:
         @settings(max_examples=self.examples, deadline=None)
         @given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.floats(0.5, 2.0)), min_size=1, max_size=4))

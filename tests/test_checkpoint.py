@@ -199,6 +199,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch") / "run.pt"
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(state=st.dictionaries(st.text(), plain))
 def test_any_plain_state_comes_back(scratch: Path, state: dict[str, Any]) -> None:
@@ -561,6 +562,7 @@ def doomed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, ended.stdout.splitlines()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_process_leaves_the_old_file_or_the_new_one(doomed: tuple[Path, list[str]], point: str) -> None:
     folder, printed = doomed[0] / point, doomed[1]

@@ -160,6 +160,7 @@ def close(found: Any, right: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
 
 
+@pytest.mark.sampled
 @EACH
 @PAIR
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
@@ -194,6 +195,7 @@ def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any], pa
             close(one, other[:, at] if other.dim() == 2 else other)
 
 
+@pytest.mark.sampled
 @PAIR
 def test_workers_have_the_bits_of_one(make: Make, options: dict[str, Any]) -> None:
     found = []
@@ -291,6 +293,7 @@ def stepped(opt: BatchOptimizer, steps: int = 2) -> None:
         opt.step(X, Y)
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_step_as_over_real_pairs(make_optimizer: Any, parallelize: int) -> None:
@@ -370,6 +373,7 @@ def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
 # ---- checkpoints
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["LBFGS", "LevenbergMarquardt", "Adam", "torch's LBFGS"])
 @pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_the_same_bits(name: str, workers: tuple[int, int], tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def prose(page: Path) -> str:
 # Programs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "page", [page for page in DOCS if programs(page) and page not in (RECIPES, *APART)], ids=lambda page: page.stem
 )
@@ -311,6 +312,7 @@ def test_the_readme_is_short() -> None:
 # Examples
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) -> None:
     assert len(example.read_text().splitlines()) <= 40

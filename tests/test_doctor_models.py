@@ -306,6 +306,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "adaptive ode, 1e-6" else n for n in CASES]

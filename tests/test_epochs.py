@@ -289,6 +289,7 @@ def steps(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
     return opt.steps(batches)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("loop", [plain, steps, prepared, own])
 @pytest.mark.parametrize("stop", [3, 4, 6])

@@ -149,6 +149,7 @@ def test_a_child_keeps_the_values_of_its_beginning(workers: int, state: str) -> 
         opt.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "state, workers",
     [

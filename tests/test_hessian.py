@@ -66,6 +66,7 @@ def close(found: torch.Tensor, right: torch.Tensor) -> None:
     assert ((found - right).norm() / right.norm()).item() <= 1e-10
 
 
+@pytest.mark.sampled
 @WAYS
 @pytest.mark.parametrize("case", [mlp, burgers, logistic, cnn], ids=lambda case: case.__name__)
 def test_products_are_those_of_plain_torch(

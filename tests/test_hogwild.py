@@ -123,6 +123,7 @@ def test_parameters_are_read_only_again_afterwards() -> None:
         assert torch.equal(opt.parameters, before)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
     def die(part: nn.Module, inputs: Any) -> None:
         if (tmp_path / "armed").exists() and once(tmp_path / "done"):
@@ -140,6 +141,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path
         assert nn.functional.mse_loss(module(X), Y).item() < before / 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("failing", [False, True])
 def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: Path) -> None:
     """Nobody steps on mini-batches that another worker is at, and no step is made after the call."""

@@ -258,6 +258,7 @@ def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimi
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() -> None:
     """Of the calls that say who is at work, each is interrupted once."""
     before = signal.signal(signal.SIGUSR1, stop)
@@ -288,6 +289,7 @@ def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("minibatches", [False, True])
 def test_between_any_two_lines_of_an_evaluation_that_repeats(minibatches: bool) -> None:
     """Workers may have been rung for or not, be at it or done: the next evaluation finds what it would have found."""

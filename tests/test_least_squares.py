@@ -58,6 +58,7 @@ class Bent(nn.Module):
         return y
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 @pytest.mark.parametrize("function", [Once.apply, ByNumpy.apply])
@@ -202,6 +203,7 @@ def test_a_group_that_comes_later_is_refused(kind: Any) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_residuals_without_terms(parallelize: int, reduction: str) -> None:

@@ -165,6 +165,7 @@ def _check(parallelize: int, place: str, names: list[str], aside: bool = False) 
     return before
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("name", OF_FUNCTIONS)
 def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> None:
@@ -174,12 +175,14 @@ def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> Non
 HOOKED = {**IN_MODULE, **IN_BATCH, **ELSEWHERE}
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("name", HOOKED)
 def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
     _check(parallelize, "posthook", [name])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -190,6 +193,7 @@ def test_f_is_what_it_was_for_any_number_of_workers(place: str, data: st.DataObj
     assert len({_check(parallelize, place, names, aside) for parallelize in (1, 2, 3)}) == 1
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("name", IN_BATCH)
 def test_what_a_collate_function_writes_is_refused(parallelize: int, name: str) -> None:
@@ -226,6 +230,7 @@ def test_a_hook_that_writes_an_object_of_the_batch_is_refused(parallelize: int) 
     assert not any(graph.seen for graph in graphs)
 
 
+@pytest.mark.slow
 def test_what_the_user_changes_between_steps_is_the_same_for_all() -> None:
     def values(parallelize: int, name: str) -> list[float]:
         with opened(parallelize) as opt:
@@ -239,6 +244,7 @@ def test_what_the_user_changes_between_steps_is_the_same_for_all() -> None:
         assert one == two == three and one[0] != one[1] == one[2]
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_what_a_callback_changes_is_seen_by_all(data: st.DataObject) -> None:
@@ -297,6 +303,7 @@ def test_what_a_train_of_its_own_does_is_undone(parallelize: int) -> None:
         assert opt.evaluate() == before
 
 
+@pytest.mark.sampled
 @EACH
 def test_a_training_with_validation_is_the_one_without(parallelize: int) -> None:
     def fingerprint(**options: Any) -> str:

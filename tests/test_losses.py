@@ -379,6 +379,7 @@ def test_any_module_and_speeds_in_worker_processes(data: st.DataObject) -> None:
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_module_loss_batch_and_cut(data: st.DataObject) -> None:

@@ -264,6 +264,7 @@ def test_not_a_number_is_a_number() -> None:
     assert math.isnan(measured(lambda outputs, targets: torch.tensor(math.nan), None, None))
 
 
+@pytest.mark.slow
 def test_no_library_is_imported_for_a_function() -> None:
     program = (
         "import sys, batchopt._function.prediction as m; m.values(m.read_metrics(lambda x, y: 1), 0, 0); "

@@ -77,6 +77,7 @@ def build(parallelize: int, **options: Any) -> BatchOptimizer:
     return BatchOptimizer(Bounded(), nn.MSELoss(), parallelize=parallelize, **options)
 
 
+@pytest.mark.sampled
 @WORKERS
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("on_nonfinite", ["raise", "return"])

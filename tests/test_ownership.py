@@ -268,6 +268,7 @@ def signalling(worker: Worker, sample: Sample) -> None:
         time.sleep(0.5)  # so that the parent waits for this worker when the signal comes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "use",
     [

@@ -101,6 +101,7 @@ def test_what_was_measured_is_the_solution_of_burgers() -> None:
     assert (values.abs() > 0.01).any()
 
 
+@pytest.mark.slow
 def test_allen_cahn_begins_as_given_and_goes_on_as_without_diffusion() -> None:
     """Where the solution is smooth there is not much of it: u' = 5 u - 5 u^3 has a solution in closed form."""
     t, x, u = allen_cahn_solution()

@@ -80,6 +80,7 @@ STOPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("read", STOPS.values(), ids=STOPS)
 def test_stop_iteration_out_of_user_code_is_no_end_of_the_data(read: Any, parallelize: int) -> None:
@@ -125,6 +126,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 def test_steps_are_the_steps_one_by_one(parallelize: int, optimizer: str) -> None:

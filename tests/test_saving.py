@@ -112,6 +112,7 @@ def test_the_hub_writes_every_tensor(workers: int, closed: bool, tmp_path: Path)
         assert_equal(Hub.from_pretrained(tmp_path).state_dict(), module.state_dict())
 
 
+@pytest.mark.sampled
 @each_case
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_part_of_a_module_takes_its_own_bytes(workers: int, closed: bool, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ def hook(worker: Worker, sample: Any) -> None:
     """Hooks make the first evaluation the measurement."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_worker_whose_share_is_always_taken_over_is_measured(hooked: bool) -> None:
     with BatchOptimizer(

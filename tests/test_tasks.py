@@ -161,6 +161,7 @@ def test_a_hang_is_ended_after_timeout(nobody_late: None, tmp_path: Path) -> Non
         assert torch.equal(opt.collect(lambda m, inputs, targets: inputs), X)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["collect", "outputs"])
 def test_what_a_late_worker_writes_is_in_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     """It is stopped in a chunk; another one takes that over. When it goes on it writes other rows."""

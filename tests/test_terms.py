@@ -182,6 +182,7 @@ def stepped(parallelize: int, **options: Any) -> str:
         return opt.fingerprint()
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_bits() -> None:
     assert stepped(1) == stepped(2) == stepped(3)
 

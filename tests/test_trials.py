@@ -47,6 +47,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [0.3, 5.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale: float) -> None:
@@ -58,6 +59,7 @@ def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale
             assert found == opt.output == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_what_the_last_trial_had_is_not_said() -> None:
     """Some of those above end elsewhere than at their last evaluation; else nothing was tested."""
     case, differ = mlp(), 0

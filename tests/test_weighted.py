@@ -259,6 +259,7 @@ def plain(loss: str, z: torch.Tensor) -> torch.Tensor:
             return z.atan()
 
 
+@pytest.mark.sampled
 @EACH
 @ROBUST_LOSSES
 @pytest.mark.parametrize("weights", [None, W])
@@ -312,6 +313,7 @@ class Decay(nn.Module):
         return self.a + self.b * torch.exp(self.c * t)
 
 
+@pytest.mark.sampled
 @ROBUST_LOSSES
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_minimum_is_scipys(loss: str, weighted: bool) -> None:
@@ -362,6 +364,7 @@ def test_at_any_magnitude(loss: str) -> None:
     torch.testing.assert_close(roots * slopes, slope.detach() / 2, rtol=1e-9, atol=1e-200)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"geodesic": True}, {"dense": 0}])
 def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -> None:
     module = network()

@@ -43,6 +43,7 @@ def own(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sampled
 @each_number
 @pytest.mark.parametrize("call", [positional, by_name, own])
 def test_a_batch_is_unpacked_as_the_module_wants_it(call: Any, parallelize: int) -> None:

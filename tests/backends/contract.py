@@ -713,6 +713,7 @@ class Contract(TaskContract):
             opt.run_on_workers(leave)
         assert opt.run_on_workers(lambda worker: worker.rank) == list(range(self.parallelize))
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize(
         ("loss_fn", "message"),
         [
@@ -737,6 +738,7 @@ class Contract(TaskContract):
                 use()
         assert not any(worker.alive for worker in opt.workers)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("chunk_size", [None, 4])
     def test_a_loss_or_gradient_that_is_not_finite_names_its_sample(self, make: Make, chunk_size: int | None) -> None:
         case = mlp(samples=20)

@@ -241,6 +241,7 @@ class TaskContract(LeastSquaresContract):
         assert opt.collect(lambda m, inputs, targets: m.eval()(inputs)).shape == Y.shape
         assert opt.collect(lambda m, inputs, targets: [m.training] * len(inputs)) == [True] * len(X)
 
+    @pytest.mark.sampled
     @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
     @pytest.mark.parametrize("what", ["predict", "score", "collect", "collect these", "total", "hvp", "evaluate_many"])
     def test_running_statistics_are_those_of_a_run_in_which_nothing_is_asked(self, make: Make, what: str) -> None:
@@ -571,6 +572,7 @@ class TaskContract(LeastSquaresContract):
 
     # ---- recovery
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("what", ["collect", "total", "predict", "evaluate_many", "hvp", "outputs"])
     def test_a_worker_that_is_killed_in_the_middle_changes_no_bit(self, make: Make, tmp_path: Path, what: str) -> None:
         if not self.processes:

@@ -43,6 +43,7 @@ def assert_works(opt: BatchOptimizer) -> None:
 # ---- the parent ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending", ["", *(pytest.param(e, marks=SLOW) for e in ("sys.exit(3)", "raise RuntimeError('on purpose')"))]
 )
@@ -104,6 +105,7 @@ def interrupted(script: str, *signals: signal.Signals, busy: int = 1) -> tuple[i
     return code, printed, time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals",
     [
@@ -163,6 +165,7 @@ print(right, [worker.restarts for worker in opt.workers])
 # ---- a worker ends, or should not
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_ends_with_it() -> None:
     def start(worker: Worker) -> list[int]:
         """A process, and a fork that holds all files of the worker."""
@@ -312,6 +315,7 @@ def test_workers_outlive_the_thread_that_made_them() -> None:
         assert [worker.restarts for worker in opt.workers] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_parent_has_no_workers_and_hides_nothing() -> None:
     """Not even the parent's death: the fork holds the ends of all pipes."""
     then = """

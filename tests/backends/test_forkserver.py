@@ -59,6 +59,7 @@ def test_it_is_kept_when_it_has_ended_what_workers_left() -> None:
     assert not ended
 
 
+@pytest.mark.slow
 def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def look(worker: Worker) -> tuple[str | None, str, str, list[str]]:
         return os.environ.get("BATCHOPT_TEST_THING"), os.getcwd(), sys.path[-1], sys.argv
@@ -81,12 +82,14 @@ def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, 
     assert not left
 
 
+@pytest.mark.slow
 def test_each_worker_draws_its_own_random_numbers() -> None:
     with small() as opt:
         numbers = opt.run_on_workers(lambda worker: (random.random(), numpy.random.rand()))
     assert numbers[0][0] != numbers[1][0] and numbers[0][1] != numbers[1][1]
 
 
+@pytest.mark.slow
 def test_workers_go_on_without_it_and_the_next_ones_get_another() -> None:
     x, y = torch.randn(6, 2), torch.randn(6, 1)
     with small() as opt:
@@ -117,6 +120,7 @@ def test_what_it_says_when_it_cannot_start_is_told(monkeypatch: pytest.MonkeyPat
         multiprocessing.spawn.set_executable(before)
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent() -> None:
     script = """
     import os, signal, torch, batchopt
@@ -206,6 +210,7 @@ os.kill(first, signal.SIGSTOP)
     assert_gone([stopped, new])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "last", [pytest.param("opt.close()", id="close", marks=pytest.mark.slow), pytest.param("", id="end")]
 )
@@ -225,6 +230,7 @@ def killed_when_it_says(script: str, **options: Any) -> list[int]:
             program.kill()
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_parent_even_if_it_is_stopped() -> None:
     assert_gone(killed_when_it_says(SMALL + STOP + "print('PIDS', server_pid, server_pid, flush=True)\ninput()"))
 
@@ -242,6 +248,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
     assert_gone(killed_when_it_says(SMALL, env=environment))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closed",
     [*(pytest.param(c, marks=pytest.mark.slow) for c in (">&-", "<&-", "2>&-", "<&- >&-")), "<&- >&- 2>&-"],
@@ -293,6 +300,7 @@ def start_apart(worker: Worker) -> int:
         return int(process.stdout.readline())
 
 
+@pytest.mark.sampled
 @needs_adoption
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(killed: bool) -> None:
@@ -304,6 +312,7 @@ def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(killed: bool
     assert_gone(started)
 
 
+@pytest.mark.slow
 @needs_adoption
 @pytest.mark.parametrize(
     "last",

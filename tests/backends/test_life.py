@@ -73,6 +73,7 @@ def assert_gone(processes: list[int]) -> None:
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stdin", "-c", "-m"))])
 def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
@@ -114,6 +115,7 @@ def test_workers_end_with_the_program(ending: str) -> None:
     assert_gone(pids(ended.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_and_what_they_started_end_when_the_parent_is_killed(busy: bool) -> None:
     then = """
@@ -222,6 +224,7 @@ def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package(monk
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.slow
 def test_nothing_listens_and_no_start_method_is_settled() -> None:
     script = """
 import multiprocessing, torch, batchopt
@@ -337,6 +340,7 @@ def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(para
             assert now[2] == threads
 
 
+@pytest.mark.slow
 def test_what_was_closed_holds_no_memory_and_no_descriptor() -> None:
     """Whether or not Python's collector runs: it runs when many objects were made, and these are few and large."""
     script = """
@@ -370,6 +374,7 @@ assert held() == before, (held(), before)
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_what_was_closed_holds_no_memory_of_a_worker_that_was_late() -> None:
     script = """
 import gc, os, signal, torch, batchopt
@@ -389,6 +394,7 @@ with open("/proc/self/maps") as maps:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as much each time that it seems to hang: three workers that die of that are no reason to give it up."""
     monkeypatch.setattr(deadlines, "FLOOR", 0.5)
@@ -457,6 +463,7 @@ def test_workers_have_the_callers_limit_of_recursion() -> None:
         sys.setrecursionlimit(before)
 
 
+@pytest.mark.slow
 def test_workers_start_where_no_affinity_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", forbidden, raising=False)
     monkeypatch.setattr(os, "open", without_dev_fd(os.open))

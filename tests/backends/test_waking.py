@@ -45,6 +45,7 @@ class Long:
         return bytes([sample.indices[0] % 256]) * self.size
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [2**14, 2**20])
 def test_a_full_pipe_is_emptied(size: int) -> None:

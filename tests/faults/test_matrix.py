@@ -251,6 +251,7 @@ def test_a_stopped_worker_is_not_waited_for(run: Play, undisturbed: Callable[[st
     assert ended.outcome["seconds"] < 20
 
 
+@pytest.mark.slow
 def test_while_the_parent_is_stopped_no_worker_is_silent(run: Play, undisturbed: Callable[[str], Ended]) -> None:
     """For twice as long as a worker may make no progress; all of them go on meanwhile."""
     ended = run(Fault("worker.forward", "stop the parent", chunk=5, times=3), options={"timeout": 1.0})

@@ -218,6 +218,7 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedules_go_on_after_a_resume(name: str, tmp_path: Path) -> None:
     make, step = SCHEDULERS[name]

@@ -84,6 +84,7 @@ def run(
         return opt.fingerprint(), dict(state.metrics)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("every", [1, 2, None])
 def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> 
         assert trained(folder) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("positions", [(1, 3, 5, 6, 8, 10), pytest.param((2, 4, 7, 9), marks=pytest.mark.slow)])
 def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path: Path) -> None:
@@ -114,6 +116,7 @@ def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path
         assert run(folder, resumed) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tensors", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dataset", "loader without workers"))]
 )
@@ -208,6 +211,7 @@ def test_a_process_that_is_killed_by_the_system(tmp_path: Path) -> None:
 # The files
 
 
+@pytest.mark.slow
 def test_files_are_plain_and_an_optimizer_loads_them(tmp_path: Path) -> None:
     with optimizer() as opt:
         fit(opt, batches(), epochs=1, checkpoint=tmp_path / "run", log=tmp_path / "log.jsonl")

@@ -27,11 +27,13 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_ignite_is_imported_when_it_is_used() -> None:
     done = run("import sys, batchopt; assert 'ignite' not in sys.modules; batchopt.ignite.fit; sys.modules['ignite']")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_ignite_the_error_says_how_to_install_it() -> None:
     done = run("import sys; sys.modules.update({'ignite': None, 'ignite.engine': None}); import batchopt.ignite")
     assert "ImportError: batchopt.ignite needs pytorch-ignite: pip install batchopt[ignite]" in done.stderr

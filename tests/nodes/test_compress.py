@@ -33,6 +33,7 @@ def optimizer_of(parallelize: int, compress: Any, **options: Any) -> tuple[Batch
     return opt, (case.inputs, case.targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [TWO_BIT, *(pytest.param(c, marks=pytest.mark.slow) for c in ("fp16", "bf16"))])
 def test_steps_come_about_as_far_and_go_on_from_a_state(compress: Any) -> None:
     opt, data = optimizer_of(2, compress)

@@ -65,6 +65,7 @@ def node_of(pid: int) -> psutil.Process:
     raise LookupError
 
 
+@pytest.mark.slow
 def test_lists_of_samples_terms_and_products_of_the_hessian() -> None:
     def run(backend: str, parallelize: int) -> list[Any]:
         torch.manual_seed(0)
@@ -145,6 +146,7 @@ def test_a_node_is_sent_its_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert traffic.sent - before < 10_000
 
 
+@pytest.mark.slow
 def test_more_and_fewer_workers() -> None:
     case = cnn()
 
@@ -178,6 +180,7 @@ def test_more_and_fewer_workers() -> None:
         assert alone.fingerprint() == mine
 
 
+@pytest.mark.slow
 def test_a_node_that_becomes_slow_gets_less_the_next_time() -> None:
     case = mlp(samples=64)
 
@@ -238,6 +241,7 @@ def test_a_lost_node_is_replaced() -> None:
         assert sum(worker.restarts for worker in opt.workers) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("losses")
 def test_a_failure_of_the_users_code_names_the_first_samples() -> None:
     def refuse(worker: Worker, sample: Sample) -> None:
@@ -282,6 +286,7 @@ def test_an_interrupt_leaves_it_usable(tmp_path: Path) -> None:
         assert alone.fingerprint() == mine
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize(
     "way",
@@ -331,6 +336,7 @@ def test_a_node_that_is_out_of_reach(undisturbed: str, tmp_path: Path, monkeypat
         local.discard(node.process)
 
 
+@pytest.mark.slow
 def test_a_node_that_keeps_some_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.LocalPlacer, "machines", {"one": 5})  # a node keeps its room
     case, twin = mlp(samples=96), mlp(samples=96)
@@ -347,6 +353,7 @@ def test_a_node_that_keeps_some_of_its_workers(monkeypatch: pytest.MonkeyPatch) 
             assert [worker.restarts for worker in opt.workers] == [0] * workers
 
 
+@pytest.mark.slow
 def test_the_sign_of_zero_reaches_the_nodes() -> None:
     def sign(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         weight = module.get_parameter("weight")
@@ -363,6 +370,7 @@ def test_the_sign_of_zero_reaches_the_nodes() -> None:
         assert found == [1.0, -1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible", "losses")
 def test_an_interrupt_while_nodes_gather_leaves_them_to_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mlp(samples=96)
@@ -383,6 +391,7 @@ def interrupted(members: Members, generation: int) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
     case = mlp(samples=96)
     with BatchOptimizer(

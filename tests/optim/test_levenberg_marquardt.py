@@ -92,6 +92,7 @@ def test_steps_are_those_of_a_slow_one(residuals: Residuals, start: torch.Tensor
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("geodesic", [False, True])
 @pytest.mark.parametrize("scaling", ["diagonal", "identity"])
 @pytest.mark.parametrize("dense", [0, 5000])
@@ -247,6 +248,7 @@ def run(parallelize: int, **options: Any) -> tuple[float, str, Result]:
         return loss, opt.fingerprint(), opt.optimizer.result
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
 def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
     loss, fingerprint, result = run(1, **options)
@@ -255,6 +257,7 @@ def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
         assert run(workers, **options) == (loss, fingerprint, result)
 
 
+@pytest.mark.slow
 def test_products_find_what_the_matrix_finds() -> None:
     one, other = (run(1, dense=dense, scaling="identity", tolerance_change=0.0)[0] for dense in (5000, 0))
     before = run(1, damping=1e12)[0]
@@ -290,6 +293,7 @@ ORDERS: dict[str, Pick] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
 @pytest.mark.parametrize("pick", ORDERS.values(), ids=ORDERS)
 def test_parameters_may_be_some_in_any_order(pick: Pick, options: dict[str, Any]) -> None:
@@ -334,6 +338,7 @@ def test_a_loss_that_is_no_sum_of_squares_alone_is_told() -> None:
             opt.step({"a": DATA["data"]})
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_undone() -> None:
     points = DATA["pde"].clone()
     with BatchOptimizer(flow(), terms={"pde": Term(residual=equation)}, optimizer="lm", parallelize=2) as opt:

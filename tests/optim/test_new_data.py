@@ -73,6 +73,7 @@ def train(kind: Kind, seed: int, rounds: int, enough: float, **options: Any) -> 
     return sum(result.evaluations for result in results), pendulum(net, grid).item(), results
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(120)
 def test_a_matrix_that_is_kept_saves_evaluations() -> None:
@@ -87,6 +88,7 @@ def test_a_matrix_that_is_kept_saves_evaluations() -> None:
     assert evaluations["keep"] < 0.7 * evaluations["forget"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(120)
 def test_a_history_that_is_kept_leads_to_lower_losses() -> None:

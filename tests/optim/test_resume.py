@@ -29,6 +29,7 @@ def saved(optimizer: Minimizer) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @both_dtypes
 def test_at_every_iteration(kind: str, dtype: torch.dtype) -> None:
@@ -42,6 +43,7 @@ def test_at_every_iteration(kind: str, dtype: torch.dtype) -> None:
         assert len(whole.optimizer.state_dict()["state"][0]["curvature"]["pairs"]) == 100
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
 @pytest.mark.parametrize("scaling", ["diagonal", "identity"])
 @both_dtypes
@@ -69,6 +71,7 @@ def test_a_state_that_is_looked_at_within_a_step_changes_nothing() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "make", [batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.LevenbergMarquardt, torch.optim.Adam]
 )

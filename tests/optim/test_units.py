@@ -64,6 +64,7 @@ def same(one: Seen, other: Seen, of_f: int, of_x: int) -> None:
     assert result.gradient * 2.0 ** (of_x - of_f) == plain.gradient
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 @given(powers, powers)
@@ -79,6 +80,7 @@ def test_of_descent(kind: str, function: str, of_f: int, of_x: int) -> None:
     same(run(moved), expected, of_f, of_x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
 @pytest.mark.parametrize("scaling", ["diagonal", "identity"])
 @pytest.mark.parametrize("residuals", SQUARES)

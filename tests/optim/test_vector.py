@@ -72,6 +72,7 @@ WAYS: dict[str, Callable[[BatchOptimizer], object]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize(
     ("name", "way"),

@@ -27,6 +27,7 @@ def alone(*arguments: object) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [20, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_bits_are_those_of_one_process(width: int) -> None:
     """Short vectors, which go whole, and long ones, in slices."""
@@ -40,6 +41,7 @@ def test_bits_of_any_number_of_ranks(size: int) -> None:
     assert set(program("bits", "1,2,1", "ranks", 3000, size=size)) == {alone(3000)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -57,6 +59,7 @@ def test_ranks_that_have_come_apart_say_in_what(how: str, words: str) -> None:
         assert re.match(f"NodesDifferError .*{words}", line), line
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("what", "kinds"), [("error", ["WorkerError"] * 2), ("exit", ["WorkerError", "SystemExit"])])
 def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -> None:
     found = program("raises", what)
@@ -64,6 +67,7 @@ def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -
     assert found[0].split()[-1] == found[1].split()[-1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["in", pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
     began = time.monotonic()

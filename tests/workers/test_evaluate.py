@@ -130,6 +130,7 @@ def test_every_cut_gives_the_loss_and_gradient_of_one_process(bounds: tuple[int,
     assert summary.used == b"\1" * len(bench.parameters)
 
 
+@pytest.mark.slow
 @given(bounds_of(), st.data())
 @settings(deadline=None, max_examples=40)
 def test_two_workers_give_the_bits_of_one(bounds: tuple[int, ...], data: st.DataObject) -> None:
@@ -243,6 +244,7 @@ def test_the_sum_over_a_list_is_that_of_its_samples() -> None:
     torch.testing.assert_close(bench.gradient(done), gradient, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.slow
 @given(
     bounds_of(), st.lists(st.sampled_from([0, 1, IGNORED]), min_size=SIZE, max_size=SIZE).filter(any_counts), st.data()
 )
