@@ -11,7 +11,7 @@ import torch
 
 
 class _Rule(NamedTuple):
-    """What a value of this type has to be, and the words for it."""
+    """A condition on a value of this type, and the words for it."""
 
     kind: type
     words: str

@@ -93,55 +93,6 @@ def test_the_chunk_that_a_worker_died_at_is_tried_last() -> None:
         scheduler.ended(2)
 
 
-def test_what_a_worker_left_undone_when_its_order_ended_waits_for_somebody() -> None:
-    scheduler = begun((0, 4), None)
-    scheduler.reported(0, 1, 0.1)
-    scheduler.ended(0)
-    assert not scheduler.workers
-    assert scheduler.decide([1], unknown, 0.2) == [Assign(1, 1, 4)]
-
-
-def test_what_others_finished_of_a_lost_run_is_not_done_again() -> None:
-    scheduler = begun((0, 8), None, None)
-    assert scheduler.decide([1], pace(1.0, 1.0, 1.0), 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
-    scheduler.reported(0, 6, 0.1)  # it had gone past the limit before it read it
-    scheduler.ended(0)
-    scheduler.lost(1)
-    assert scheduler.decide([2], unknown, 0.2) == [Assign(2, 6, 8)]
-
-
-def test_a_lost_run_that_others_finished_is_nobodys_any_more() -> None:
-    scheduler = begun((0, 1), (1, 2))
-    scheduler.reported(0, 1, 0.1)
-    scheduler.ended(0)
-    assert scheduler.decide([0], pace(0.01, 0.01), 1.0) == [Assign(0, 1, 2)]
-    scheduler.lost(1)
-    scheduler.reported(0, 2, 1.1)
-    scheduler.ended(0)
-    assert scheduler.missing == 0
-    assert scheduler.decide([0], pace(0.01, 0.01), 9.0) == []
-
-
-def test_what_a_worker_finished_before_it_was_lost_counts() -> None:
-    scheduler = begun((0, 3), None)
-    scheduler.reported(0, 2, 0.1)
-    scheduler.lost(0)
-    assert scheduler.missing == 1
-    assert scheduler.decide([1], unknown, 0.2) == [Assign(1, 2, 3)]
-
-
-def test_a_worker_that_has_a_task_is_given_no_other() -> None:
-    scheduler = begun((0, 4), (4, 5))
-    assert scheduler.decide([0, 1], pace(9.0, 1e-5), 100.0) == []
-
-
-def test_workers_without_a_run_and_empty_runs_are_no_work() -> None:
-    scheduler = WorkerScheduler([None, ChunkRun(2, 2), ChunkRun(0, 2)], 2)
-    assert scheduler.missing == 2
-    assert scheduler.decide([0, 1], pace(1e-4, 1e-4, 1e-4), 0.0) == [Assign(0, 0, 2)]
-    assert list(scheduler.workers) == [0]
-
-
 def test_an_evaluation_without_chunks_is_complete() -> None:
     scheduler = WorkerScheduler([None, None], 0)
     assert scheduler.missing == 0
@@ -225,27 +176,6 @@ def test_many_short_chunks_are_worth_a_message_together() -> None:
 
 def test_a_chunk_of_unknown_length_is_worth_a_message() -> None:
     assert begun((0, 2), None).decide([1], unknown, 0.0) == [Limit(0, 1), Assign(1, 1, 2)]
-
-
-def test_chunks_that_a_worker_began_before_it_read_its_limit_count() -> None:
-    scheduler = begun((0, 4), None)
-    scheduler.decide([1], pace(1.0, 1.0), 0.0)
-    scheduler.reported(0, 3, 0.5)
-    assert scheduler.missing == 1
-    assert current(scheduler, 0) is None
-    scheduler.ended(0)
-    scheduler.reported(1, 3, 0.6)
-    assert scheduler.missing == 1
-    scheduler.reported(1, 4, 0.7)
-    assert scheduler.missing == 0
-
-
-def test_what_its_owner_did_past_the_limit_is_not_stolen_on() -> None:
-    scheduler = begun((0, 8), None, None)
-    scheduler.decide([1], pace(1.0, 1.0, 1.0), 0.0)
-    scheduler.reported(0, 7, 0.5)
-    scheduler.ended(0)
-    assert scheduler.decide([2], pace(1.0, 1.0, 1.0), 0.5) == [Limit(1, 7), Assign(2, 7, 8)]
 
 
 # ---- late chunks
@@ -344,32 +274,6 @@ def test_the_next_chunk_to_be_late_is_the_first_of_all() -> None:
     assert scheduler.next_late(pace(5.0, 2.0)) == LATE * 2.0
 
 
-def test_a_chunk_counts_once_whoever_reports_it_first() -> None:
-    scheduler = begun((0, 1), None)
-    scheduler.decide([1], pace(1.0, 1.0), 3.0)
-    scheduler.reported(1, 1, 4.0)
-    assert scheduler.missing == 0
-    scheduler.reported(0, 1, 5.0)
-    assert scheduler.missing == 0
-
-
-def test_a_chunk_that_is_done_elsewhere_is_not_late() -> None:
-    scheduler = begun((0, 1), (1, 2), None)
-    estimate = pace(1.0, 100.0, 1.0)
-    assert scheduler.decide([2], estimate, 3.0) == [Assign(2, 0, 1)]
-    scheduler.reported(2, 1, 4.0)
-    scheduler.ended(2)
-    assert scheduler.next_late(estimate) == LATE * 100.0
-    assert scheduler.decide([2], estimate, 50.0) == []
-
-
-def test_a_worker_that_is_done_up_to_its_limit_is_at_no_chunk() -> None:
-    scheduler = begun((0, 2), None)
-    scheduler.decide([1], pace(1.0, 1.0), 0.0)
-    scheduler.reported(0, 1, 0.5)
-    assert scheduler.next_late(pace(100.0, 1.0)) == LATE
-
-
 # ---- poison
 
 
@@ -426,68 +330,7 @@ def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
     assert scheduler.patience(0) == 4.0 and scheduler.lost(0, Death.HANG) == 0
 
 
-def test_deaths_at_other_chunks_poison_nothing() -> None:
-    scheduler = begun((0, 9))
-    for chunk in range(9):
-        assert current(scheduler, 0) == chunk
-        assert scheduler.lost(0) is None
-        scheduler.decide([0], unknown, 0.0)
-    assert scheduler.missing == 9
-
-
-def test_a_chunk_that_was_done_elsewhere_is_no_poison() -> None:
-    scheduler = begun((0, 1), None, None, None)
-    known = pace(1.0, 1.0, 1.0, 1.0)
-    for worker in (1, 2, 3):
-        assert scheduler.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
-    assert scheduler.lost(0) is None
-    assert scheduler.lost(1) is None
-    scheduler.reported(2, 1, 40.0)
-    assert scheduler.lost(3) is None
-
-
-def test_a_worker_that_dies_with_all_done_is_no_sign_of_poison() -> None:
-    scheduler = begun((0, 1), None)
-    for _ in range(2):
-        assert scheduler.lost(0) is None
-        scheduler.decide([0], unknown, 0.0)
-    scheduler.reported(0, 1, 0.0)
-    assert scheduler.lost(0) is None
-    assert scheduler.missing == 0
-
-
-def test_a_death_at_the_limit_is_not_held_against_the_next_chunk() -> None:
-    scheduler = begun((0, 2), None)
-    for _ in range(2):
-        scheduler.decide([1], pace(1.0, 1.0), 0.0)
-        assert scheduler.lost(1) is None
-    scheduler.reported(0, 1, 0.5)
-    assert scheduler.lost(0) is None
-    scheduler.decide([0], unknown, 0.5)
-    assert scheduler.lost(0) == 1
-
-
-def test_one_who_had_nothing_to_do_may_die() -> None:
-    scheduler = begun((0, 1), None)
-    assert scheduler.lost(1) is None
-    scheduler.ended(1)
-    assert list(scheduler.workers) == [0]
-
-
 # ---- what is known of a worker
-
-
-def test_at_hand_is_the_chunk_after_the_last_report() -> None:
-    scheduler = WorkerScheduler([ChunkRun(2, 4), ChunkRun(0, 2)], 4)
-    assert current(scheduler, 0) is None
-    scheduler.decide([0, 1], unknown, 0.0)
-    assert (current(scheduler, 0), current(scheduler, 1)) == (2, 0)
-    scheduler.reported(0, 3, 0.0)
-    assert current(scheduler, 0) == 3
-    scheduler.reported(0, 4, 0.0)
-    assert current(scheduler, 0) is None
-    scheduler.lost(1)
-    assert current(scheduler, 1) is None
 
 
 @pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9)])
@@ -515,17 +358,6 @@ def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
     with pytest.raises(ValueError, match="worker 2 reports chunk 15, which it was not given"):
         scheduler.reported(2, 16, 0.0)
     assert scheduler.missing == 8
-
-
-def test_no_worker_idles_for_a_turn_while_there_is_work_to_steal() -> None:
-    scheduler = begun((0, 8), (8, 16), None)
-    estimate = pace(1.0, 0.5, 1.0)
-    assert scheduler.decide([2], estimate, 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
-    scheduler.reported(0, 8, 1.0)  # past its limit, and all of what worker 2 is at
-    scheduler.reported(1, 9, 1.0)
-    scheduler.ended(0)
-    scheduler.decide([0], estimate, 1.0)
-    assert 0 in scheduler.workers
 
 
 def test_it_is_known_when_what_is_behind_a_chunk_that_was_done_elsewhere_can_be_taken() -> None:
