@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker
+from tests.pairs import paired
 from tests.workloads import WORKLOADS, Workload, cnn, mlp
 
 ITERATIONS = 30
@@ -67,10 +69,14 @@ def alone(workload: str, optimizer: str) -> tuple[str, str]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("parallelize", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 8))])
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
-@pytest.mark.parametrize("optimizer", ["ours", "torch"])
+@pytest.mark.parametrize(
+    "workload, parallelize, optimizer",
+    paired(
+        itertools.product(WORKLOADS, (3, 2, 5, 8), ("ours", "torch")),
+        lambda row: () if row[1] == 3 else [pytest.mark.slow],
+    ),
+)
 def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int, optimizer: str) -> None:
     case = WORKLOADS[workload](torch.float32)
     assert run(case, optimizer, chunk_size=5, parallelize=parallelize) == alone(workload, optimizer)

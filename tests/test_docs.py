@@ -324,7 +324,7 @@ def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) 
     assert after < before / 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_training_that_is_killed_and_started_again_ends_with_the_same_bits(tmp_path: Path) -> None:
     def started(name: str) -> subprocess.Popen[str]:
         (tmp_path / name).mkdir(exist_ok=True)

@@ -4,7 +4,7 @@ f is what it was, for any number of workers."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,15 @@ from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, Wor
 from batchopt.ignite import Moment, fit
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
+
+
+def each_for_some(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Each name with one of the numbers of workers in turn; with the other one in the nightly run."""
+    rows = [(name, n, (i + n) % 2) for i, name in enumerate(names) for n in (1, 2)]
+    marked = [pytest.param(n, name, marks=[pytest.mark.nightly] * odd) for name, n, odd in rows]
+    return pytest.mark.parametrize("parallelize, name", marked)
+
+
 X = torch.linspace(-2.0, 2.0, 24 * 3).reshape(24, 3).sin()
 Y = torch.linspace(-1.0, 3.0, 24 * 2).reshape(24, 2).cos()
 
@@ -166,8 +175,7 @@ def _check(parallelize: int, place: str, names: list[str], aside: bool = False) 
 
 
 @pytest.mark.sampled
-@EACH
-@pytest.mark.parametrize("name", OF_FUNCTIONS)
+@each_for_some(OF_FUNCTIONS)
 def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> None:
     _check(parallelize, "collect", [name])
 
@@ -176,8 +184,7 @@ HOOKED = {**IN_MODULE, **IN_BATCH, **ELSEWHERE}
 
 
 @pytest.mark.sampled
-@EACH
-@pytest.mark.parametrize("name", HOOKED)
+@each_for_some(HOOKED)
 def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
     _check(parallelize, "posthook", [name])
 

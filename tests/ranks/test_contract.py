@@ -13,7 +13,7 @@ CONTRACT = ["-m", "pytest", "tests/ranks/contract.py", "-q", "-m", "", "-n", "0"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", ["1 1", pytest.param("2 1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", ["1 1", pytest.param("2 1", marks=pytest.mark.nightly)])
 def test_the_contract(workers: str, tmp_path: Path) -> None:
     given = {"WORKERS_OF_RANKS": workers, "FOLDER_OF_RANKS": str(tmp_path)}
     found = launched(CONTRACT, 2, 280.0, {**os.environ, **given})
