@@ -22,7 +22,7 @@ _BESIDE = {
 }
 
 
-class Source:
+class PickledProgram:
     """A program pickled separately from its tensors, and pickled again after any change in it."""
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer
-from batchopt._program.program import Source
+from batchopt._program.program import PickledProgram
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.local_worker import Failures, LocalWorker, run_precode
 from batchopt.backends.sendable import check_module
@@ -40,7 +40,7 @@ from batchopt_workers.worker import Hook, Worker
 class Copy:
     """A worker's copy of the program, whose parameters are views of X; constants and state are copied at each step."""
 
-    def __init__(self, source: Source, setup: Setup, worker: Worker) -> None:
+    def __init__(self, source: PickledProgram, setup: Setup, worker: Worker) -> None:
         packed = source.packed
         self._block = SharedBlock.create(packed.nbytes)
         packed.place(self._block)
@@ -54,7 +54,7 @@ class Copy:
         self.evaluator = Evaluator(program, worker, parameters, self._buffers, watch)
         self.local = LocalWorker(self.evaluator, setup.flat.layout, self._buffers.size, watch)
 
-    def begin_step(self, source: Source) -> None:
+    def begin_step(self, source: PickledProgram) -> None:
         """Take over what the user has written to tensors."""
         source.packed.place(self._block)
         self._buffers.begin_step()
@@ -76,7 +76,7 @@ class ThreadBackend(Backend):
         self._program = replace(setup.program, prehook=None, posthook=None)
         self._hooks = setup.program.prehook, setup.program.posthook
         self._hooked = True
-        self._source = Source(self._program, setup.parameters)
+        self._source = PickledProgram(self._program, setup.parameters)
         self._infos: list[WorkerInfo] = []
         self._workers: list[Worker] = []
         self._copies: list[Copy] = []

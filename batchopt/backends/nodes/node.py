@@ -343,8 +343,9 @@ def _beat(reach: Callable[[], Any], number: int, node: NodeSession, over: thread
         while not over.wait(BEAT):
             beats += 1
             store.set(f"alive/{number}", str(beats))
-            if node.joined is not None and store.check([f"over/{node.joined[0]}"]):
-                node.joined[1].abort()
+            joined = node.joined  # which the other thread may replace meanwhile
+            if joined is not None and store.check([f"over/{joined[0]}"]):
+                joined[1].abort()
     except RuntimeError:  # the parent is gone
         if node.joined is not None:
             node.joined[1].abort()

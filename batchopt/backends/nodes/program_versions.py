@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from batchopt._program.program import Source
+from batchopt._program.program import PickledProgram
 from batchopt.backends.nodes.transfer import Bytes, digest, from_bytes, to_bytes
 from batchopt_workers.data.packing import Placement, copy_into
 from batchopt_workers.map.evaluate import Program
@@ -36,7 +36,7 @@ class ProgramVersions:
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
-        self._source = Source(program, parameters)
+        self._source = PickledProgram(program, parameters)
         self.latest = self._version(None)
 
     def follow(self, program: Program) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._program.program import Source
+from batchopt._program.program import PickledProgram
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.worker import Activity, call, call_with_block
 from batchopt_workers.data.memory import SharedBlock
@@ -39,7 +39,7 @@ class SharedProgram:
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
-        self.source = Source(program, parameters)
+        self.source = PickledProgram(program, parameters)
         self.block = _new_block(self.source.packed)
         self._constants: list[_SharedTensor] = []
         self._placed: Packed | None = None  # what the block has
