@@ -11,8 +11,7 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._function.closure import Closure, loss_with_graph
-from batchopt._function.derivatives import evaluate_many, hessian_products, input_gradients
-from batchopt._function.full_gradient import full_gradient
+from batchopt._function.derivatives import evaluate_many, full_gradient, hessian_products, input_gradients
 from batchopt._function.function import BatchFunction
 from batchopt._function.hogwild import HogwildResult, hogwild
 from batchopt._function.least_squares import (

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from batchopt._checkpoint import file
-from batchopt._checkpoint.resumption import check_residuals, check_state, class_of
+from batchopt._checkpoint.resumption import resume, state_of
 from batchopt._data import arguments
-from batchopt._data.terms import Term, reweighed
-from batchopt._function.counters import Counters
+from batchopt._data.terms import Term
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import undone_if_it_fails
 from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch
 from batchopt._function.settings import Settings
 from batchopt._function.workers import anticipate
+from batchopt._machine.cores import torch_threads
 from batchopt._machine.ownership import exclusive
-from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
@@ -33,17 +31,17 @@ from batchopt.optim.choose import (
     OptimizerChoice,
     check_choice,
     check_goes_by_any_gradient,
-    check_options,
     choose_optimizer,
 )
 from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.rollback import Rollback
-from batchopt_workers.data.denominators import Denominators
 from batchopt_workers.data.items import Collate
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import ResidualFunction
+from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.worker import Hook, Precode
 
+T = TypeVar("T")
 Self = TypeVar("Self", bound="BatchOptimizer")
 
 
@@ -348,16 +346,7 @@ class BatchOptimizer(Evaluations):
         handler in the middle of one, it raises `BatchoptError`.
         """
         self._owner.check_between_steps("state_dict")
-        return {
-            "module": self._function.follow().module.state_dict(),
-            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
-            "optimizer_class": class_of(self.optimizer),
-            "history": self._function.past.counters.state_dict(),
-            "speeds": list(self._function.workers.speeds.values),
-            "seed": self._function.settings.seed,
-            "weights": dict(self.weights),
-            "residuals": self._function.residuals(),
-        }
+        return state_of(self._function, self.optimizer)
 
     @exclusive
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -367,27 +356,9 @@ class BatchOptimizer(Evaluations):
         Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is
         missing or invalid (or `TypeError`); what torch raises if shapes differ. Then nothing is changed.
         """
-        function = self._function
-        function.check_open()
+        self._function.check_open()
         self._owner.check_between_steps("load_state_dict")
-        check_state(state, self.optimizer, function.settings.seed)
-        weights, residuals = state.get("weights"), state.get("residuals", {})  # absent in older states
-        check_residuals(residuals, function.subject.x)
-        terms = reweighed(function.terms, weights) if weights else function.terms
-        function.end_step()
-        before = {key: value.clone() for key, value in self.module.state_dict().items() if torch.is_tensor(value)}
-        self._rollback.take()
-        try:
-            self.module.load_state_dict(state["module"])
-            if self.optimizer is not None:
-                # torch's optimizers would share tensors with the optimizer whose state this is
-                self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
-                check_options(self.optimizer)
-            function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
-        except BaseException:
-            self.module.load_state_dict(before, strict=False)
-            self._rollback.back()
-            raise
+        resume(self._function, self.optimizer, self._rollback, state)
 
     @exclusive
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -401,7 +372,7 @@ class BatchOptimizer(Evaluations):
         self._owner.check_between_steps("save")
         self._function.end_step()
         state, layout = self.state_dict(), self._function.subject.flat.layout
-        self._function.once(lambda: file.write(path, state, layout))
+        self.once(lambda: file.write(path, state, layout))
 
     @exclusive
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -417,6 +388,16 @@ class BatchOptimizer(Evaluations):
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # raised by torch for other shapes and names
             raise CheckpointError(f"cannot go on from checkpoint '{os.fsdecode(path)}': {error}") from error
+
+    @property
+    def seed(self) -> int:
+        """The seed of all random draws in the workers."""
+        return self._function.settings.seed
+
+    def once(self, function: Callable[[], T]) -> T:
+        """Call `function` and return its result; with `backend="ranks"` rank 0 calls it, and all ranks return its
+        result, or raise its exception. It is for what depends on a clock, or writes files."""
+        return self._function.once(function)
 
     @property
     def is_main(self) -> bool:

@@ -15,7 +15,7 @@ from threading import Thread
 
 import torch
 
-from batchopt._machine.threads import torch_threads
+from batchopt._machine.cores import torch_threads
 from batchopt.optim.curvature import Curvature
 from benchmarks.findings import Finding, publish
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
-from batchopt._function.full_gradient import Total
+from batchopt._function.derivatives import Total
 from batchopt_workers.map.weighting import Weighting
 from tests.workloads import Workload, logistic, mlp, reference, rnn
 

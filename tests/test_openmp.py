@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batchopt import BatchOptimizer
-from batchopt._machine.threads import _pauses, end_spinning
+from batchopt._machine.cores import _pauses, end_spinning
 
 pytestmark = pytest.mark.skipif(not _pauses(), reason="there is no libgomp in this process")
 

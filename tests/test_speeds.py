@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt._mapreduce.plan import split_batch
 from batchopt._mapreduce.speeds import LARGEST_RATIO, Speeds
-from batchopt._mapreduce.split import split_batch
 
 RATES = st.floats(1e-3, 1e9)
 

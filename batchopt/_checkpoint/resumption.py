@@ -1,16 +1,23 @@
-"""Checks that a saved state fits this optimizer, before anything is changed."""
+"""The state that is saved, and resuming from one after checks that it fits, before anything is changed."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batchopt._data.terms import reweighed
 from batchopt._function.counters import Counters
+from batchopt.optim.choose import check_options
+
+if TYPE_CHECKING:
+    from batchopt._function.function import BatchFunction
+    from batchopt.optim.rollback import Rollback
 
 # Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
@@ -26,6 +33,46 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
     library = kind.__module__.partition(".")[0]
     name = f"{library}.{kind.__name__}" if library in ("torch", "batchopt") else kind.__name__
     return f"{name} around {class_of(base)}" if isinstance(base, torch.optim.Optimizer) else name
+
+
+def state_of(function: BatchFunction, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the state of a function and its optimizer, as `BatchOptimizer.state_dict` documents it."""
+    return {
+        "module": function.follow().module.state_dict(),
+        "optimizer": optimizer.state_dict() if optimizer is not None else None,
+        "optimizer_class": class_of(optimizer),
+        "history": function.past.counters.state_dict(),
+        "speeds": list(function.workers.speeds.values),
+        "seed": function.settings.seed,
+        "weights": {name: term.weight for name, term in (function.terms or {}).items()},
+        "residuals": function.residuals(),
+    }
+
+
+def resume(
+    function: BatchFunction, optimizer: torch.optim.Optimizer | None, rollback: Rollback, state: dict[str, Any]
+) -> None:
+    """Continue from what `state_of` returned. Raises what `check_state` raises, and what torch raises for other shapes;
+    then nothing is changed."""
+    check_state(state, optimizer, function.settings.seed)
+    weights, residuals = state.get("weights"), state.get("residuals", {})  # absent in older states
+    check_residuals(residuals, function.subject.x)
+    terms = reweighed(function.terms, weights) if weights else function.terms
+    function.end_step()
+    module = function.subject.module
+    before = {key: value.clone() for key, value in module.state_dict().items() if torch.is_tensor(value)}
+    rollback.take()
+    try:
+        module.load_state_dict(state["module"])
+        if optimizer is not None:
+            # torch's optimizers would share tensors with the optimizer whose state this is
+            optimizer.load_state_dict(deepcopy(state["optimizer"]))
+            check_options(optimizer)
+        function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
+    except BaseException:
+        module.load_state_dict(before, strict=False)
+        rollback.back()
+        raise
 
 
 def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> None:

@@ -23,12 +23,11 @@ from batchopt._data.denominators import (
 )
 from batchopt._data.terms import Weighted, check_names, read_weights, refuse_weights
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
-from batchopt_workers.data.denominators import Denominators
 from batchopt_workers.data.items import Collate, Items
 from batchopt_workers.data.structures import is_record, items_of, map_tensors, tensors_in
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import MeanSquare
-from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Weighting
+from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Denominators, Weighting
 from batchopt_workers.tasks.task import ChunkFunction
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchopt_workers.data.batch import Columns, Samples
-from batchopt_workers.data.denominators import ClassDenominators, Denominators, GivenDenominators, class_denominators
+from batchopt_workers.map.weighting import ClassDenominators, Denominators, GivenDenominators, class_denominators
 from batchopt_workers.tasks.task import ChunkFunction
 
 # Losses whose mean divides by class weights; the last is not in every torch.

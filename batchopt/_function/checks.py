@@ -14,8 +14,8 @@ from batchopt._data.batches import Reading, Readings
 from batchopt._data.denominators import is_torchs_own
 from batchopt._function.counters import Counters
 from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.plan import runs, split_batch
 from batchopt._mapreduce.reduce import all_finite, merge_answers
-from batchopt._mapreduce.split import runs, split_batch
 from batchopt.backends.base import Backend
 from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
 from batchopt_workers.data.batch import Batch, Columns, Numbering, Part

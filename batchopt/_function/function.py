@@ -23,8 +23,8 @@ from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of, with_denominators
 from batchopt._function.settings import Settings
 from batchopt._function.step import LONGEST, Repeat, Step
+from batchopt._machine.cores import torch_threads
 from batchopt._machine.ownership import exclusive, undisturbed
-from batchopt._machine.threads import torch_threads
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -185,8 +184,8 @@ def _joined(found: Sequence[tuple[Any, int]], what: str) -> Any:
     return form.filled([torch.cat(columns) for columns in zip(*tensors, strict=True)])
 
 
-# compute(metric, outputs, targets), for a metric of one kind.
-Compute = Callable[[Any, Any, Any], Any]
+# Computes a metric of all outputs and targets in a single call.
+Measure = Callable[[Any, Any], Any]
 
 # The name of a metric given without one.
 ALONE = ""
@@ -198,19 +197,6 @@ _ACCEPTED = (
     "a metric is a function metric(outputs, targets), an object with update(outputs, targets), compute() and reset(), "
     "a Metric of ignite, or a function of sklearn.metrics"
 )
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A user's metric, and the function that computes metrics of its kind."""
-
-    metric: Any
-    compute: Compute
-
-    def of(self, outputs: Any, targets: Any) -> Any:
-        """Return the metric of all `outputs` and `targets` in a single call: a float if it is one number, else as the
-        metric returns it. An object is reset before, and keeps its state after `compute`."""
-        return _as_float(self.compute(self.metric, outputs, targets))
 
 
 def read_metrics(metrics: Any) -> dict[str, Measure]:
@@ -227,31 +213,29 @@ def read_metrics(metrics: Any) -> dict[str, Measure]:
 
 
 def values(measures: Mapping[str, Measure], outputs: Any, targets: Any) -> Any:
-    """Return the value of each measure by name; for a metric given without a name, its value."""
-    found = {name: measure.of(outputs, targets) for name, measure in measures.items()}
+    """Return the value of each measure by name, a float if it is one number; for a metric given without a name, its
+    value."""
+    found = {name: _as_float(measure(outputs, targets)) for name, measure in measures.items()}
     return found[ALONE] if ALONE in found else found
 
 
-# ---- reading
-
-
 def _measure(metric: Any, where: str) -> Measure:
-    """Return the measure of one metric; `where` names it in errors."""
+    """Return the measure of one metric; `where` names it in errors. An object is reset first, and keeps its state."""
     if isinstance(metric, list | tuple):
         raise TypeError(f"{where} is a {type(metric).__name__}: give a dict, with a name for each metric")
     if isinstance(metric, type):
         raise TypeError(f"{where} is a class, not a metric: make an object of it, {metric.__name__}(...)")
     if _is_of_ignite(metric):
-        return Measure(metric, _by_ignite)
+        return functools.partial(_by_engine, metric)
     if _has_methods(metric):
-        return Measure(metric, _by_methods)
+        return functools.partial(_by_update, metric)
     function = metric.func if isinstance(metric, functools.partial) else metric
     if _is_within("sklearn.metrics", getattr(function, "__module__", None)):
         _check_of_sklearn(function, where)
-        return Measure(metric, _by_sklearn)
+        return lambda outputs, targets: metric(_as_array(targets), _as_array(outputs))
     if not callable(metric):
         raise TypeError(f"{where} is no metric, but {metric!r} of type {type(metric).__name__}: {_ACCEPTED}")
-    return Measure(metric, _by_call)
+    return metric  # type: ignore[no-any-return]
 
 
 def _is_of_ignite(metric: Any) -> bool:
@@ -282,20 +266,13 @@ def _check_of_sklearn(function: Any, where: str) -> None:
         )
 
 
-# ---- computing
-
-
-def _by_call(metric: Any, outputs: Any, targets: Any) -> Any:
-    return metric(outputs, targets)
-
-
-def _by_methods(metric: Any, outputs: Any, targets: Any) -> Any:
+def _by_update(metric: Any, outputs: Any, targets: Any) -> Any:
     metric.reset()
     metric.update(outputs, targets)
     return metric.compute()
 
 
-def _by_ignite(metric: Any, outputs: Any, targets: Any) -> Any:
+def _by_engine(metric: Any, outputs: Any, targets: Any) -> Any:
     """Compute by an engine of one iteration, so that `output_transform` and metric arithmetic work as in ignite."""
     from ignite.engine import Engine
 
@@ -307,10 +284,6 @@ def _by_ignite(metric: Any, outputs: Any, targets: Any) -> Any:
     finally:
         metric.detach(engine)
     return found.get(ALONE, found)  # a metric that returns a dict may be stored entry by entry
-
-
-def _by_sklearn(metric: Any, outputs: Any, targets: Any) -> Any:
-    return metric(_as_array(targets), _as_array(outputs))
 
 
 def _as_array(values: Any) -> Any:

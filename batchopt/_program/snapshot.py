@@ -68,6 +68,10 @@ _MISSING = object()
 _requires_grad = attrgetter("requires_grad")
 
 
+# A part of an object: the step to it, ".name", "[index]" or "" if it is obvious, and the part itself.
+Part = tuple[str, Any]
+
+
 class Met(NamedTuple):
     """A tensor that was found: its path, and whether a `torch.nn.Module`, or a class, is on that path."""
 
@@ -160,17 +164,15 @@ class Snapshot:
         elif isinstance(obj, (FunctionType, type)) and _is_imported(obj):
             return
         elif isinstance(obj, FunctionType):
-            self._read(item, functools.partial(_of_function, obj, names_of_globals(obj.__code__)))
+            self._read(item, functools.partial(of_function, obj))
         elif isinstance(obj, type):
-            self._read(item, functools.partial(_of_class, obj))
+            self._read(item, functools.partial(of_class, obj))
         elif isinstance(obj, MethodType):
             self._push(item, (("", obj.__func__), ("", obj.__self__)))
         elif isinstance(obj, functools.partial):
             self._push(item, (("", obj.func), (".args", obj.args), (".keywords", obj.keywords), ("", vars(obj))))
-        elif isinstance(obj, (staticmethod, classmethod)):
-            self._push(item, (("", obj.__func__),))
-        elif isinstance(obj, property):
-            self._push(item, (("", obj.fget), ("", obj.fset), ("", obj.fdel)))
+        elif isinstance(obj, (staticmethod, classmethod, property)):
+            self._push(item, of_descriptor(obj))
         elif isinstance(obj, CellType):
             self._read(item, functools.partial(_of_cell, obj))
         elif isinstance(obj, (dict, list, tuple, set, frozenset, deque)):
@@ -187,7 +189,7 @@ class Snapshot:
                     _Item(part, item.path + step, item.in_module, item.in_class or isinstance(item.obj, type))
                 )
 
-    def _read(self, item: _Item, read: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+    def _read(self, item: _Item, read: Callable[[], Iterator[Part]]) -> None:
         """Record what `read` yields now, and must yield again."""
         parts = list(read())
 
@@ -216,12 +218,9 @@ class Snapshot:
         obj = item.obj
         if isinstance(obj, dict):
             self._see_dict(obj)
-            self._push(item, ((f"[{key!r}]", value) for key, value in obj.items()))
-            self._push(item, (("", key) for key in obj))
-        else:
-            if not isinstance(obj, (tuple, frozenset)):
-                self._lists.append((obj, tuple(obj)))
-            self._push(item, ((f"[{index}]", value) for index, value in enumerate(obj)))
+        elif not isinstance(obj, (tuple, frozenset)):
+            self._lists.append((obj, tuple(obj)))
+        self._push(item, of_container(obj))
         self._see_attributes(item)
 
     def _see_attributes(self, item: _Item) -> bool:
@@ -294,26 +293,49 @@ def _is_imported(obj: Any) -> bool:
     return found is obj
 
 
-def _of_function(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    yield "", function.__code__
-    yield "", function.__defaults__
-    yield "", function.__kwdefaults__
-    yield "", function.__dict__
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+def of_function(function: FunctionType) -> Iterator[Part]:
+    """Yield the parts of a function that is pickled by value."""
+    code = function.__code__
+    yield "", code
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield f".{name}", _contents(cell)
-    for name in names:
+    for name in names_of_globals(code):
         yield f".{name}", function.__globals__.get(name, _MISSING)
-
-
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in kind.__bases__:
-        yield "", base
-    for name, value in vars(kind).items():
-        if name not in _MACHINERY:
+    defaults = function.__defaults__ or ()
+    for name, value in zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False):
+        yield f".{name}", value
+    for state in (function.__kwdefaults__ or {}, vars(function), function.__annotations__):
+        for name, value in state.items():
             yield f".{name}", value
 
 
-def _of_cell(cell: CellType) -> Iterator[tuple[str, Any]]:
+def of_class(kind: type) -> Iterator[Part]:
+    """Yield the parts of a class that is pickled by value; it gets its own machinery when it is unpickled."""
+    for name, value in vars(kind).items():
+        if name not in _MACHINERY and not isinstance(value, MemberDescriptorType):
+            yield f".{name}", value
+    for base in kind.__bases__:
+        yield "", base
+
+
+def of_descriptor(obj: staticmethod[..., Any] | classmethod[Any, ..., Any] | property) -> Iterator[Part]:
+    """Yield the functions of a descriptor."""
+    functions = (obj.fget, obj.fset, obj.fdel) if isinstance(obj, property) else (obj.__func__,)
+    return (("", function) for function in functions)
+
+
+def of_container(obj: Any) -> Iterator[Part]:
+    """Yield the items of a dict, with their keys, or of another container."""
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"[{key!r}]", value
+            yield f"[{key!r}]", key
+    else:
+        for index, value in enumerate(obj):
+            yield f"[{index}]", value
+
+
+def _of_cell(cell: CellType) -> Iterator[Part]:
     yield "", _contents(cell)
 
 
@@ -324,7 +346,7 @@ def _contents(cell: CellType) -> Any:
         return _MISSING
 
 
-def _of_slots(obj: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _of_slots(obj: Any, names: tuple[str, ...]) -> Iterator[Part]:
     for name in names:
         yield f".{name}", getattr(obj, name, _MISSING)
 

@@ -1,4 +1,4 @@
-"""Finding the part of an object that cannot be pickled, to name it in an error."""
+"""Errors for objects that cannot be sent to workers, or shared with them; they name the part that is to blame."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import functools
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
-from types import BuiltinMethodType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt._program.snapshot import names_of_globals
+from batchopt._program.snapshot import Part, of_class, of_container, of_descriptor, of_function
 from batchopt_workers.data.batch import Batch, Columns, Samples
 from batchopt_workers.data.items import Items
 from batchopt_workers.data.packing import DEVICES, pack
@@ -26,8 +27,6 @@ SECONDS = 2.0
 _PLAIN = (dict, list, tuple, set, frozenset, deque)
 # Steps that the user did not write: they are omitted from the path.
 _CONTAINERS_OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-Held = tuple[str, Any]  # the step to it: ".name", "[index]", or "" if it is obvious; and the part
 
 
 def blame(obj: object) -> str | None:
@@ -64,7 +63,7 @@ class _Search:
         self._deadline = deadline
         self._seen: dict[int, object] = {}  # by identity; kept alive, so that no identity is reused
 
-    def inside(self, obj: object, path: str, depth: int) -> Held | None:
+    def inside(self, obj: object, path: str, depth: int) -> Part | None:
         """Return the path to the part of `obj`, which cannot be pickled, that is to blame, and the part; None if all of
         its faulty parts were seen before: then it is part of a cycle."""
         self._seen[id(obj)] = obj
@@ -89,71 +88,34 @@ class _Search:
         return None if only_seen else (path, obj)
 
 
-def _parts(obj: Any) -> Iterator[Held]:
+def _parts(obj: Any) -> Iterator[Part]:
     """Return the objects that pickling `obj` descends to, each with its path."""
     if isinstance(obj, FunctionType):
-        return _of_function(obj)
+        return of_function(obj)
     if isinstance(obj, (MethodType, BuiltinMethodType)):
         return iter([(".self", obj.__self__), ("", getattr(obj, "__func__", None))])
     if isinstance(obj, functools.partial):
-        given = ((f".args{step}", value) for step, value in _items(obj.args))
+        given = ((f".args{step}", value) for step, value in of_container(obj.args))
         return chain([("", obj.func)], given, _attributes(obj.keywords))
-    if isinstance(obj, (staticmethod, classmethod)):
-        return iter([("", obj.__func__)])
-    if isinstance(obj, property):
-        return iter([("", obj.fget), ("", obj.fset), ("", obj.fdel)])
+    if isinstance(obj, (staticmethod, classmethod, property)):
+        return of_descriptor(obj)
     if isinstance(obj, type):
-        members = {name: value for name, value in vars(obj).items() if not _is_remade(name, value)}
-        return chain(_attributes(members), (("", base) for base in obj.__bases__))
+        return of_class(obj)
     if isinstance(obj, torch.Tensor):
         return _attributes(vars(obj)) if obj.device.type in DEVICES else iter(())
     if isinstance(obj, Batch):
         return iter([("" if part.name is None else f".{part.name}", part) for part in obj.parts])
     if isinstance(obj, _PLAIN):
-        return chain(_items(obj), () if type(obj) in _PLAIN else _of_instance(obj))
+        return chain(of_container(obj), () if type(obj) in _PLAIN else _of_instance(obj))
     return _of_instance(obj)
 
 
-def _items(container: Any) -> Iterator[Held]:
-    if isinstance(container, dict):
-        for key, value in container.items():
-            yield f"[{key!r}]", value
-            yield f"[{key!r}]", key
-    else:
-        for index, value in enumerate(container):
-            yield f"[{index}]", value
-
-
-def _attributes(state: dict[str, Any]) -> Iterator[Held]:
+def _attributes(state: dict[str, Any]) -> Iterator[Part]:
     for name, value in state.items():
         yield f".{name}", value
 
 
-def _is_remade(name: str, member: object) -> bool:
-    """Tell whether a class that is pickled by value omits this member, and gets a new one when unpickled."""
-    return name == "_abc_impl" or isinstance(member, (GetSetDescriptorType, MemberDescriptorType))
-
-
-def _of_function(function: FunctionType) -> Iterator[Held]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-    for name in names_of_globals(code):
-        if name in function.__globals__:
-            yield f".{name}", function.__globals__[name]
-    defaults = function.__defaults__ or ()
-    yield from zip(
-        (f".{name}" for name in code.co_varnames[code.co_argcount - len(defaults) :]), defaults, strict=False
-    )
-    yield from _attributes(function.__kwdefaults__ or {})
-    yield from _attributes(vars(function))
-    yield from _attributes(function.__annotations__)
-
-
-def _of_instance(obj: Any) -> Iterator[Held]:
+def _of_instance(obj: Any) -> Iterator[Part]:
     """Yield the state of an instance as it would be pickled, then its class."""
     if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
         reduced: Any = (None, (type(obj),), vars(obj))  # as `pack` does it
@@ -170,11 +132,11 @@ def _of_instance(obj: Any) -> Iterator[Held]:
     names = {id(value): name for name, value in getattr(obj, "__dict__", {}).items()}
     for argument in (*arguments, make):
         yield f".{names[id(argument)]}" if id(argument) in names else "", argument
-    yield from _items(items or ())
-    yield from _items(dict(pairs or ()))
+    yield from of_container(items or ())
+    yield from of_container(dict(pairs or ()))
 
 
-def _of_state(obj: Any, state: Any) -> Iterator[Held]:
+def _of_state(obj: Any, state: Any) -> Iterator[Part]:
     both = state if isinstance(state, tuple) and len(state) == 2 else (state, None)  # __dict__ and __slots__
     if not all(part is None or isinstance(part, dict) for part in both):
         yield "", state
@@ -190,3 +152,32 @@ def _kind_of(obj: object) -> str:
     kind = type(obj)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{name} on {obj.device}" if isinstance(obj, torch.Tensor) else name
+
+
+@contextmanager
+def sending(what: str, *objects: Any) -> Iterator[None]:
+    """Turn an error of pickling `objects` into a `TypeError` that names `what`, and what it captures."""
+    try:
+        yield
+    except Exception as error:
+        let_through(error)
+        blamed = next((found for found in map(blame, objects) if found), None)
+        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Raise `TypeError` for a module whose parameters cannot be those of X in workers, and `ValueError` for one whose
+    forward writes its parameters, which all workers share."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
+            what = f"'{name}'" if name else "`module`"
+            raise TypeError(
+                f"{what} was made by torch.jit ({type(part).__name__}), whose parameters cannot be made views of X in "
+                "workers: pass the module that it was made of, or use parallelize=1"
+            )
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ValueError(
+                f"'{name}' has max_norm: it writes its weight in every forward, which all workers share; normalise "
+                "what comes out of it instead, or use parallelize=1"
+            )

@@ -19,8 +19,7 @@ from batchopt_workers.map.watch import StateWritten, Watch
 from batchopt_workers.process.failures import kinds_of, message_of
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
-from batchopt_workers.tasks.forms import Form, sums_layout
-from batchopt_workers.tasks.output import Output
+from batchopt_workers.tasks.forms import Form, Output, sums_layout
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Precode, Worker

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from batchopt._data.arguments import read_parallelize
-from batchopt._machine.threads import torch_threads
+from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Repeated, Setup, WorkerInfo
@@ -20,8 +20,7 @@ from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.watch import StateWritten, Watch
 from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
-from batchopt_workers.tasks.forms import Column
-from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.forms import Column, MemoryOutput
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.tasks.task_runner import ChunkDone
 from batchopt_workers.worker import Hook, Worker

@@ -12,10 +12,10 @@ except ImportError as error:
     raise ImportError("batchopt.ignite needs pytorch-ignite: pip install batchopt[ignite]") from error
 
 from batchopt.ignite.checkpoint import Checkpoint as Checkpoint
-from batchopt.ignite.errors import guarded as guarded
 from batchopt.ignite.evaluator import create_evaluator as create_evaluator
 from batchopt.ignite.events import Evaluation as Evaluation
 from batchopt.ignite.events import StepEvents as StepEvents
+from batchopt.ignite.events import guarded as guarded
 from batchopt.ignite.fit import Moment as Moment
 from batchopt.ignite.fit import fit as fit
 from batchopt.ignite.monitor import Monitor as Monitor

@@ -94,7 +94,7 @@ class Checkpoint:
         name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
         target = self.folder / (name or f"{iteration:08d}.batchopt")
         layout, content = opt._function.subject.flat.layout, {**opt.state_dict(), ENTRY: state}
-        opt._function.once(lambda: self._write(target, iteration, content, layout))
+        opt.once(lambda: self._write(target, iteration, content, layout))
 
     def _write(self, target: Path, iteration: int, content: Any, layout: Layout) -> None:
         try:

@@ -9,7 +9,7 @@ from ignite.engine import Engine, Events, State
 
 from batchopt._data import arguments
 from batchopt._function.prediction import ALONE, Scored, measured, read_metrics, scored
-from batchopt.ignite.errors import guarded
+from batchopt.ignite.events import guarded
 from batchopt.optimizer import BatchOptimizer
 
 

@@ -75,7 +75,7 @@ def fit(
     raised unchanged. A run that was killed at any batch, and resumed, has the same bits as an uninterrupted one; with
     `chunk_size`, for any number of workers.
     """
-    batches = _positioned(batches_of(train, opt._function.settings.seed), begin_epoch)
+    batches = _positioned(batches_of(train, opt.seed), begin_epoch)
     trainer = create_trainer(opt)
     parts = Parts(
         arguments.read_count("epochs", epochs),
@@ -87,7 +87,7 @@ def fit(
         monitor=monitor,
         schedule=None if scheduler is None else Schedule(scheduler, scheduler_step),
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint, keep=keep),
-        logs=_read_logs(log, opt._function.is_main),
+        logs=_read_logs(log, opt.is_main),
         epoch_0=arguments.read_bool("epoch_0", epoch_0),
         time_limit=_read_time_limit(time_limit),
     )
@@ -109,7 +109,7 @@ def _run(
     trainer: Engine, batches: Batches, parts: Parts, loop: Loop, opt: BatchOptimizer, resume: str | os.PathLike[str]
 ) -> State:
     checkpoint = parts.checkpoint
-    path = None if checkpoint is None else opt._function.once(lambda: checkpoint.choose(resume))
+    path = None if checkpoint is None else opt.once(lambda: checkpoint.choose(resume))
     if path is not None:
         before = batches.state_dict()
         try:

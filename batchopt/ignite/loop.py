@@ -142,7 +142,7 @@ class Loop:
         self._call(parts.on_batch, number, {"loss": loss}, loss)
         self._write_and_save_what_is_due(ended)
         if parts.time_limit is not None:
-            self._stops = self._stops or self._opt._function.once(self._seconds) > parts.time_limit
+            self._stops = self._stops or self._opt.once(self._seconds) > parts.time_limit
         self._stop_if_asked(at_the_end=ended)
 
     def _epoch_done(self) -> None:
@@ -188,7 +188,7 @@ class Loop:
     def _is_due(self, interval: Filter | None, ended: bool) -> bool:
         if interval is None:
             return ended
-        return self._opt._function.once(lambda: interval(self._trainer, self._trainer.state.iteration))
+        return self._opt.once(lambda: interval(self._trainer, self._trainer.state.iteration))
 
     def _write_and_save_what_is_due(self, ended: bool) -> None:
         """Write and save what is due; at the end of an epoch this is deferred, to include its numbers."""

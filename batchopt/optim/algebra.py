@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from batchopt._machine.threads import torch_threads
+from batchopt._machine.cores import torch_threads
 
 # Elements per block of a vector.
 BLOCK = 2**16

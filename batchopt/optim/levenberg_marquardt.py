@@ -12,8 +12,7 @@ from batchopt.optim.algebra import norm
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.minimizer import Callback, Minimizer, Search, limit
 from batchopt.optim.quadratic import DenseModel, Model, ProductModel
-from batchopt.optim.residual_closure import ResidualSquares
-from batchopt.optim.squares import Squares, SquaresOver
+from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
 
 # Largest damping, at which a step is rounding only, and smallest, which is as good as none.
 MOST, LEAST = 1e16, 1e-15

@@ -22,7 +22,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Worker
 from batchopt.backends.process.worker import WorkerProcess
-from batchopt_workers.process.versions import versions
+from batchopt_workers.process.messages import versions
 from tests.backends.test_life import SCRIPT, assert_gone, pids, python
 from tests.conftest import is_fork_server
 from tests.workloads import Mlp, mlp

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from batchopt._machine.threads import torch_threads
+from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import PickledProgram
+from batchopt._program.unpicklable import check_module
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.local_worker import Failures, LocalWorker, run_precode
-from batchopt.backends.sendable import check_module
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble
@@ -31,8 +31,7 @@ from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.watch import StateWritten, Watch
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings
-from batchopt_workers.tasks.forms import Column
-from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.forms import Column, MemoryOutput
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook, Worker
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt._machine.threads import torch_threads
+from batchopt._machine.cores import torch_threads
 from batchopt.optim import minimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.minimizer import Result

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt_workers.data.denominators import ClassDenominators, GivenDenominators, class_denominators
+from batchopt_workers.map.weighting import ClassDenominators, GivenDenominators, class_denominators
 
 NOTHING = nn.Identity()
 

@@ -11,7 +11,7 @@ from torch import nn
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.items import Collate
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.map import collector
+from batchopt_workers.map import sums
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.evaluate import Evaluator, Program
 from batchopt_workers.map.seeding import draws_kept
@@ -544,14 +544,14 @@ def test_a_buffer_that_changes_its_shape_is_named_and_left_as_it_was() -> None:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any module counts as large."""
-    monkeypatch.setattr(collector, "LARGE", 0)
+    monkeypatch.setattr(sums, "LARGE", 0)
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, module: nn.Module, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient, collected after the backward and during it."""
     found = []
     for limit in (10**9, 0):
-        monkeypatch.setattr(collector, "LARGE", limit)
+        monkeypatch.setattr(sums, "LARGE", limit)
         bench = Bench(module, **{"criterion": nn.MSELoss(), **options})
         bench.load(bounds=(0, 5, SIZE))
         found.append(bench.gradient(bench.evaluate()).clone())

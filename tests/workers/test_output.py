@@ -15,9 +15,8 @@ from batchopt_workers.data import memory
 from batchopt_workers.data.batch import Columns, Part, Samples
 from batchopt_workers.data.memory import GrowingFile, anonymous_file
 from batchopt_workers.map.weighting import Weighting
-from batchopt_workers.tasks import output
-from batchopt_workers.tasks.forms import rows_form
-from batchopt_workers.tasks.output import FileOutput, MemoryOutput, Output, write_results
+from batchopt_workers.tasks import forms
+from batchopt_workers.tasks.forms import FileOutput, MemoryOutput, Output, rows_form, write_results
 
 ROWS = {
     "plain": torch.arange(21.0).view(7, 3),
@@ -82,7 +81,7 @@ def test_what_is_written_to_the_result_stays_in_this_process() -> None:
 
 
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(forms, "free_memory", lambda: 2**20)
     to = FileOutput(anonymous_file())
     form, tensors = rows_form(torch.zeros(1000, 1000), 1000)
     with pytest.raises(MemoryError, match=r"4.0 MB are needed for what the function returned, and 1.0 MB are free"):

@@ -15,7 +15,7 @@ from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.evaluate import Evaluator, Program
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut, Kind, Order
-from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.forms import MemoryOutput
 from batchopt_workers.tasks.task import Applied, Task
 from batchopt_workers.worker import Worker
 

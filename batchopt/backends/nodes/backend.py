@@ -25,18 +25,17 @@ from typing import Any
 import torch
 
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.split import runs, split_batch
+from batchopt._mapreduce.plan import runs, split_batch
+from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.nodes.contribution import GradientResiduals, Round
 from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
 from batchopt.backends.nodes.fixed_order import WHOLE
 from batchopt.backends.nodes.members import Member, Members
 from batchopt.backends.nodes.node import NodeCommand, NodeSession, NodeSetup, Update
 from batchopt.backends.nodes.placing import Placer, aligned
-from batchopt.backends.nodes.program_versions import ProgramVersions, update_for
-from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.team import Team
-from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, SentRows, copied
-from batchopt.backends.sendable import check_module, sending
+from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, ProgramVersions, SentRows, copied, update_for
 from batchopt.errors import NodeLostError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import octets

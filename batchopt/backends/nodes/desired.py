@@ -8,8 +8,7 @@ from typing import Any
 
 from batchopt.backends.nodes.members import Member
 from batchopt.backends.nodes.node import NodeSession, Update
-from batchopt.backends.nodes.program_versions import ProgramVersion, update_for
-from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, SentRows
+from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, ProgramVersion, SentRows, update_for
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.process.messages import TASKS, Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings

@@ -15,15 +15,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from batchopt.backends.nodes.contribution import Infos
+from batchopt.backends.nodes.contribution import GradientResiduals, Infos
 from batchopt.backends.nodes.group import Group, dist
 from batchopt.backends.nodes.node import BEAT, Membership, NodeCommand
 from batchopt.backends.nodes.placing import Placed, Placer, Room, free_ranks, placements, spread
-from batchopt.backends.nodes.residuals import GradientResiduals
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.patience import ATTEMPTS, STARTUP
 from batchopt.errors import AllWorkersLostError, BatchoptError, NodeLostError, WorkerError, WorkerStartError
-from batchopt_workers.process.versions import versions
+from batchopt_workers.process.messages import versions
 
 # Seconds in which a node has to answer at all, and to come once it was placed.
 ANSWERING = 30.0

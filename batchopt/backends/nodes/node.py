@@ -23,11 +23,10 @@ import torch
 from batchopt._mapreduce.compression import Compression
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Prepared, Setup
+from batchopt.backends.nodes.contribution import GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards, dist
-from batchopt.backends.nodes.program_versions import ProgramUpdate, write
-from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.team import Team
-from batchopt.backends.nodes.transfer import PackedBytes, made, with_rows
+from batchopt.backends.nodes.transfer import PackedBytes, ProgramUpdate, made, with_rows, write
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.shared_program import Holder
 from batchopt.errors import NodeLostError
@@ -37,9 +36,8 @@ from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble, dumps
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.evaluate import Program
-from batchopt_workers.process.messages import TASKS, Cut, Order
+from batchopt_workers.process.messages import TASKS, Cut, Order, versions
 from batchopt_workers.process.torch_settings import TorchSettings
-from batchopt_workers.process.versions import versions
 
 # Seconds from one sign of life to the next.
 BEAT = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
-from batchopt._mapreduce.split import split_batch
+from batchopt._mapreduce.plan import split_batch
 
 
 class Room(NamedTuple):

@@ -29,8 +29,10 @@ from batchopt.backends.base import LONGEST, Meanwhile, Repeated, WorkerInfo
 from batchopt.backends.nodes.contribution import (
     Call,
     Contribution,
+    GradientResiduals,
     Infos,
     NodeFailure,
+    Round,
     Summed,
     Work,
     differences,
@@ -38,7 +40,6 @@ from batchopt.backends.nodes.contribution import (
 )
 from batchopt.backends.nodes.fixed_order import FixedOrderSum, Held, Vectors, gathered, whole_of
 from batchopt.backends.nodes.group import Group
-from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.serial import SerialBackend
 from batchopt.errors import NodesDifferError

@@ -22,6 +22,7 @@ are kept alive by `pool`, as `roster` decides.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,13 +30,13 @@ from typing import Any
 import torch
 
 from batchopt._data.arguments import read_parallelize
+from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import Backend, Prepared, Setup
 from batchopt.backends.process.forkserver import anticipate
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.startup import check_workers
 from batchopt.backends.process.worker import Activity, SessionCall, call
-from batchopt.backends.sendable import check_module, sending
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed, pack, unpack
@@ -72,6 +73,8 @@ class ProcessBackend(WorkerGroup, Backend):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
+        if sys.platform != "linux":
+            raise ValueError(f"worker processes need Linux, and this is {sys.platform}: use parallelize=1")
         if setup.flat.block is None:
             raise ValueError(
                 f"parameters are on {setup.flat.vector.device}; workers run on cpu: call module.cpu(), and name other "

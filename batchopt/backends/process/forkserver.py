@@ -156,7 +156,7 @@ class ForkServer:
             self._stderr.writer,
             leash,
             target=forkserver.main,
-            args=(theirs, self._owner, leash if sys.platform == "linux" else -1),
+            args=(theirs, self._owner, leash),
             name="batchopt-forkserver",
             daemon=True,
         )

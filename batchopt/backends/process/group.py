@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from batchopt._machine.cores import share_cores, usable_cores
-from batchopt._machine.threads import end_spinning
+from batchopt._machine.cores import end_spinning, share_cores, usable_cores
 from batchopt._mapreduce.answers import Answer
+from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Meanwhile, Repeated, Setup, WorkerInfo
 from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.gather import ProcessGather, explain, run_everywhere
@@ -38,7 +38,6 @@ from batchopt.backends.process.worker import (
     call_with_block,
     call_with_file,
 )
-from batchopt.backends.sendable import sending
 from batchopt_workers.data.batch import Batch, Numbering
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement
@@ -46,9 +45,9 @@ from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.evaluate import Program
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.process import faults
+from batchopt_workers.process.failures import Warned
 from batchopt_workers.process.messages import ORDERS, TASKS, Cut, Kind, Order
 from batchopt_workers.process.session import Session
-from batchopt_workers.process.warned import Warned
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.worker import Hook
 

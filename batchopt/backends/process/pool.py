@@ -37,8 +37,7 @@ from batchopt.backends.process.worker import (
 )
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.process.failures import Failure
-from batchopt_workers.process.messages import Kind
-from batchopt_workers.process.versions import versions
+from batchopt_workers.process.messages import Kind, versions
 
 # Seconds that a worker has to end by itself once the parent has hung up.
 GRACE = 1.0

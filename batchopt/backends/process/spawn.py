@@ -57,8 +57,7 @@ class _Popen(SpawnPopen):
         finally:
             close_all(child_end, child_alive, stdout)
         self.pid = self._child.pid
-        if sys.platform == "linux":
-            _tie(self._leash, self.pid)
+        _tie(self._leash, self.pid)
         self.sentinel = parent_end
         with suppress(BrokenPipeError), open(parent_alive, "wb", buffering=0, closefd=False) as pipe:
             unwritten = payload.getbuffer()
@@ -93,8 +92,8 @@ class LaunchedProcess(SpawnProcess):
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a signal has stopped the process, if the system can tell."""
-        with suppress(AttributeError, OSError):  # macOS, or it has ended
+        """Tell whether a signal has stopped the process, if it has not ended."""
+        with suppress(OSError):  # it has ended
             return os.waitid(os.P_PID, self.pid or 0, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Setup
 from batchopt.backends.process.forkserver import worker_environment
 from batchopt.backends.process.spawn import preparation
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
-from batchopt.backends.sendable import sending
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.process.session import Session

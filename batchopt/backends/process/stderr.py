@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from batchopt_workers.data.mapping import give_back
 from batchopt_workers.data.memory import anonymous_file
-from batchopt_workers.process.warned import BEGUN, MARKED, Warned
+from batchopt_workers.process.failures import BEGUN, MARKED, Warned
 
 TAIL = 2**12  # bytes shown in an error
 _PIECE = 2**20  # bytes after which the memory of what was passed on is given back

@@ -29,10 +29,9 @@ from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import dumps
 from batchopt_workers.map.sums import Rows, rows_nbytes
 from batchopt_workers.map.watch import StateWritten
-from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.failures import Failure, Warned
 from batchopt_workers.process.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.process.session import Session
-from batchopt_workers.process.warned import Warned
 
 # Signals that others send; SIGKILL is the kernel's too, where memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

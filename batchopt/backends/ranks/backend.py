@@ -19,12 +19,11 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.split import runs
+from batchopt._mapreduce.plan import runs
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.nodes.contribution import Call
+from batchopt.backends.nodes.contribution import Call, GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards
 from batchopt.backends.nodes.placing import aligned
-from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.ranks.launch import meet, ranks_here
@@ -34,8 +33,7 @@ from batchopt_workers.data.items import Items
 from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.process.messages import Cut, Order
-from batchopt_workers.process.versions import versions
+from batchopt_workers.process.messages import Cut, Order, versions
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook

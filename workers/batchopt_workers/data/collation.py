@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchopt_workers.data.copies import put_together, taken_apart
-from batchopt_workers.data.structures import same_values
+from batchopt_workers.data.structures import put_together, same_values, taken_apart
 from batchopt_workers.process.interrupts import let_through
 
 # Bytes that a worker may keep; the size of the batch itself, if that is larger.

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from batchopt_workers.data.batch import Piece
-from batchopt_workers.data.denominators import Denominators
 from batchopt_workers.data.layout import Layout, reals
 from batchopt_workers.data.structures import map_tensors, tensors_in
-from batchopt_workers.map.collector import grads_kept
+from batchopt_workers.map.sums import grads_kept
+from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.process.failures import kinds_of
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.process.torch_settings import differentiable_twice

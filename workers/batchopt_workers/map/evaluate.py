@@ -14,18 +14,16 @@ from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch, Walk, restoring
-from batchopt_workers.map.collector import collect, collecting, grads_kept, is_large
 from batchopt_workers.map.objective import LossFunction, Objective
 from batchopt_workers.map.squares import squares_of
-from batchopt_workers.map.sums import PartialSum, Row, Rows, Sums
+from batchopt_workers.map.sums import PartialSum, Row, Rows, Sums, collect, collecting, grads_kept, is_large
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import Watch
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import TASKS, Cut, Kind, Order
 from batchopt_workers.process.torch_settings import differentiable_twice
-from batchopt_workers.tasks.forms import Form
+from batchopt_workers.tasks.forms import Form, Output, write_results
 from batchopt_workers.tasks.jacobian import Jacobian, PieceResiduals
-from batchopt_workers.tasks.output import Output, write_results
 from batchopt_workers.tasks.task_runner import ChunkDone, TaskRunner
 from batchopt_workers.worker import Hook, Sample, Worker
 

@@ -26,17 +26,15 @@ import torch
 from batchopt_workers.data.memory import octets
 from batchopt_workers.map.repeat import Failed
 from batchopt_workers.process import faults
-from batchopt_workers.process.failures import describe
-from batchopt_workers.process.messages import CHUNK, HEAD, ORDERS, Kind, Order
+from batchopt_workers.process.failures import describe, tell_parent
+from batchopt_workers.process.messages import CHUNK, HEAD, ORDERS, Kind, Order, versions
 from batchopt_workers.process.session import WITH_DESCRIPTOR, Session
-from batchopt_workers.process.versions import versions
-from batchopt_workers.process.warned import tell_parent
 
 _F_SETSIG = 10  # Linux; Python does not name it
 # Largest message in bytes: its length is sent as a signed 4-byte number.
 LARGEST = 2**31 - 1
 # Bytes that a pipe accepts when it reports room: at most a quarter of it is in use then.
-_LITTLE = 2**15 if sys.platform == "linux" else 0
+_LITTLE = 2**15
 # Seconds of the longest order after which a worker stays awake for the next one, if there are enough cores: waking up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
@@ -219,10 +217,9 @@ def _end_with_parent() -> None:
 def _killed_with_parent(sentinel: int) -> None:
     """Have the kernel kill this process's group when the parent's end of `sentinel` closes: this does not need the GIL,
     which the user's code may hold."""
-    if sys.platform == "linux":
-        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(sentinel, _F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(sentinel, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:

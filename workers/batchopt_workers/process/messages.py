@@ -7,17 +7,23 @@ of which nothing is unpickled; `RESULT`, `HOOKED` and `FORM` carry what function
 
 Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not answered. The `DONE` of an order
 is preceded by a `REPORT` for each chunk but the last, a `HOOKED` for each chunk with a posthook, and a `FORM` for each
-chunk of a task: its result without the tensors.
+chunk of a task: its result without the tensors. Both sides must have the same `versions`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import NamedTuple
+
+import cloudpickle
+import torch
 
 from batchopt_workers.map.tree import Node
 
@@ -154,3 +160,15 @@ class Cut:
     def chunks(self) -> int:
         """Number of chunks."""
         return len(self.bounds) - 1
+
+
+@lru_cache(maxsize=1)
+def versions() -> str:
+    """Return those of Python, torch, cloudpickle, and a hash of this package's current text."""
+    text = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        text.update(path.read_bytes())
+    return (
+        f"Python {platform.python_version()}, torch {torch.__version__}, cloudpickle {cloudpickle.__version__}, "
+        f"batchopt_workers {text.hexdigest()[:12]}"
+    )

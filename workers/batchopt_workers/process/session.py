@@ -25,7 +25,7 @@ from batchopt_workers.map.watch import Watch
 from batchopt_workers.process.device import HOST, Mirror, pin
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings, set_module_hooks
-from batchopt_workers.tasks.output import FileOutput
+from batchopt_workers.tasks.forms import FileOutput
 from batchopt_workers.tasks.task import PrivateTotals, Task
 from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Worker

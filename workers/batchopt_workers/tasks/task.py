@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from batchopt_workers.data.batch import Piece
-from batchopt_workers.data.copies import copy_of
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.structures import map_tensors, same_values
+from batchopt_workers.data.structures import copy_of, map_tensors, same_values
 from batchopt_workers.map.contents import Contents
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.process.messages import Cut

@@ -12,14 +12,12 @@ import torch
 
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk, restoring
-from batchopt_workers.map.collector import grads_kept
-from batchopt_workers.map.sums import PartialSum, Rows, Sums
+from batchopt_workers.map.sums import PartialSum, Rows, Sums, grads_kept
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order, Report
-from batchopt_workers.tasks.forms import Form, real, sums_form, sums_layout
+from batchopt_workers.tasks.forms import Form, MemoryOutput, Output, real, sums_form, sums_layout, write_results
 from batchopt_workers.tasks.jacobian import PieceResiduals
-from batchopt_workers.tasks.output import MemoryOutput, Output, write_results
 from batchopt_workers.tasks.task import Modes, ParameterWatch, PrivateTotals, Surroundings, Task, Totals
 
 
