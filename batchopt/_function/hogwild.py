@@ -108,6 +108,6 @@ def _refuse_statistics(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats:
             raise ValueError(
-                f"'{name}' ({type(part).__name__}) keeps running statistics, which nobody puts together here: call "
+                f"'{name}' ({type(part).__name__}) keeps running statistics, which are not merged here: call "
                 "its eval(), or use GroupNorm or LayerNorm"
             )

@@ -1,4 +1,4 @@
-"""The places where evaluations run: one module or folder for each backend, imported on demand."""
+"""The backends, by which workers evaluate: one module or folder each, imported on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = {
 
 
 def backend_class(name: Any) -> type[Backend]:
-    """The backend called `name`. Raises `ValueError` if there is none."""
+    """Return the backend called `name`. Raises `ValueError` if there is none."""
     if name not in BACKENDS:
         raise ValueError(f"`backend` must be one of {sorted(BACKENDS)}, got {name!r}")
     module, _, attribute = BACKENDS[name].partition(":")
@@ -25,6 +25,7 @@ def backend_class(name: Any) -> type[Backend]:
 
 
 def effective_backend(name: str, workers: int | None) -> type[Backend]:
-    """The backend that evaluates for `workers` of the one called `name`: a single local worker is this process."""
+    """Return the backend that evaluates for `workers` of the one called `name`: a single local worker is this
+    process."""
     kind = backend_class(name)
     return backend_class("serial") if workers == 1 and kind.local else kind

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class WorkerInfo:
     """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user
     fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often its process was replaced;
-    `alive` is False while there is none that can work, and `lost` True once there will be none any more."""
+    `alive` is False while no process can work as it, and `lost` True once none will any more."""
 
     rank: int
     pid: int
@@ -47,10 +47,10 @@ class WorkerInfo:
 class Setup:
     """All that a backend needs to start.
 
-    `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be all that the bits
-    depend on. `restarts` None: 4 for each worker. `threads` None: as many as the backend thinks right. `options` are
-    the user's for this backend alone. `compression` is that of `evaluate_compressed`. `ranks` of the workers, where
-    they are some of `world` that other backends have the others of.
+    `workers` None: as many as there is room for. `fixed_bits`: chunks are fixed, and so must be everything else that
+    the bits depend on. `restarts` None: 4 for each worker. `threads` None: chosen by the backend. `options` are those
+    of this backend. `compression`: the format of `evaluate_compressed`. `ranks`: those of the workers, if they are some
+    of `world` workers, of which other backends have the rest.
     """
 
     workers: int | None
@@ -76,20 +76,21 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch that workers can read; each backend adds what it needs to know of it."""
+    """A batch that workers can read; each backend adds its own information."""
 
     batch: Batch
 
 
-# Seconds of the longest evaluation that is repeated: a longer one has orders, so that a fault costs the current chunk.
+# Seconds of the longest evaluation that is repeated: a longer one is ordered, so that a fault costs only the current
+# chunk.
 LONGEST = 0.25
 # Something to do in this process while the workers compute.
 Meanwhile = Callable[[], None]
 
 
 class Repeated(NamedTuple):
-    """An evaluation that was repeated: the losses of each partial, in the order of the answers before, and when each of
-    the workers that took part began, and how long it took."""
+    """A repeated evaluation: the losses of each partial, in the order of the previous answers, and for each worker that
+    took part when it began and how long it took."""
 
     losses: Sequence[Sequence[float]]
     times: Sequence[Sequence[float]]
@@ -98,37 +99,36 @@ class Repeated(NamedTuple):
 class Backend(ABC):
     """Workers that evaluate chunks of one module at the current X. The parent is its only caller.
 
-    Class methods answer what has to be known before anything starts: they start nothing, and ask no other machine.
+    Class methods are for questions before anything starts: they start nothing, and ask no other machine.
     """
 
     # Whether workers are on this machine, so that a single one may as well be this process.
     local: ClassVar[bool] = False
-    # Whether this process prints and writes files: of several that do the same, one does.
+    # Whether this process prints and writes files: one of several that run the same script does.
     is_main: bool = True
-    # The last evaluation, if it went by the book, and can be repeated.
+    # The last evaluation, if it went as planned and can be repeated.
     repeatable: Any = None
-    # The paces of workers whose work came too late to count in the last evaluation, by rank: samples, and the seconds
-    # that they took, or will have exceeded.
+    # Measurements of workers that were late in the last evaluation, by rank: samples, and the seconds that they took,
+    # or at least took.
     late: Mapping[int, tuple[int, float]] = MappingProxyType({})
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
-        """The number of workers that `parallelize` asks for; None for as many as there is room for at any time. Raises
-        `TypeError` or `ValueError` for what is no such number, or more than there can be."""
+        """Return the number of workers requested by `parallelize`; None for as many as there is room for at any time.
+        Raises `TypeError` or `ValueError` for anything else, or more than there can be."""
         return read_parallelize(parallelize)
 
     @classmethod  # noqa: B027  # many backends can do everything
     def check(cls, setup: Setup) -> None:
-        """Raise `TypeError`, `ValueError` or `BatchoptError` for what this backend cannot do."""
+        """Raise `TypeError`, `ValueError` or `BatchoptError` for a setup that is impossible with this backend."""
 
     @classmethod  # noqa: B027  # few backends take long to start
     def anticipate(cls, setup: Setup) -> None:
-        """Let something begin that takes long when this backend starts, which it will soon."""
+        """Begin what takes long when this backend starts, which it will soon."""
 
     @abstractmethod
     def __init__(self, setup: Setup) -> None:
-        """Start the workers of a `setup` that was checked. Raises `WorkerStartError`, and `WorkerError` if precode
-        raises."""
+        """Start the workers of a checked `setup`. Raises `WorkerStartError`, and `WorkerError` if precode raises."""
 
     @property
     @abstractmethod
@@ -141,66 +141,64 @@ class Backend(ABC):
 
     @abstractmethod
     def use_hooks(self, hooked: bool) -> None:
-        """Run hooks from now on, or run none."""
+        """Set whether hooks run from now on."""
 
     @abstractmethod
     def include_state(self, names: Collection[str]) -> None:
-        """Let evaluations change these tensors of the module, too, from now on; `Setup.buffers` has them already."""
+        """Allow evaluations to change these tensors of the module too; `Setup.buffers` has them already."""
 
     @abstractmethod
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        """Bring `batch` to where the workers can read it. `ahead`: the present batch is still needed."""
+        """Place `batch` where the workers can read it. `ahead`: the current batch is still needed."""
 
     @abstractmethod
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        """Begin a step on what was prepared last, with the program as the user has it now, and these weights of the
-        terms in f. Raises `TypeError` for a program that cannot be sent any more."""
+        """Begin a step on the batch prepared last, with the user's current program and these weights of the terms in f.
+        Raises `TypeError` for a program that can no longer be sent."""
 
     def restart_step(self) -> None:  # noqa: B027  # of use only where workers share the module's state
-        """The module's state, which has changed since the step began, is that of its start again, for what comes
-        next."""
+        """Reset the module's state in the workers to that at the start of the step."""
 
     @abstractmethod
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        """Evaluate the chunks of all orders. `orders[i]` is meant for worker `i`; what it does not get done another one
-        does. Answers come in rank order. Where workers are other processes, `meanwhile` is called as soon as they are
+        """Evaluate the chunks of all orders. `orders[i]` is meant for worker `i`; others take over what it does not
+        complete. Answers are in rank order. If workers are other processes, `meanwhile` is called as soon as they are
         busy.
 
-        Raises `WorkerError` if the user's code raised; the workers can be used on. Raises `StateWritten` for a forward
-        that writes what was taken for constants, `PoisonChunkError` and `AllWorkersLostError`.
+        Raises `WorkerError` if the user's code raised; the workers remain usable. Raises `StateWritten` for a forward
+        that writes constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
 
     def repeat(
         self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
     ) -> Repeated | None:
-        """Make evaluation `number`, of that step, as the one that was `repeatable`, which took `seconds`: the
-        same chunks of the loaded batch by the same workers, summed in the same memory. None where anything is not as it
-        was then: it has to be ordered, with the same number. Raises what `evaluate` raises."""
+        """Repeat the evaluation that was `repeatable`, and took `seconds`, as evaluation `number` of that step: the
+        same chunks of the loaded batch by the same workers, summed in the same memory. Return None if anything differs:
+        then it has to be ordered, with the same number. Raises what `evaluate` raises."""
         return None
 
     @abstractmethod
     def set_direction(self, direction: torch.Tensor) -> None:
-        """Let orders for a product multiply the Hessian with `direction`: shape `(n,)`, X's dtype."""
+        """Set the vector that orders for a product multiply the Hessian by: shape `(n,)`, X's dtype."""
 
     @abstractmethod
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
-        """Let orders of tasks be about this one: on the loaded batch, or on this `batch`, which has one part, from now
-        on; the loaded one stays as it is. `follow`: take the program as the user has it now; returns whether that is
-        another one than before, so that the loaded batch is none of its steps any more. Raises `TypeError` for what
-        cannot be sent."""
+        """Begin a task, on the loaded batch or on this `batch`, which has one part; the loaded one stays. `follow`:
+        take over the user's current program; return whether it has changed, so that the loaded batch belongs to no step
+        of it. Raises `TypeError` for what cannot be sent."""
 
     @abstractmethod
     def keep_outputs(self, keep: bool) -> None:
-        """Let evaluations write what the module returns, or not."""
+        """Set whether evaluations keep the module's outputs."""
 
     @abstractmethod
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        """The rows that the orders of the last evaluation have written, of `samples` samples in all: one tensor for
-        each column, which nobody else writes any more."""
+        """Return the rows written by the orders of the last evaluation, of `samples` samples in total: one tensor for
+        each column, which is not written any more."""
 
     @abstractmethod
     def end_task(self) -> None:
-        """Hold nothing of the task any more."""
+        """End the task, and release what belongs to it."""
 
     def room(self) -> int:
         """Return how many more workers would fit; 0 for backends whose room never changes."""
@@ -208,11 +206,11 @@ class Backend(ABC):
 
     @abstractmethod
     def resize(self, workers: int) -> None:
-        """Have `workers` workers; fewer than before are those of the lowest ranks. Raises what starting them raises."""
+        """Change the number of workers; those of the lowest ranks are kept. Raises what starting them raises."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """Call `function(worker, *arguments)` in each worker; returns the values in rank order."""
+        """Call `function(worker, *arguments)` in each worker; return the values in rank order."""
 
     def once(self, function: Callable[[], T]) -> T:
         """Call `function` in one process only (the one that writes files) and return, or raise, its outcome
@@ -224,11 +222,11 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers; does nothing the second time."""
+        """End the workers; a second call does nothing."""
 
 
 class CompressingBackend(Backend):
-    """One whose gradients cross a network to get here, so that it pays to compress them."""
+    """A backend whose gradients cross a network, so that compressing them can pay."""
 
     @abstractmethod
     def evaluate_compressed(
@@ -249,4 +247,4 @@ class CompressingBackend(Backend):
 
     @abstractmethod
     def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Let this be what compression has left in an evaluation of that number."""
+        """Set the residuals that compression left in an evaluation of that number."""

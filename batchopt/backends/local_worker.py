@@ -1,5 +1,5 @@
-"""A worker that lives in this process: the map function with a module, and rows to sum gradients in; and the exceptions
-of several workers."""
+"""A worker in this process: the map function with a module, and rows to sum gradients in; and the exceptions of several
+workers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from batchopt_workers.worker import Precode, Worker
 
 
 class _Raised(NamedTuple):
-    start: float  # of the samples that the error is about
+    start: float  # of the samples that the error concerns
     rank: int
     error: BaseException
 
 
 class Failures:
-    """Exceptions of the user's code in workers. Which of them is raised does not depend on whose reply came first."""
+    """Exceptions of the user's code in workers. The one that is raised does not depend on the order of replies."""
 
     def __init__(self) -> None:
         self._found: list[_Raised] = []
@@ -41,7 +41,7 @@ class Failures:
         return bool(self._found)
 
     def add(self, error: BaseException, rank: int, start: float = math.inf) -> None:
-        """Note what was raised in a worker, about samples from `start` on."""
+        """Note an exception in a worker that concerns samples from `start` on."""
         self._found.append(_Raised(start, rank, error))
 
     def first(self) -> BaseException:
@@ -67,7 +67,7 @@ class LocalWorker:
         return Rows(self._layout, self._changes, count, None, self.evaluator.worker.device)
 
     def follow(self, watch: Watch, changes: int) -> None:
-        """Take over what was changed of the module: the tensors to watch, and the numbers that report its state."""
+        """Take over changes of the module: the tensors to watch, and the numbers that report its state."""
         self.evaluator.walk.watch = watch
         self.evaluator.look_again()
         if changes != self._changes:
@@ -75,11 +75,11 @@ class LocalWorker:
             self._rows = self._make_rows(len(self._rows))
 
     def examine(self) -> None:
-        """Compare constants with what they were, too, in the next evaluation."""
+        """Also compare constants with their originals in the next evaluation."""
         self._examined = False
 
     def begin_task(self, task: Task, batch: Batch | None, output: Output) -> None:
-        """Let orders of tasks be about this one, on the loaded batch or on another one, and write to `output`."""
+        """Begin a task on the loaded batch or on another one, whose orders write to `output`."""
         tasks = self.evaluator.tasks
         subject = batch if task.aside else of_term(self.evaluator.loaded.batch, task.term)
         assert subject is not None

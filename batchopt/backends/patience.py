@@ -1,15 +1,15 @@
-"""Timeouts for other processes. Time during which this process was stopped does not count against them."""
+"""Timeouts for other processes. Time during which this process was stopped does not count."""
 
 from __future__ import annotations
 
 import time
 
-# Seconds without progress after which a worker counts as hung, if the user did not say: while it starts; and while
-# nobody knows how long something should take.
+# Default seconds without progress after which a worker counts as hung: while it starts; and while the expected time is
+# unknown.
 STARTUP, UNKNOWN = 60.0, 600.0
-# A process that ends this many times in a row before it can work is not started again.
+# A process that ends this many consecutive times before it can work is not started again.
 ATTEMPTS = 3
-# Seconds to wait for what others say once one has failed, so that the same one is named each time.
+# Seconds to wait for the replies of others once one has failed, so that the same one is named each time.
 OTHERS = 0.5
 # Seconds by which a wait may end late on a busy machine.
 SLACK = 0.25
@@ -22,7 +22,8 @@ class Presence:
         self._before = time.monotonic()
 
     def away(self, asked: float) -> float:
-        """Seconds since the last call beyond the `asked` ones, for which it meant to wait; 0 if it was there."""
+        """Return the seconds since the last call beyond the `asked` ones, for which it meant to wait; 0 if it was not
+        stopped."""
         now = time.monotonic()
         away = now - self._before - asked - SLACK
         self._before = now
@@ -30,5 +31,5 @@ class Presence:
 
 
 def later(since: float, away: float) -> float:
-    """The time from which on somebody is silent, if that was `since`, and this process was `away` meanwhile."""
+    """Return the time since when a process is silent, if that was `since`, and this process was `away` in between."""
     return min(since + away, time.monotonic())

@@ -45,7 +45,7 @@ class SerialBackend(Backend):
         device = setup.flat.vector.device
         self._info = WorkerInfo(0, os.getpid(), socket.gethostname(), device)
         self._setup = setup
-        (rank,) = setup.ranks or (0,)  # among all, where there are other processes like this one
+        (rank,) = setup.ranks or (0,)  # its rank among all, if there are other processes like this one
         self._worker = Worker(rank, setup.world or 1, device)
         run_precode(setup.precode, self._worker)
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
@@ -71,7 +71,7 @@ class SerialBackend(Backend):
         self.repeatable = None  # if anything is raised
         order, report = before
         assert report is not None
-        # by another number than an order that follows if this is of no use: sums do not go on from here
+        # with another number than the order that follows if this fails: its sums must not continue from here
         order = Order(-1 - number, step, order.first, order.last)
         try:
             found = self._in_peace(list, self._local.chunks(order))
@@ -81,7 +81,7 @@ class SerialBackend(Backend):
         losses, says_something = done.sums.again(report.summaries), False
         for chunk in found:
             says_something = says_something or bool(chunk.results and chunk.says_something)
-        if losses is None or says_something or done.drew != report.drew:  # it answers the order that follows
+        if losses is None or says_something or done.drew != report.drew:  # its chunks answer the order that follows
             done.sums.evaluation = number
             self._found = order._replace(evaluation=number), found
             return None
@@ -121,7 +121,7 @@ class SerialBackend(Backend):
             self.repeatable = None
 
     def _follow(self) -> bool:
-        """Take over what the user has changed of the program; returns whether it is another one."""
+        """Take over the user's changes of the program; return whether there are any."""
         if self._snapshot.holds():
             return False
         self._snapshot = snapshot_of(self._setup.program, hooks=False)
@@ -144,8 +144,8 @@ class SerialBackend(Backend):
         return [answer]
 
     def _in_peace(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call this, with the random states and threads of the caller left as they are."""
-        # memory that is made in inference mode cannot be written outside of it; worker processes are in no such mode
+        """Call the function without changing the caller's random states and threads."""
+        # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._in_peace(evaluate, *args, **kwargs)

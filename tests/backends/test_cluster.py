@@ -87,7 +87,7 @@ def test_a_cluster_without_tokens_is_warned_of_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     cluster._warn_without_token()
     monkeypatch.delenv("RAY_AUTH_MODE")
-    with pytest.warns(UserWarning, match="whoever reaches its ports can run code on it"):
+    with pytest.warns(UserWarning, match="anyone who reaches its ports can run code on it"):
         cluster._warn_without_token()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

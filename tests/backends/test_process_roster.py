@@ -86,7 +86,7 @@ def test_no_process_to_be_had_counts_as_an_attempt_and_the_first_time_for_good()
     assert list(made.start([])) == [0]
     made.not_started(0, "no process")
     with pytest.raises(AllWorkersLostError, match="no process"):
-        made.check_somebody_is_left([])
+        made.check_workers_are_left([])
     made = roster(1, restarts=10)
     for _ in range(ATTEMPTS):
         assert not made.given_up
@@ -124,8 +124,8 @@ def test_nobody_is_left() -> None:
         made.ended(rank, f"worker {rank} ended", joined=True, in_users_code=False)
     assert list(made.start([])) == []
     with pytest.raises(AllWorkersLostError, match="worker 1 ended"):
-        made.check_somebody_is_left([])
-    Roster(0).check_somebody_is_left([])  # where nobody should be
+        made.check_workers_are_left([])
+    Roster(0).check_workers_are_left([])  # where nobody should be
 
 
 def test_who_gives_no_sign_for_too_long_hangs() -> None:

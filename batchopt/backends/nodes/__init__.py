@@ -1,1 +1,1 @@
-"""Nodes: processes on one machine or on many that evaluate together, over torch.distributed."""
+"""Nodes: processes on one or several machines that evaluate together over torch.distributed."""

@@ -1,14 +1,14 @@
-"""The backend of nodes that this process places: it decides, and they do what it says.
+"""The backend of nodes that this process places and controls.
 
     parent (this file)                      ║ network     a node (node.Node)
                                             ║
     NodeCommand: updates, orders          ──╫──►  its share, by worker processes of that machine
-    X                                     ──╫──►  once a node, along a tree
+    X                                     ──╫──►  once per node, along a tree
     losses, times, partials   ◄─────────────╫───  a sum in the order of the tree of chunks (team.Team)
 
-A node gets the samples of its share, once. Where one is lost, those that are left make another group, and the
-evaluation is made again: with the same bits, and counted once. What has to be sent to whom is decided here; who
-belongs to the group in `members`.
+A node is sent the samples of its share, once. If one is lost, the remaining nodes form another group, and the
+evaluation is made again: with the same bits, and counted once. This file decides what is sent to which node; `members`
+decides who belongs to the group.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class NodesBackend(CompressingBackend):
         self._program, self._desired = setup.program, DesiredState()
         self._rows: list[torch.Tensor] = []
         self._direction: torch.Tensor | None = None
-        self._x: torch.Tensor | None = None  # as nodes have it
+        self._x: torch.Tensor | None = None  # as the nodes have it
         self._attempts = 0  # at evaluations
-        self._rounds = 0  # evaluations that have left something of compressed gradients
+        self._rounds = 0  # evaluations with compressed gradients
         with sending("`precode`", setup.precode):
             self._precode = dumps(setup.precode)
         self._versions = ProgramVersions(setup.program, setup.parameters)
@@ -82,14 +82,14 @@ class NodesBackend(CompressingBackend):
 
     @abstractmethod
     def placer(self, setup: Setup) -> Placer:
-        """Whoever starts nodes."""
+        """Return what starts nodes."""
 
     def threads(self) -> int:
         """Return the number of threads of each worker."""
         return self._setup.threads or 1
 
     def devices(self, workers: int) -> tuple[torch.device, ...] | None:
-        """Return the devices of a node's workers; None: all compute on its CPU."""
+        """Return the devices of a node's workers; None: its CPU."""
         return None
 
     @property
@@ -117,10 +117,10 @@ class NodesBackend(CompressingBackend):
         if self._rounds and self._setup.compression is not None and self._setup.compression.keeps_residual:
             _warn_of_residual(member.name)
 
-    # ---- what nodes must have
+    # ---- the nodes' state
 
     def _start(self, team: Team) -> None:
-        """Have nodes that are new start their workers, all at once."""
+        """Have new nodes start their workers, all at once."""
         setup = self._setup
         for member in self._members.present:
             if "started" in member.has:
@@ -176,7 +176,7 @@ class NodesBackend(CompressingBackend):
         return self._desired.updates(member, self._members.world, orders)
 
     def _meet(self, what: str, *arguments: Any) -> list[Any]:
-        """Send a command, and return the answers of all living nodes."""
+        """Send a command to all living nodes, and return their answers."""
         while True:
             team = self._members.gather(self._start)
             try:
@@ -188,7 +188,8 @@ class NodesBackend(CompressingBackend):
 
     @contextmanager
     def _understood(self, team: Team) -> Iterator[None]:
-        """In the body nodes say how it went; one that could not take in its updates is sent everything again."""
+        """Receive the nodes' answers in the body; a node that could not take over its updates is sent everything
+        again."""
         try:
             yield
         finally:
@@ -206,7 +207,7 @@ class NodesBackend(CompressingBackend):
         self._use(replace(self._program, state=self._program.state | set(names)))
 
     def _use(self, program: Program) -> None:
-        """Evaluate this program from now on. Raises `TypeError` if it cannot be sent."""
+        """Use this program from now on. Raises `TypeError` if it cannot be sent."""
         before, self._program = self._program, program
         try:
             self._follow()
@@ -223,7 +224,7 @@ class NodesBackend(CompressingBackend):
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         before = None if self._desired.step is None else self._desired.step.batch
         SentRows.of(batch, range(0)).packed()  # can it be sent?
-        if ahead:  # the user may write over it while the batch before it is still being sent
+        if ahead:  # the user may overwrite it while the previous batch is still being sent
             return KnownBatch(copied(batch))
         return KnownBatch.after(before, batch)
 
@@ -287,7 +288,7 @@ class NodesBackend(CompressingBackend):
                 return self._attempt(
                     team, cut, self._shared(orders, cut, team, compressed is None), meanwhile, compressed
                 )
-            # The evaluation is made again by the nodes that are left: f and its bits do not depend on who they are.
+            # The remaining nodes make the evaluation again: f and its bits do not depend on which they are.
             except NodeLostError:
                 self._members.forgo()
                 meanwhile = None
@@ -307,8 +308,8 @@ class NodesBackend(CompressingBackend):
         return answers
 
     def _shared(self, orders: Sequence[Order | None], cut: Cut, team: Team, is_exact: bool) -> Sequence[Order | None]:
-        """The orders, of workers that there are: those of the others have none, and what these were to do is shared
-        out. Where chunks are fixed, shares have few whole subtrees."""
+        """Return the orders, in which the chunks of workers that are not there are distributed over the others. If
+        chunks are fixed, shares consist of few complete subtrees."""
         shares = [0 if order is None else order.last - order.first for order in orders]
         total, before = sum(shares), list(shares)
         here = {rank for ranks in team.ranks for rank in ranks}
@@ -318,7 +319,7 @@ class NodesBackend(CompressingBackend):
             shares = split_batch(total, weights)
         if self._setup.fixed_bits and is_exact and total == cut.chunks:
             shares = aligned(shares, [ranks for ranks in team.ranks if ranks])
-        self._attempts += 1  # what workers have of an attempt that failed is none of the next one's
+        self._attempts += 1  # sums of a failed attempt do not belong to the next one
         if shares == before:
             return [None if order is None else order._replace(evaluation=self._attempts) for order in orders]
         order = next(order for order in orders if order is not None)

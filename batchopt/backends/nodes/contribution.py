@@ -19,14 +19,15 @@ from batchopt_workers.process.failures import Failure, describe
 
 
 class NodeFailure(NamedTuple):
-    """An exception on a node: as text, and as an object if its class is ours. Nothing of the user's is unpickled."""
+    """An exception on a node: as text, and as an object if its class is one of batchopt's. No user object is
+    unpickled."""
 
     text: Failure
     error: BatchoptError | StateWritten | DoesNotFit | None
 
     @classmethod
     def of(cls, error: BaseException) -> NodeFailure:
-        """Describe the exception. One of ours loses its cause when it is pickled: so the text has the worker's
+        """Describe the exception. One of batchopt's loses its cause when it is pickled, so the text has the worker's
         traceback."""
         text = describe(error)
         if not isinstance(error, (BatchoptError, StateWritten, DoesNotFit)):
@@ -34,11 +35,11 @@ class NodeFailure(NamedTuple):
         return cls(replace(text, traceback=getattr(error.__cause__, "text", text.traceback)), error)
 
     def error_of(self, name: str, first: int) -> BaseException:
-        """The exception, to be raised here; the node has that name, and workers from that rank on."""
+        """Return the exception to be raised here; the node has that name, and workers from that rank on."""
         error: BaseException | None = self.error
         if error is None:
             error = WorkerError(first, self.text.type_name, self.text.message, range(0), f"on {name}")
-        elif isinstance(error, WorkerError):  # which has the rank on that node
+        elif isinstance(error, WorkerError):  # its rank is that on the node
             _, (rank, *others) = error.__reduce__()
             error = WorkerError(first + rank, *others)
         if self.text.traceback:
@@ -46,9 +47,9 @@ class NodeFailure(NamedTuple):
         return error
 
 
-# The state of a worker, beside the number of its restarts.
+# The state of a worker, except the number of its restarts.
 STATUS = ("pid", "host", "device", "alive", "lost")
-# What was called, by which members see whether they do the same.
+# A description of a call, by which members check that they make the same one.
 Call = Mapping[str, Any]
 
 
@@ -64,7 +65,7 @@ class Work(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A partial but for its vector: its place in the tree, and what `Partial` has."""
+    """A partial without its vector: its place in the tree, and the other fields of `Partial`."""
 
     node: Node
     losses: tuple[float, ...]
@@ -73,9 +74,9 @@ class Summed(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """A member's part of an evaluation. `partials` have vectors of `size` elements, `is_coded` if they are
-    compressed; `vectors` has the elements of short ones. `forms` of results are pickled, by chunk; `infos` of its
-    workers come when they are others than before."""
+    """A member's part of an evaluation. `partials` have vectors of `size` elements, compressed if `is_coded`; `vectors`
+    has the elements of short ones. `forms` of results are pickled, by chunk; `infos` of its workers are sent if they
+    have changed."""
 
     call: Call
     failure: NodeFailure | None = None
@@ -87,16 +88,16 @@ class Contribution(NamedTuple):
     infos: Sequence[WorkerInfo] | None = None
     is_coded: bool = False
     vectors: bytes = b""
-    value: Any = None  # of something else than an evaluation
-    is_behind: bool = False  # it could not take in what it was sent before
+    value: Any = None  # the result of a call that is not an evaluation
+    is_behind: bool = False  # it could not take over earlier updates
 
     @property
     def is_short(self) -> bool:
-        """Tell whether the vectors travel inside this record."""
+        """Tell whether the vectors are sent inside this record."""
         return self.size * self.dtype.itemsize <= WHOLE
 
     def read(self) -> list[torch.Tensor]:
-        """The short vectors."""
+        """Return the short vectors."""
         whole = torch.frombuffer(bytearray(self.vectors), dtype=self.dtype)
         return [*whole.view(len(self.partials), self.size)] if self.partials else []
 
@@ -106,7 +107,7 @@ class Infos:
 
     def __init__(self) -> None:
         self._all: dict[int, WorkerInfo] = {}
-        self._restarts: dict[int, int] = {}  # of each worker, as its node counts them
+        self._restarts: dict[int, int] = {}  # of each worker, as counted by its node
 
     def __iter__(self) -> Iterator[WorkerInfo]:
         return iter([self._all[rank] for rank in sorted(self._all)])
@@ -116,7 +117,7 @@ class Infos:
         return [self._all[rank] for rank in ranks if rank in self._all]
 
     def expect(self, ranks: range) -> None:
-        """Have records of these workers too, of which nothing is known yet."""
+        """Add records of new workers."""
         for rank in ranks:
             self._all.setdefault(rank, WorkerInfo(rank, 0, "", torch.device("cpu"), alive=False))
 
@@ -126,11 +127,11 @@ class Infos:
         self._restarts = {rank: number for rank, number in self._restarts.items() if rank < workers}
 
     def moved(self, ranks: range) -> None:
-        """Other nodes have these workers, and count their restarts from 0 on."""
+        """Note that these workers are on other nodes, which count their restarts from 0 on."""
         self._restarts |= dict.fromkeys(ranks, 0)
 
     def learn(self, infos: Sequence[WorkerInfo]) -> None:
-        """Take over what a member says of its workers; what was counted of them here stays."""
+        """Take over a member's records of its workers; what is counted here stays."""
         for info in infos:
             known = self._all.get(info.rank)
             if known is None:  # it is about to end
@@ -142,12 +143,12 @@ class Infos:
 
 
 def status(info: WorkerInfo) -> Any:
-    """The state of a worker, to be compared with another one."""
+    """Return the state of a worker, for comparison."""
     return info.restarts, *(getattr(info, name) for name in STATUS)
 
 
 def differences(calls: Sequence[Call], names: Sequence[str]) -> str:
-    """In what the calls differ, and whose; empty if they do not."""
+    """Describe in what the calls differ, and whose; empty if they do not."""
     if all(call == calls[0] for call in calls):
         return ""
     texts = []
@@ -159,13 +160,13 @@ def differences(calls: Sequence[Call], names: Sequence[str]) -> str:
                 by_value.setdefault(str(value), []).append(name)
             texts.append(f"{key} " + ", ".join(f"{value} on {' and '.join(of)}" for value, of in by_value.items()))
             if key == "call":
-                break  # what follows differs for that reason
+                break  # later differences follow from this one
     return "; ".join(texts)
 
 
 class Round(NamedTuple):
-    """An evaluation with compressed gradients, by its number: it goes on from what `taken` has left (0: nothing), and
-    the next one may go on from this one, from `taken` or from `kept`."""
+    """An evaluation with compressed gradients, by its number: it adds the residuals of evaluation `taken` (0: none),
+    and the next one may continue from this one, from `taken` or from `kept`."""
 
     evaluation: int
     taken: int
@@ -185,8 +186,8 @@ class GradientResiduals:
         self._left: dict[int, torch.Tensor] = {}
 
     def encode(self, gradient: torch.Tensor, members: int, of: Round) -> torch.Tensor | None:
-        """Encode this member's gradient, which is one of `members`; None for what is not finite, which has to be
-        seen as it is. Raises `DoesNotFit`."""
+        """Encode this member's gradient, one of `members`; return None if it is not finite, since it must then be sent
+        uncompressed. Raises `DoesNotFit`."""
         self._left = {number: self._left[number] for number in (of.taken, of.kept) if number in self._left}
         found = compress(self._compression, gradient, self._left.get(of.taken), members)
         if found is not None and found.residual is not None:
@@ -198,7 +199,7 @@ class GradientResiduals:
         return self._compression.decode(code, members, self._size, self._dtype)
 
     def pass_by(self, of: Round) -> None:
-        """This member has no share of that evaluation: its residual waits."""
+        """Keep this member's residual in an evaluation in which it has no share."""
         if of.taken in self._left:
             self._left[of.evaluation] = self._left[of.taken]
 
@@ -207,8 +208,8 @@ class GradientResiduals:
         return self._left.get(evaluation)
 
     def restore(self, evaluation: int, of_all: Mapping[int, torch.Tensor], place: int, size: int) -> None:
-        """Take what `size` members had when this one is at `place`: its own or, where they are as many as were saved no
-        more, an equal part of the sum."""
+        """Take over the saved residuals of all members, as the one at `place` of `size`: its own or, if the number of
+        members has changed, an equal part of the sum."""
         if not of_all:
             return
         if len(of_all) <= size and max(of_all) < size:

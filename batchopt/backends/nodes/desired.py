@@ -1,4 +1,4 @@
-"""The state that all nodes are to have, and the calls that bring one there: without input or output."""
+"""The desired state of all nodes, and the calls that update a node to it. No input or output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from batchopt_workers.process.torch_settings import TorchSettings
 
 @dataclass(frozen=True)
 class StepStart:
-    """The batch, program and weights of the terms when the step began; nodes that join later are sent these too."""
+    """The batch, program and weights of the terms at the start of the step; nodes that join later are sent these
+    too."""
 
     batch: KnownBatch
     version: ProgramVersion
@@ -25,8 +26,8 @@ class StepStart:
 
 @dataclass(frozen=True)
 class TaskStart:
-    """The task that is carried out, packed; `batch`: that of the task, if it has one. In the loaded batch its samples
-    begin at `offset`; `whole`: whether each node needs all of that."""
+    """The current task, packed; `batch`: its own, if it has one. In the loaded batch its samples begin at `offset`;
+    `whole`: whether each node needs all of the loaded batch."""
 
     packed: PackedBytes
     batch: Batch | None
@@ -36,8 +37,8 @@ class TaskStart:
 
 
 class DesiredState:
-    """The hooks, outputs, step, task and cuts of all nodes. Values are compared by identity with those that a node was
-    sent, which costs nothing."""
+    """The hooks, outputs, step, task and cuts of all nodes. Values are compared by identity, which is fast, with those
+    that a node was sent."""
 
     def __init__(self) -> None:
         self.hooked, self.keeps_outputs = True, False
@@ -46,22 +47,22 @@ class DesiredState:
         self.cut = self.task_cut = Cut((0,))
 
     def use(self, version: ProgramVersion) -> None:
-        """Let step and task go on with this version of the program."""
+        """Continue step and task with this version of the program."""
         if self.step is not None and self.step.version is not version:
             self.step = replace(self.step, version=version)
         if self.task is not None and self.task.version is not version:
             self.task = replace(self.task, version=version)
 
     def cut_so(self, cut: Cut, is_task: bool) -> None:
-        """Cut the batch, or that of the task, so."""
+        """Set the cut of the batch, or of the task's."""
         if is_task:
             self.task_cut = cut
         elif self.cut != cut:
             self.cut = cut
 
     def updates(self, member: Member, workers: int, orders: Sequence[Order | None] = ()) -> list[Update]:
-        """Calls by which a node gets all that it lacks, the rows for its `orders` among it; `workers` is the number of
-        all. It counts as sent from now on."""
+        """Return the calls by which a node gets all that it lacks, including the rows for its `orders`, and count them
+        as sent; `workers` is the total number."""
         has, found = member.has, []
 
         def have(name: str, value: Any, method: Callable[..., None], *arguments: Any) -> None:
@@ -83,7 +84,7 @@ class DesiredState:
         return found
 
     def _wanted(self, orders: Sequence[Order]) -> tuple[range, range]:
-        """The samples that these orders need of the loaded batch, and of the task's own."""
+        """Return the samples that these orders need of the loaded batch, and of the task's own."""
         task, nothing = self.task, range(0)
         if not orders:
             return nothing, nothing
@@ -117,7 +118,7 @@ class DesiredState:
             found.append(Update(NodeSession.extend.__name__, (all_rows.packed_without(held), step.weights)))
         has |= {"step": step, "rows": (all_rows or wanted) if lacks else held}
         if "task" in has:
-            has["task"] = None  # one on the loaded batch begins anew
+            has["task"] = None  # a task on the loaded batch begins again
         return found
 
     def _of_task(self, has: dict[str, Any], samples: range) -> list[Update]:
@@ -135,7 +136,7 @@ class DesiredState:
 
 
 def _program(has: dict[str, Any], version: ProgramVersion) -> list[Update]:
-    """Calls by which a node gets this version of the program."""
+    """Return the calls by which a node gets this version of the program."""
     if (held := has.get("program")) is version:
         return []
     has["program"] = version

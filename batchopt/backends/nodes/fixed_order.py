@@ -1,8 +1,8 @@
-"""The sum of the members' vectors along the tree of chunks, by sends and receives: the same bits at everybody.
+"""The sum of the members' vectors along the tree of chunks, by sends and receives, with the same bits on all members.
 
-Short vectors go whole to whoever takes the sum. Those above are cut into slices, one for each member that holds any: it
-is sent that slice of all vectors, adds them, and sends the result. So every byte crosses the network about twice,
-however many members there are, and all of them send and receive at the same time.
+Short vectors are sent as a whole to the members that take the sum. Longer ones are cut into slices, one for each member
+that holds any: it receives that slice of all vectors, adds them, and sends the result. So every byte crosses the
+network about twice for any number of members, and all of them send and receive at the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from batchopt._mapreduce.reduce import Reduction, Whole
 from batchopt.backends.nodes.group import Group
 from batchopt_workers.map.tree import Node
 
-# Bytes of a vector up to which it goes whole, with what is said of it: more messages take longer than more bytes.
+# Largest vector in bytes that is sent as a whole, within its record: more messages take longer than more bytes.
 WHOLE = 2**17
-# Blocks of a slice: the sum of one is sent while the next one comes.
+# Blocks of a slice: the sum of one is sent while the next one is received.
 BLOCKS = 4
-_RESULT = 3  # a tag: blocks of results come in their order
+_RESULT = 3  # a tag: blocks of results arrive in order
 _NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
@@ -35,8 +35,8 @@ class Vectors(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The vectors that the members hold: the place in the tree of each vector, by member; `chunks` are below the root,
-    and vectors have `size` elements."""
+    """The vectors held by the members: the place of each in the tree, by member; `chunks` are below the root, and
+    vectors have `size` elements."""
 
     places: Sequence[Sequence[Node]]
     chunks: int
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 def gathered(
     group: Group, forms: Sequence[Vectors], mine: Sequence[torch.Tensor], takers: Sequence[int]
 ) -> list[list[torch.Tensor]]:
-    """The vectors of each member, which are of these forms; empty at who does not take them."""
+    """Return the vectors of each member, which have these forms; nothing on members that do not take them."""
     found: list[list[torch.Tensor]] = [[] for _ in forms]
     for other in group.others:
         if group.place in takers:
@@ -65,20 +65,20 @@ def gathered(
 
 
 class FixedOrderSum:
-    """Adds vectors, again and again, in memory that it keeps: a result holds until the next one."""
+    """Adds vectors in memory that it keeps: a result is valid until the next one."""
 
     def __init__(self, group: Group, takers: Sequence[int]) -> None:
         self._group, self._takers = group, takers
         self._memory: dict[str, torch.Tensor] = {}
 
     def __call__(self, held: Held, mine: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The sum of these vectors and those of the others, at those who take it. Raises `NodeLostError`."""
+        """Return the sum of these vectors and those of the others, on members that take it. Raises `NodeLostError`."""
         group, (places, chunks, size, dtype) = self._group, held
         holders = [place for place, nodes in enumerate(places) if nodes]
         takes = group.place in self._takers
         blocks = {place: _blocks(size, i, len(holders)) for i, place in enumerate(holders)}
         out, own = self._empty("sum", size, dtype), blocks.get(group.place, [])
-        # where the elements of the others lie that are to be added here, vector by vector
+        # memory for the others' elements that are added here, vector by vector
         strangers = sum(len(nodes) for place, nodes in enumerate(places) if place != group.place)
         width = own[-1].stop - own[0].start if own else 0
         memory = iter(self._empty("others", strangers * width, dtype).view(strangers, width) if own else ())
@@ -87,7 +87,7 @@ class FixedOrderSum:
         for block in own:
             inner = slice(block.start - own[0].start, block.stop - own[0].start)
             coming.append([group.receive(row[inner], other) for other, of in rows.items() for row in of])
-        # Block by block, in the order of their sums, so that the first sums leave while the last blocks arrive.
+        # Block by block, in the order of the sums, so that the first sums are sent while the last blocks arrive.
         for number in range(max(map(len, blocks.values()))):
             for other in group.others:
                 for block in blocks.get(other, [])[number : number + 1]:
@@ -135,5 +135,5 @@ def _add(
 
 
 def whole_of(partials: list[tuple[Node, Partial]], chunks: int, out: torch.Tensor) -> Whole:
-    """The sum of all partials, whose vectors are added into `out`."""
+    """Return the sum of all partials, whose vectors are added into `out`."""
     return Reduction([Answer(0, 0, 0.0, partials)], chunks).whole([partial.losses for _, partial in partials], out)

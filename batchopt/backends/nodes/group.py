@@ -1,10 +1,11 @@
 """A group of processes that exchange objects and vectors, by sends and receives of torch.distributed's gloo.
 
-Each member has a `place`. Both ends of a vector know its length: gloo ends a process that is sent more than it expects.
-An object goes to the inbox that its receiver has open for each other member, from the end of one exchange to the next:
-so it is sent at once, and nobody has to wake up for a handshake, which takes longer than the message. What does not fit
-follows. A member that ends, closes its group or is silent for `timeout` seconds is an error at all that wait for it;
-they close theirs, so that everybody hears of it, and may make another group over the same store, by another name.
+Each member has a `place`. Sender and receiver of a vector know its length: gloo ends a process that is sent more than
+it expects. An object is sent to the inbox that its receiver keeps open for each other member from the end of one
+exchange to the next: so it is sent at once, without waking up the receiver for a handshake, which takes longer than the
+message. The part that does not fit follows. A member that ends, closes its group or is silent for `timeout` seconds is
+an error on all that wait for it; they close theirs, so that all members notice, and may form another group over the
+same store under another name.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ import torch.distributed as _dist
 
 from batchopt.errors import BatchoptError, NodeLostError
 
-dist: Any = _dist  # of which torch exports a part alone
+dist: Any = _dist  # torch exports only a part of it
 
-# Bytes of an inbox.
+# Size of an inbox in bytes.
 BLOCK = 2**19
-# Seconds that a wait lasts from which on the next one can be interrupted, which takes another thread, and longer.
+# A wait of this many seconds makes the next one interruptible, which needs another thread and takes longer.
 LONG = 0.02
-# Seconds, of whoever waits without end.
+# Seconds of a wait without limit.
 FOREVER = 1e6
-# Seconds from one look at whether something is wrong to the next.
+# Seconds between two checks whether something is wrong.
 LOOKING = 1.0
 _LENGTH = struct.Struct("<q")
 _OBJECT, _REST, _NEVER, _VECTOR = 1, 2, 4, 16  # tags; vectors have one for each number of bytes
 
-# What is waited for, with the place of the member at the other end; an answer is what went wrong, and with whom.
+# Work to wait for, with the place of the member at the other end; the answer is the error, and the member's place.
 Posted = tuple[int, Any]
 Wrong = tuple[int, str]
-# What is waited for, and for how long.
+# Work to wait for, and for how long.
 Asked = tuple[Sequence[Posted], timedelta]
 
 
 def _wait(asked: SimpleQueue[Asked | None], answers: SimpleQueue[Wrong | None]) -> None:
-    """The life of the thread that waits where it takes long: the one that asks can be interrupted meanwhile, as it
-    cannot within gloo."""
+    """The main loop of the thread for long waits: the thread that asks remains interruptible, which it is not within
+    gloo."""
     while (posted := asked.get()) is not None:
         answers.put(_waited(*posted))
         del posted
@@ -81,25 +82,26 @@ class _Data(NamedTuple):
 
     @staticmethod
     def head_of(box: torch.Tensor) -> tuple[int, bytes]:
-        """The length of the object in an inbox, and as much of it as is there."""
+        """Return the length of the object in an inbox, and the part of it that is there."""
         content = box.numpy()
         (length,) = _LENGTH.unpack_from(content.data)
         return length, content[_LENGTH.size : _LENGTH.size + length].tobytes()
 
 
 class _Making:
-    """The group as something to wait for."""
+    """The creation of the group, as work to wait for."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments, self.made = arguments, None
 
     def wait(self, patience: timedelta) -> None:
-        """Wait until all others are there."""
+        """Wait until all others have joined."""
         self.made = _gloo(*self._arguments)
 
 
 class Group:
-    """This process, at `place` of `size`, and the others, which make theirs over the same store by the same name."""
+    """This process, at `place` of `size`, and the others, which create theirs over the same store under the same
+    name."""
 
     def __init__(
         self,
@@ -112,9 +114,9 @@ class Group:
         watch: Callable[[], None] | None = None,
         is_patient: bool = False,
     ) -> None:
-        """`host`: the address by which others reach this process. `watch`, which raises if something is wrong, is
-        called now and then while this waits; one that `is_patient` waits as long as the others live. Raises
-        `NodeLostError` if they do not come."""
+        """`host`: the address of this process for the others. `watch`, which raises if something is wrong, is called
+        repeatedly while this waits; if it `is_patient` it waits as long as the others live. Raises `NodeLostError` if
+        they do not join."""
         self.place, self.size, self._timeout, self._watch = place, size, timeout, watch
         self._patience = timedelta(seconds=FOREVER if is_patient else timeout)
         self.names: Sequence[str] = [f"node {i}" for i in range(size)]  # for messages
@@ -133,7 +135,7 @@ class Group:
 
     @property
     def others(self) -> list[int]:
-        """The places of all others, each member beginning with the one behind it."""
+        """The places of all others, starting with the one after this member."""
         return [(self.place + i) % self.size for i in range(1, self.size)]
 
     # ---- vectors
@@ -152,12 +154,12 @@ class Group:
         self._check_open()
         try:
             return getattr(self._group, what)([vector], place, tag)
-        except RuntimeError as error:  # it is known already that the other end is gone
+        except RuntimeError as error:  # the other end is known to be gone
             self.close()
             raise NodeLostError(self._described(place, str(error)), place) from None
 
     def broadcast(self, vector: torch.Tensor) -> None:
-        """Have at everybody what the member at place 0 has in this contiguous tensor: it is passed on along a tree."""
+        """Copy this contiguous tensor from the member at place 0 to all others, along a tree."""
         last = 1 << max(self.size - 1, 0).bit_length()
         for step in (last >> i for i in range(1, last.bit_length())):
             if self.place % (2 * step) == step:
@@ -168,7 +170,7 @@ class Group:
         self.wait()
 
     def wait(self, some: Sequence[Posted] | None = None) -> None:
-        """Wait for all that was begun, or for `some`. Raises `NodeLostError`, and `BatchoptError` if this was
+        """Wait for all work that was begun, or for `some`. Raises `NodeLostError`, and `BatchoptError` if this was
         stopped."""
         posted = self._posted if some is None else some
         self._posted = [] if some is None else [one for one in self._posted if not any(one is other for other in some)]
@@ -181,11 +183,11 @@ class Group:
             else:
                 self._asked.put((posted, self._patience if self._watch is None else timedelta(seconds=FOREVER)))
                 wrong = self._answer()
-        except BaseException:  # of a signal handler: nobody knows what has come
+        except BaseException:  # raised by a signal handler: it is unknown what has arrived
             self.close()
             raise
         self._lasts = time.perf_counter() - began
-        posted = []  # which an exception would keep, too
+        posted = []  # a traceback would keep it alive
         if wrong is None:
             return
         self.close()
@@ -218,8 +220,8 @@ class Group:
     # ---- objects
 
     def exchange(self, value: Any, brief: Any = None, takers: Sequence[int] | None = None) -> list[Any]:
-        """Exchange values with all members; returns them by place. Members that are not among `takers` (if given) get
-        `brief`."""
+        """Exchange values with all members; return them by place. Members that are not among `takers` (if given) are
+        sent `brief`."""
         self.open()
         datas = [_Data.of(value), None if takers is None else _Data.of(brief)]
         for other in self.others:
@@ -228,21 +230,21 @@ class Group:
         return [value if i == self.place else found[i] for i in range(self.size)]
 
     def open(self) -> None:
-        """Open the inboxes: best some time before something is sent to them."""
+        """Open the inboxes, ideally some time before an object is sent to them."""
         for other in self.others:
             if other not in self._boxes:
                 box = self._memory.setdefault(other, torch.empty(BLOCK, dtype=torch.uint8))
                 self._boxes[other] = self._begin("recv", box, other, _OBJECT)
 
     def give(self, values: Mapping[int, Any]) -> None:
-        """Send objects to members that `take` them."""
+        """Send objects to members, which `take` them."""
         kept = [(to, _Data.of(value)) for to, value in values.items()]
         for to, data in kept:
             self._send_object(data, to)
         self.wait()
 
     def take(self, origin: int) -> Any:
-        """An object that a member gives."""
+        """Receive an object that a member gives."""
         return self._received([origin])[origin]
 
     def _send_object(self, data: _Data | None, to: int) -> None:
@@ -252,7 +254,7 @@ class Group:
             self.send(data.rest, to, _REST)
 
     def _received(self, origins: Sequence[int]) -> dict[int, Any]:
-        """The objects that these members send."""
+        """Return the objects sent by these members."""
         self.open()
         self._posted += [(origin, self._boxes.pop(origin)) for origin in origins]
         self.wait()
@@ -271,7 +273,7 @@ class Group:
     # ---- the end
 
     def stop(self) -> None:
-        """Have `wait` raise `BatchoptError`, if it waits."""
+        """Make a blocked `wait` raise `BatchoptError`."""
         self._answers.put((-1, "this BatchOptimizer was closed while it waited for other nodes"))
 
     @property
@@ -280,27 +282,27 @@ class Group:
         return self._group is not None
 
     def abort(self) -> None:
-        """Have whatever waits raise `NodeLostError`, here and at those that wait for this member."""
+        """Make every wait raise `NodeLostError`, here and on members that wait for this one."""
         group = self._group
         for other in self.others if group is not None else ():
             try:
                 never = group.recv([torch.empty(1, device="cpu")], other, _NEVER)
-            except RuntimeError:  # that one is gone
+            except RuntimeError:  # the other member is gone
                 continue
-            # Where a receive times out, gloo ends all connections of the group: it has no other way to end a wait.
+            # If a receive times out, gloo ends all connections of the group: there is no other way to end a wait.
             with suppress(RuntimeError):
                 never.wait(timedelta(milliseconds=1))
             return
 
     def close(self) -> None:
-        """Leave the group: others that wait for this member hear of it."""
+        """Leave the group; members that wait for this one are notified."""
         self.abort()
         self._group, self._posted, self._boxes = None, [], {}
         self._end()
 
 
 def _gloo(store: Any, place: int, size: int, timeout: float, host: str) -> Any:
-    """A gloo group over this store, which belongs to nobody else and is known to torch.distributed by no name."""
+    """Create a private gloo group over this store, which is not registered with torch.distributed."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -310,9 +312,9 @@ def _gloo(store: Any, place: int, size: int, timeout: float, host: str) -> Any:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to another one, by which that one reaches it."""
+    """Return the address of this machine as seen from another one."""
     kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as way:
-        way.connect(address)  # which sends nothing
+        way.connect(address)  # sends nothing
         found: str = way.getsockname()[0]
         return found

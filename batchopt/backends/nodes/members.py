@@ -1,8 +1,8 @@
 """The nodes of a backend: placed, joined, lost and replaced, generation by generation.
 
-A generation is a group of the nodes that live. It ends when a member is lost, or when there are others to join: then
-all that are left say that they are there, and make the next one. What a node was sent is known as long as it says that
-it has taken in all that was sent.
+A generation is a group of the living nodes. It ends when a member is lost, or when others are to join: then the
+remaining ones report that they are there, and form the next one. The state of a node is known as long as it reports
+that it has taken over everything that was sent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from batchopt.backends.patience import ATTEMPTS, STARTUP
 from batchopt.errors import AllWorkersLostError, BatchoptError, NodeLostError, WorkerError, WorkerStartError
 from batchopt_workers.process.messages import versions
 
-# Seconds in which a node has to answer at all, and to come once it was placed.
+# Seconds in which a node has to answer at all, and to report once it was placed.
 ANSWERING = 30.0
-# Seconds from one look at where there is room for workers that were lost to the next.
+# Seconds between two searches for room for lost workers.
 INTERVAL = 0.5
-# Seconds to wait for room that others leave, and for which it has to be the same before workers are spread over it.
+# Seconds to wait for room that others release, and for which it has to stay the same before workers are distributed.
 FREEING, SETTLING = 10.0, 0.25
 
 
@@ -42,24 +42,24 @@ class Member:
         self.sent = 0  # commands
         self.has: dict[str, Any] = {}
         self.since = time.monotonic()
-        self.beat, self.beaten = b"", time.monotonic()  # its last sign of life, and when it came
+        self.beat, self.beaten = b"", time.monotonic()  # its last sign of life, and its time
 
     def forget(self) -> None:
-        """Nobody knows which commands it has taken in: it is sent everything again, but no other workers."""
+        """Forget the node's state, which is unknown: it is sent everything again, except its workers."""
         self.has = {name: value for name, value in self.has.items() if name == "started"}
 
 
 class Members:
-    """The nodes of `placer`, of whose workers `restarts` may be replaced. A node that gives no sign for `timeout`
-    seconds (None: a default), but three at least, counts as lost."""
+    """The nodes of `placer`, of whose workers `restarts` may be replaced. A node that does not respond for `timeout`
+    seconds (None: a default; at least three) counts as lost."""
 
     def __init__(self, placer: Placer, timeout: float | None, restarts: int, world: int, fixed_bits: bool) -> None:
         self.all: list[Member] = []
         self.infos = Infos()
-        self.world = world  # how many workers there are to be
-        self.ending = ""  # of the node that was lost last
+        self.world = world  # the number of workers that should exist
+        self.ending = ""  # the cause for the node that was lost last
         self.team: Team | None = None
-        self.residuals: GradientResiduals | None = None  # of this process, which has none and can read codes
+        self.residuals: GradientResiduals | None = None  # of this process, which only decodes
         self.lost: Callable[[Member], None] = lambda member: None
         self._placer, self._restarts, self._fixed_bits = placer, restarts, fixed_bits
         self._timeout = max(timeout or ANSWERING, 3 * BEAT)
@@ -67,21 +67,21 @@ class Members:
             placer.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(0, 60)
         )
         self._numbers = self._generation = 0
-        self._failures = 0  # nodes that did not start, in a row
-        self._look_at = 0.0  # when to look for room again
+        self._failures = 0  # consecutive nodes that did not start
+        self._look_at = 0.0  # the time of the next search for room
         self._stopped = False
         self._end = weakref.finalize(self, _kill, self.all)
 
     @property
     def present(self) -> list[Member]:
-        """The members of the present group, in the order of their places, which is that of their ranks."""
+        """The members of the current group, in the order of their places, which is that of their ranks."""
         return sorted((member for member in self.all if member.is_in), key=lambda member: member.ranks.start)
 
     # ---- placing
 
     def grow(self, workers: int) -> None:
-        """Have more workers, and wait until their nodes are there. Raises `ValueError` where there is no room, and
-        `WorkerStartError` for a node that is not as this one or does not come."""
+        """Add workers, and wait until their nodes have reported. Raises `ValueError` if there is no room, and
+        `WorkerStartError` for a node with other versions or that does not report."""
         before, self.world = self.world, workers
         self.infos.expect(range(before, workers))
         try:
@@ -96,7 +96,7 @@ class Members:
             raise
 
     def shrink(self, workers: int) -> None:
-        """Have fewer workers, those of the lowest ranks."""
+        """Keep only the workers of the lowest ranks."""
         self.world = workers
         self.infos.cut(workers)
         for member in self.all:
@@ -104,7 +104,7 @@ class Members:
         for member in [member for member in self.all if not member.ranks]:
             self.all.remove(member)
             member.placed.kill()
-        self._close()  # others have other ranks, or other companions
+        self._close()  # the remaining members have other ranks, or other companions
 
     def _place(self, machine: str, ranks: range) -> None:
         number, self._numbers = self._numbers, self._numbers + 1
@@ -112,8 +112,8 @@ class Members:
         self.all.append(Member(number, placed, ranks))
 
     def _room_for(self, workers: int) -> list[Room]:
-        """Find room for more workers. Room that was just released is free a moment later, on one node sooner than on
-        another: so wait until there is enough and no more comes."""
+        """Find room for more workers. Released room becomes free after a moment, on one node sooner than on another: so
+        wait until there is enough and it no longer grows."""
         free: list[Room] | None = None
         since = time.monotonic()
         until = since + FREEING
@@ -166,15 +166,15 @@ class Members:
     # ---- generations
 
     def gather(self, start: Callable[[Team], None], insists: bool = False) -> Team:
-        """The team of all nodes that live: the present one, or another generation. `start` has those that are new in
-        it start their workers. Raises `AllWorkersLostError`, and what starting workers raises: at once, if the caller
+        """Return the team of all living nodes: the current one, or a new generation, in which `start` has new nodes
+        start their workers. Raises `AllWorkersLostError`, and what starting workers raises: at once, if the caller
         `insists` on them."""
         alone_since = time.monotonic()
         while True:
             self._check_stopped()
             self._replace()
             newcomers = [member for member in self.all if not member.is_in and self._came(member)]
-            # The present generation goes on as long as nobody has left it and nobody wants to join.
+            # The current generation continues as long as no member has left it and no node wants to join.
             if self.team is not None and self.team.group.is_open and not newcomers:
                 return self.team
             if not self.all and self._restarts <= 0:
@@ -199,7 +199,7 @@ class Members:
         )
 
     def _not_started(self, newcomers: list[Member], error: BaseException, insists: bool) -> None:
-        """Nodes are there whose workers do not start: others are tried, if any work."""
+        """Handle nodes whose workers do not start: others are tried, if any node works."""
         self._failures += 1
         for member in newcomers:
             self._lose(member, f"did not start: {error}")
@@ -208,8 +208,8 @@ class Members:
             raise error
 
     def _replace(self) -> None:
-        """Place the workers whose node was lost, as far as there is room and it is allowed; each start costs a
-        restart. The others count as lost until there is room."""
+        """Place the workers whose node was lost, as far as there is room; each start takes a restart. The others count
+        as lost until there is room."""
         homeless = self._homeless()
         if homeless and self._restarts > 0 and time.monotonic() >= self._look_at:
             # Asking a cluster for its room takes milliseconds: not in each evaluation.
@@ -239,13 +239,13 @@ class Members:
             return False
 
     def _regroup(self, newcomers: list[Member]) -> Team:
-        """The next generation: of those that are present still and say so, and these."""
+        """Form the next generation, of members that are still there and report it, and of these new ones."""
         if self.team is not None and self.team.group.is_open:
             self.team.group.give(dict.fromkeys(self.team.group.others, NodeCommand("regroup")))
         self._close()
         generation = self._generation + 1
         self._await(generation)
-        # Newcomers first learn the number of the generation, then wait for its members as all others do.
+        # New nodes are first sent the number of the generation, then wait for its members like all others.
         for member in newcomers:
             self._store.set(f"join/{member.number}", str(generation))
             member.is_in, member.beaten = True, time.monotonic()
@@ -254,7 +254,7 @@ class Members:
             raise NodeLostError(f"no node is left: {self.ending}", -1)
         ranks = tuple(member.ranks for member in present)
         membership = Membership(tuple(member.number for member in present), ranks, self._timeout)
-        self._generation = generation  # an interrupt before this leaves it to be called again
+        self._generation = generation  # after an interrupt before this line it is formed again
         self._store.set(f"members/{generation}", pickle.dumps(membership))
         name, size = f"group/{generation}", len(present) + 1
         group = Group(self._store, name, 0, size, self._timeout, self._placer.address, self._watch)
@@ -264,8 +264,8 @@ class Members:
         return team
 
     def _await(self, generation: int) -> None:
-        """Wait until all that are present have said that they are there; those that give no sign are lost, which ends
-        whatever others wait for them."""
+        """Wait until all present members have reported; those that do not respond are lost, which ends the waits of
+        others for them."""
         coming = self.present
         while coming:
             self._check_stopped()
@@ -274,7 +274,7 @@ class Members:
                 if self._store.check([key]):
                     coming.remove(member)
                     taken = int(self._store.get(key))
-                    # Commands got lost on the way: what the member has can no longer be known.
+                    # Commands were lost on the way: the member's state is unknown.
                     if taken != member.sent:
                         member.forget()
                     member.sent = taken
@@ -284,7 +284,7 @@ class Members:
             time.sleep(0.001 if coming else 0.0)
 
     def _fault_of(self, member: Member) -> str | None:
-        """Why it cannot be a member any more."""
+        """Return the reason why it cannot be a member any more."""
         if (why := member.placed.gone()) is not None:
             return why
         return f"gave no sign for {self._timeout:.3g} s" if self._is_silent(member) else None
@@ -292,7 +292,7 @@ class Members:
     # ---- losses
 
     def _watch(self) -> None:
-        """Raise `NodeLostError` if a member is gone, or gives no sign of life."""
+        """Raise `NodeLostError` if a member is gone, or gives no sign of life in time."""
         self._check_stopped()
         for place, member in enumerate(self.present, 1):
             if (why := self._fault_of(member)) is not None:
@@ -307,7 +307,7 @@ class Members:
         return now - member.beaten > self._timeout
 
     def forgo(self) -> None:
-        """A member was lost: the generation has come to its end."""
+        """End the generation after the loss of a member."""
         self._close()
         for member in list(self.present):
             if (why := member.placed.gone()) is not None:
@@ -326,8 +326,8 @@ class Members:
         self.lost(member)
 
     def _close(self) -> None:
-        """End the generation. Members look into the store for it: one that waits for a member out of reach would never
-        hear of it otherwise."""
+        """End the generation. Members check the store for that: otherwise one that waits for an unreachable member
+        would wait for ever."""
         if self.team is not None:
             self._store.set(f"over/{self._generation}", "")
             self.team.group.close()
@@ -337,7 +337,7 @@ class Members:
             raise BatchoptError("this BatchOptimizer was closed while it waited for its workers")
 
     def stop(self) -> None:
-        """Have whatever waits raise `BatchoptError`."""
+        """Make every wait raise `BatchoptError`."""
         self._stopped = True
         if self.team is not None:
             self.team.group.stop()
@@ -348,7 +348,7 @@ class Members:
             with suppress(BatchoptError):
                 self.team.group.give(dict.fromkeys(self.team.group.others, NodeCommand("end")))
             self._close()
-        self.team = self._store = None  # nobody listens any more
+        self.team = self._store = None  # with the store, the listening socket is closed
         self._end()
         for info in self.infos:
             info.alive = False

@@ -1,11 +1,11 @@
-"""A node's process: its workers, and the loop that does what the parent says.
+"""A node's process: its workers, and the loop that carries out the parent's commands.
 
     parent                                  ║ network     this process
-    NodeCommand, X                        ──╫──►  takes in the updates, then
+    NodeCommand, X                        ──╫──►  makes the updates, then
                                             ║     Team ── ProcessBackend ── worker processes
     Contribution, partials    ◄─────────────╫───  X, batch and partials in shared memory
 
-Where a member of the group is lost, all that are left wait for the next generation of it, which the parent calls.
+If a member of the group is lost, the remaining ones wait for the next generation, which the parent forms.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from batchopt_workers.map.evaluate import Program
 from batchopt_workers.process.messages import TASKS, Cut, Order, versions
 from batchopt_workers.process.torch_settings import TorchSettings
 
-# Seconds from one sign of life to the next.
+# Seconds between two signs of life.
 BEAT = 1.0
-# Seconds to wait for the parent's next word before it is looked at whether the parent is there.
+# Seconds to wait for the parent before checking whether it is still there.
 LISTENING = 600.0
 
 
 class Membership(NamedTuple):
-    """The members of a generation: the node at each place but the parent's, its workers' ranks, and the timeout."""
+    """The members of a generation: the node at each place except the parent's, its workers' ranks, and the timeout."""
 
     numbers: tuple[int, ...]
     ranks: tuple[range, ...]
@@ -76,8 +76,8 @@ class Update(NamedTuple):
 
 
 class NodeCommand(NamedTuple):
-    """A command to a node, to be carried out after its updates. `vectors`: the bytes of X and of the direction where
-    they are other ones; None for a long one, which the parent sends after this."""
+    """A command to a node, to be carried out after its updates. `vectors`: the bytes of X and of the direction if they
+    have changed; None for a long one, which the parent sends after this."""
 
     what: str
     updates: Sequence[Update] = ()
@@ -90,7 +90,7 @@ class NodeSession:
 
     def __init__(self) -> None:
         self.workers: ProcessBackend | None = None
-        self.taken = 0  # commands whose updates were taken in
+        self.taken = 0  # commands whose updates were made
         self.joined: tuple[int, Group] | None = None  # the number of a generation, and its group
         self._team: Team | None = None
         self._residuals: GradientResiduals | None = None
@@ -100,7 +100,7 @@ class NodeSession:
     # ---- the group
 
     def follow(self, group: Group, membership: Membership) -> None:
-        """Do what the parent says until it says no more. Raises `NodeLostError`, and `EOFError` at the end."""
+        """Carry out the parent's commands. Raises `NodeLostError`, and `EOFError` at the end."""
         ranks = [range(0), *membership.ranks]
         fixed_bits = self._setup.fixed_bits if self.workers is not None else False
         self._team = Team(group, None, ranks, [0], fixed_bits, self._residuals)
@@ -118,7 +118,7 @@ class NodeSession:
                 getattr(self, f"_{command.what}")(failure, *command.arguments)
             except NodeLostError:
                 raise
-            except Exception:  # everybody has it: the parent raises it
+            except Exception:  # all members have it, and the parent raises it
                 continue
 
     def _use(self) -> None:
@@ -126,7 +126,7 @@ class NodeSession:
             self._team.local = self.workers
 
     def _take_in(self, command: NodeCommand) -> BaseException | None:
-        """The updates; what one of them raises."""
+        """Make the updates; return an exception raised by one of them."""
         self.taken += 1
         try:
             for method, arguments in command.updates:
@@ -144,7 +144,7 @@ class NodeSession:
         if name == "direction":
             self._workers.set_direction(vector)
 
-    # ---- what the parent asks for, of all nodes at once
+    # ---- commands to all nodes at once
 
     def _evaluate(self, failure: BaseException | None, orders: Sequence[Order | None], of: Round | None) -> None:
         team = self._joined
@@ -164,7 +164,7 @@ class NodeSession:
         self._joined.exchange({}, found, failure, is_behind)
 
     def _meet(self, failure: BaseException | None) -> None:
-        """Say that the updates were taken in."""
+        """Report that the updates were made."""
         self._joined.exchange({}, None, failure, failure is not None)
 
     def _tell_residuals(self, failure: BaseException | None, evaluation: int) -> None:
@@ -190,7 +190,7 @@ class NodeSession:
 
     def start(self, setup: NodeSetup, program: ProgramUpdate, ranks: range, world: int) -> None:
         """Start the workers of a program."""
-        if self.workers is not None:  # of a start that nobody received, since another node was lost meanwhile
+        if self.workers is not None:  # from a start whose answer was not received, because another node was lost
             self.workers.close()
         setup.torch.apply()
         layout = setup.layout
@@ -228,16 +228,16 @@ class NodeSession:
         return loaded
 
     def use_hooks(self, hooked: bool) -> None:
-        """Run hooks from now on, or none."""
+        """Set whether hooks run."""
         self._workers.use_hooks(hooked)
 
     def set_torch(self, settings: TorchSettings) -> None:
-        """Compute with these settings of torch."""
+        """Use these settings of torch."""
         settings.apply()
         self._torch = settings
 
     def change(self, found: ProgramUpdate) -> None:
-        """Take another version of the program, for the step that begins next or goes on."""
+        """Take over another version of the program, for the next step or the current one."""
         if found.data is None:
             write(found, self._tensors)
             return
@@ -246,42 +246,42 @@ class NodeSession:
         self._workers.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
 
     def load(self, batch: PackedBytes, weights: tuple[float, ...]) -> None:
-        """Begin a step on a batch, with the rows that come with it."""
+        """Begin a step on a batch, of which these rows are sent."""
         self._prepared = self._workers.place(batch.packed())
         self.reload(weights)
 
     def extend(self, rows: PackedBytes, weights: tuple[float, ...]) -> None:
-        """Begin a step on the batch of the step before, with more rows."""
-        # Its rows are read from memory that the workers have: so they go to another block.
+        """Begin a step on the previous step's batch, with more rows."""
+        # Its rows are read from the workers' memory, so the new batch is placed in another block.
         whole = with_rows(self._prepared.batch, rows.unpacked())
         self._prepared = self._workers.prepare(whole, ahead=True)
         self.reload(weights)
         self._workers.give_back()
 
     def reload(self, weights: tuple[float, ...]) -> None:
-        """Begin a step on the batch of the step before."""
+        """Begin a step on the previous step's batch."""
         self._workers.load(self._prepared, weights)
 
     def keep_outputs(self, keep: bool) -> None:
-        """Let evaluations return the module's outputs, or not."""
+        """Set whether evaluations return the module's outputs."""
         self._workers.keep_outputs(keep)
 
     def begin_task(self, task: PackedBytes, batch: PackedBytes | None) -> None:
-        """Let orders of tasks be about this one: on the loaded batch, or on this one."""
+        """Begin a task, on the loaded batch or on this one."""
         self._workers.begin_task(
             task.unpacked(self._parameters), None if batch is None else batch.unpacked(), follow=True
         )
 
     def end_task(self) -> None:
-        """Hold nothing of the task any more."""
+        """End the task."""
         self._workers.end_task()
 
     def set_cut(self, cut: Cut) -> None:
-        """Cut the batch so."""
+        """Set the cut of the batch."""
         self._cut = cut
 
     def set_task_cut(self, cut: Cut) -> None:
-        """Cut the task's batch so."""
+        """Set the cut of the task's batch."""
         self._task_cut = cut
 
     def resize(self, workers: int, world: int) -> None:
@@ -296,8 +296,8 @@ class NodeSession:
 
 
 def serve(address: str, port: int, number: int) -> None:
-    """The life of node `number`: it says that it is there, and joins each generation of the group that it is to belong
-    to, until there is none or the parent is gone."""
+    """Serve as node `number`: report to the parent, and join each generation of the group to which it belongs, until
+    there is none or the parent is gone."""
 
     def reach() -> Any:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LISTENING))
@@ -334,14 +334,14 @@ def _word(store: Any, key: str) -> bytes:
 
 
 def _beat(reach: Callable[[], Any], number: int, node: NodeSession, over: threading.Event) -> None:
-    """Give signs of life, and end waits of a generation that is over: whom the node waits for may be out of reach."""
+    """Give signs of life, and end waits of a generation that is over, since the awaited member may be unreachable."""
     beats = 0
     try:
         store = reach()
         while not over.wait(BEAT):
             beats += 1
             store.set(f"alive/{number}", str(beats))
-            joined = node.joined  # which the other thread may replace meanwhile
+            joined = node.joined  # once, as the other thread may replace it
             if joined is not None and store.check([f"over/{joined[0]}"]):
                 joined[1].abort()
     except RuntimeError:  # the parent is gone

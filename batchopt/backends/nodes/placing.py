@@ -1,4 +1,4 @@
-"""The interface of whoever starts nodes on machines, and the arithmetic of distributing workers and chunks."""
+"""The interface for starting nodes on machines, and the distribution of workers and chunks over nodes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Placed(Protocol):
     """A node's process."""
 
     def gone(self) -> str | None:
-        """Why it is not there any more; None while it is."""
+        """Return the reason why it has ended; None while it has not."""
 
     def kill(self) -> None:
-        """End it, and the workers that it has started; does nothing the second time."""
+        """End it, and the workers that it has started; a second call does nothing."""
 
 
 class Placer(Protocol):
@@ -32,7 +32,7 @@ class Placer(Protocol):
     address: str  # of this machine, for them
 
     def rooms(self, whole: bool = False) -> list[Room]:
-        """List the room for more workers; with `whole`, as if nobody else used the machines."""
+        """List the room for more workers; with `whole`, as if the machines had no other users."""
 
     def place(self, machine: str, workers: int, address: str, port: int, number: int) -> Placed:
         """Start `serve(address, port, number)` on that machine, with cores for `workers` workers."""
@@ -56,7 +56,7 @@ def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
 
 
 def free_ranks(taken: Sequence[range], workers: int) -> list[range]:
-    """The runs of ranks below `workers` that are in none of the ranges."""
+    """Return the runs of ranks below `workers` that are in none of the ranges."""
     found, at = [], 0
     for ranks in sorted(taken, key=lambda ranks: ranks.start):
         if ranks.start > at:
@@ -80,12 +80,12 @@ def placements(homeless: Sequence[range], rooms: Sequence[Room], most: int) -> l
     return found
 
 
-# The part of a node's share that may go to another one for it.
+# The part of a node's share that may be moved to another one for this.
 SLACK = 1 / 16
 
 
 def aligned(shares: Sequence[int], nodes: Sequence[range]) -> list[int]:
-    """The number of chunks of each worker, where each node has the workers of some ranks: the planned ones, but with
+    """Return the number of chunks of each worker, if each node has the workers of some ranks: as planned, but with the
     bounds between nodes moved a little, to where larger subtrees of chunks begin."""
     planned = [sum(shares[rank] for rank in ranks) for ranks in nodes]
     ends = list(accumulate(planned))
@@ -100,7 +100,7 @@ def aligned(shares: Sequence[int], nodes: Sequence[range]) -> list[int]:
 
 
 def _rounded(bound: int, slack: int) -> int:
-    """The multiple of the largest power of two that is no further away than `slack`."""
+    """Return the multiple of the largest power of two within `slack`."""
     size = 1
     while size <= bound and abs(_nearest(bound, 2 * size) - bound) <= slack:
         size *= 2

@@ -6,9 +6,9 @@
     what was called, losses, times ◄────────╫───────────► the same of theirs: one block each
     its partials                  ◄─────────╫───────────► a sum in the order of the tree (fixed_order.py)
 
-An evaluation has one exchange of small objects, in which everybody hears what everybody was asked to do and whether it
-went well, and then the sum. Shares are fixed for an evaluation: within a member its backend moves chunks from worker to
-worker, and mends what dies there. What a member raises, all raise.
+An evaluation has one exchange of small objects, by which all members learn what each was asked to do and whether it
+succeeded, and then the sum. Shares are fixed for an evaluation: within a member its backend moves chunks from worker to
+worker, and replaces workers. An exception on one member is raised on all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from batchopt_workers.map.tree import Node
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Column
 
-# What evaluates for a member.
+# The backend that evaluates for a member.
 Local = SerialBackend | ProcessBackend
 
 
@@ -63,9 +63,9 @@ class _Before(NamedTuple):
 
 
 class Team:
-    """The members of `group`, of which each has the workers of some `ranks` of all, behind its `local` backend; None
-    where this one has none. Sums are for `takers`. With `fixed_bits` they do not depend on who has which ranks, unless
-    gradients are compressed, which leaves `residuals` at each member."""
+    """The members of `group`, each of which has the workers of some `ranks`, in its `local` backend; None if this one
+    has none. `takers` get the sums. With `fixed_bits` these do not depend on which member has which ranks, unless
+    gradients are compressed, which leaves `residuals` on each member."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class Team:
         self._sum = FixedOrderSum(group, takers)
         self.rows: list[torch.Tensor] = []  # of the last evaluation that collected any
         self.infos = Infos()
-        self.behind: set[int] = set()  # members that could not take in what they were sent, as of the last exchange
+        self.behind: set[int] = set()  # members that could not make their updates, as of the last exchange
         self._before: _Before | None = None
-        self._reported: list[Any] = []  # the state of this member's workers, as others know it
+        self._reported: list[Any] = []  # the state of this member's workers, as sent last
 
     # ---- evaluating
 
@@ -96,18 +96,18 @@ class Team:
         compressed: Round | None = None,
         failed: BaseException | None = None,
     ) -> list[Answer]:
-        """Evaluate the chunks of all orders, each by the worker of that rank or one beside it; the answers of all
-        workers, at those who take them; but nothing here, if that has `failed` already. Raises what any member raises,
-        `NodesDifferError` and `NodeLostError`."""
+        """Evaluate the chunks of all orders, each by the worker of that rank or another one of its member; return the
+        answers of all workers, on members that take them. If this member has `failed` already, it only reports that.
+        Raises what any member raises, `NodesDifferError` and `NodeLostError`."""
         began, mine = time.perf_counter(), self.ranks[self.group.place]
-        # Inboxes are opened before computing, so that whoever is done first can send at once.
+        # Inboxes are opened before computing, so that the member that is done first can send at once.
         self.group.open()
         answers: list[Answer] = []
         failure = failed
         if failed is None:
             answers, failure = self._map(cut, orders[mine.start : mine.stop], meanwhile)
         is_whole = sum(order.last - order.first for order in orders if order is not None) == cut.chunks
-        # Only whole batches in fixed chunks have a tree that does not depend on who has which chunks.
+        # Only complete batches in fixed chunks have a tree that does not depend on which member has which chunks.
         is_tree = self.fixed_bits and compressed is None and is_whole
         partials = self._merged(answers, cut, is_tree)
         vectors = [partial.gradient.cpu() for _, partial in partials]
@@ -120,9 +120,9 @@ class Team:
             contribution = contribution._replace(failure=NodeFailure.of(failure))
         else:
             contribution = self._contribution(contribution, answers, partials, vectors, began)
-        # Members that do not take the sum need to know its form, and whether all went well; no more.
+        # Members that do not take the sum only need to know its form, and whether all succeeded.
         brief = contribution._replace(vectors=b"", work=())
-        # The one exchange of an evaluation: also the point at which all members agree on its outcome.
+        # The only exchange of an evaluation, after which all members agree on its outcome.
         found: list[Contribution] = self.group.exchange(contribution, brief, self._takers)
         self._check(found, failure)
         held = _held(found, cut.chunks if is_tree else None)
@@ -135,7 +135,7 @@ class Team:
     def _map(
         self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None
     ) -> tuple[list[Answer], BaseException | None]:
-        """The answers of this member's workers, or what they raise."""
+        """Return the answers of this member's workers, or the exception that they raise."""
         order = next((order for order in orders if order is not None), None)
         if order is None or self.local is None:
             if meanwhile is not None:
@@ -165,7 +165,7 @@ class Team:
             return [], error
 
     def _merged(self, answers: Sequence[Answer], cut: Cut, is_tree: bool) -> list[tuple[Node, Partial]]:
-        """This member's partials: merged as far as the tree of chunks goes, or to a single one."""
+        """Return this member's partials, merged as far as the tree of chunks allows, or to a single one."""
         partials = merge_answers(answers, cut.chunks) if answers else []
         if is_tree or len(partials) < 2:
             return partials
@@ -175,7 +175,7 @@ class Team:
     def _coded(
         self, vectors: Sequence[torch.Tensor], cut: Cut, orders: Sequence[Order | None], compressed: Round
     ) -> tuple[list[torch.Tensor], DoesNotFit | None]:
-        """The code of this member's gradient, if that is finite; or why there is none."""
+        """Return the code of this member's gradient, if that is finite; or the reason why there is none."""
         assert self.residuals is not None
         if not vectors:
             self.residuals.pass_by(compressed)
@@ -192,7 +192,7 @@ class Team:
     def _total(
         self, found: Sequence[Contribution], held: Held, vectors: Sequence[torch.Tensor], are_coded: bool
     ) -> Partial | None:
-        """The sum of everything, at those who take it."""
+        """Return the sum of everything, on members that take it."""
         takes = self.group.place in self._takers
         if not are_coded and not all(each.is_short for each in found):
             vector = self._sum(held, vectors)
@@ -217,7 +217,7 @@ class Team:
         vectors: Sequence[torch.Tensor],
         began: float,
     ) -> Contribution:
-        """The same with all that was found."""
+        """Return the contribution with all results."""
         vector, forms = vectors[0] if vectors else _NOTHING, forms_of(answers)
         found = contribution._replace(
             work=[self._work(answer, began) for answer in answers],
@@ -240,7 +240,7 @@ class Team:
         return Work(self._first + answer.rank, answer.samples, answer.seconds, spans, results, answer.drew)
 
     def _news(self) -> list[WorkerInfo] | None:
-        """The records of this member's workers, if they are others than the last time."""
+        """Return the records of this member's workers, if they have changed."""
         infos = [] if self.local is None else self.local.workers
         now = [status(info) for info in infos]
         if now == self._reported:
@@ -248,12 +248,12 @@ class Team:
         self._reported = now
         return [replace(info, rank=self._first + info.rank) for info in infos]
 
-    # ---- what others say
+    # ---- other exchanges
 
     def exchange(
         self, call: Call, value: Any = None, failure: BaseException | None = None, is_behind: bool = False
     ) -> list[Any]:
-        """Exchange values with all members, after checking that all were called alike. Raises what `evaluate`
+        """Exchange values with all members, after checking that all make the same call. Raises what `evaluate`
         raises."""
         failed = None if failure is None else NodeFailure.of(failure)
         mine = Contribution(call, failed, infos=self._news(), value=value, is_behind=is_behind)
@@ -268,13 +268,13 @@ class Team:
         return {i: value for i, value in enumerate(found) if value is not None}
 
     def restore_residuals(self, evaluation: int, of_all: Mapping[int, torch.Tensor]) -> None:
-        """Go on from what compression had left in that evaluation of another run, or an earlier state of this one."""
+        """Restore the residuals of an evaluation of another run, or of an earlier state of this one."""
         members = [place for place, ranks in enumerate(self.ranks) if ranks]
         if self.residuals is not None and self.group.place in members:
             self.residuals.restore(evaluation, of_all, members.index(self.group.place), len(members))
 
     def _check(self, found: Sequence[Contribution], failure: BaseException | None) -> None:
-        """Raise what any of them says is wrong, everywhere the same."""
+        """Raise the error that any of them reports, the same on all members."""
         self.behind = {place for place, each in enumerate(found) if each.is_behind}
         differing = differences([each.call for each in found], self.group.names)
         if differing:
@@ -302,7 +302,7 @@ class Team:
         forms: Sequence[dict[int, Any]],
         began: float,
     ) -> list[Answer]:
-        """The answers of all workers; the first one has the sum of everything."""
+        """Return the answers of all workers; the first one has the sum of everything."""
         answers = []
         for each, of_chunks in zip(found, forms, strict=True):
             for rank, samples, seconds, spans, results, drew in each.work:
@@ -318,8 +318,8 @@ class Team:
     # ---- rows
 
     def _collected(self, forms: Sequence[dict[int, Any]], cut: Cut) -> list[torch.Tensor]:
-        """The rows that all members' workers have written, at those who take them; none if there are none, or of more
-        than one form."""
+        """Return the rows written by all members' workers, on members that take them; none if there are none, or of
+        several forms."""
         kinds = {form.columns for of_chunks in forms for form in of_chunks.values()}
         if len(kinds) != 1 or not (columns := next(iter(kinds))):
             return []
@@ -360,7 +360,7 @@ def _longest(answers: Sequence[Answer]) -> float:
 
 
 def _answers_again(answers: Sequence[Answer], found: Repeated) -> list[Answer]:
-    """The answers of an evaluation that was made again, in the same memory."""
+    """Return the answers of a repeated evaluation, in the same memory."""
     losses = iter(found.losses)
     return [
         replace(
@@ -374,7 +374,7 @@ def _answers_again(answers: Sequence[Answer], found: Repeated) -> list[Answer]:
 
 
 def _sum_of(found: Sequence[Contribution], held: Held, values: Sequence[Sequence[torch.Tensor]] | None) -> Partial:
-    """The sum of all partials: with these vectors, by member, or without any."""
+    """Return the sum of all partials: with these vectors, by member, or without any."""
     partials = []
     for i, (nodes, each) in enumerate(zip(held.places, found, strict=True)):
         for k, (node, (_, losses, used, changes)) in enumerate(zip(nodes, each.partials, strict=True)):
@@ -386,7 +386,7 @@ def _sum_of(found: Sequence[Contribution], held: Held, values: Sequence[Sequence
 
 
 def _rows_of(tensors: Sequence[torch.Tensor], forms: Mapping[int, Any], cut: Cut) -> list[torch.Tensor]:
-    """The rows of the samples of these chunks, in runs."""
+    """Return the rows of the samples of these chunks, in runs."""
     found = []
     for _, run in groupby(enumerate(sorted(forms)), key=lambda item: item[1] - item[0]):
         chunks = [chunk for _, chunk in run]

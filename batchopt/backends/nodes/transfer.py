@@ -1,7 +1,7 @@
 """The data that crosses the network: packed objects, and batches of which each node is sent the rows that it needs.
 
-A node has an ordinary batch, whose parts have the rows of its share alone; where its share has grown, it is sent the
-others, and puts them together. The program is sent whole when a node starts, and later what has changed of it.
+A node has an ordinary batch, whose parts have only the rows of its share; if its share grows, it is sent the missing
+rows, and joins them. The program is sent completely when a node starts, and later only its changes.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from batchopt_workers.map.evaluate import Program
 from batchopt_workers.map.weighting import Weighting
 
 Bytes = npt.NDArray[np.uint8]
-# Bytes of which a digest is made at once.
+# Size in bytes of the blocks of a digest.
 BLOCK = 2**22
 
 
 def to_bytes(tensor: torch.Tensor) -> Bytes:
-    """The elements in row-major order; a view where they lie so."""
+    """Return the elements in row-major order; a view if they are stored so."""
     flat: Bytes = octets(tensor).numpy()
     return flat
 
 
 def from_bytes(elements: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The inverse of `to_bytes`: a view, which is only to be read; a copy of what came to lie at an odd address."""
-    if not elements.size:  # which NumPy may give any stride
+    """Invert `to_bytes`: return a read-only view, or a copy if the address is not aligned."""
+    if not elements.size:  # an empty array may have any stride
         return torch.empty(0, dtype=dtype, device="cpu").view([0 if length == -1 else length for length in shape])
-    if elements.ctypes.data % dtype.itemsize:  # reading complex numbers there can end the process
+    if elements.ctypes.data % dtype.itemsize:  # reading complex numbers there can crash the process
         elements = elements.copy()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what came over the network cannot be written
+        warnings.simplefilter("ignore")  # received memory is read-only
         return torch.from_numpy(elements).view(dtype).view(tuple(shape))
 
 
 def digest(arrays: Iterable[Bytes]) -> bytes:
-    """SHA-256 of all elements."""
+    """Return the SHA-256 of all elements."""
     blocks = [array[at : at + BLOCK] for array in arrays for at in range(0, max(array.size, 1), BLOCK)]
 
     def of_block(block: Bytes) -> bytes:
-        return hashlib.sha256(block.data).digest()  # which processors have instructions for
+        return hashlib.sha256(block.data).digest()  # processors have instructions for it
 
     if len(blocks) < 2:
         return b"".join(map(of_block, blocks))
@@ -65,7 +65,7 @@ def digest(arrays: Iterable[Bytes]) -> bytes:
 
 
 class PackedBytes(NamedTuple):
-    """A packed object on its way, its tensors as bytes."""
+    """A packed object to be sent, its tensors as bytes."""
 
     data: bytes
     placements: tuple[Placement, ...]
@@ -74,22 +74,22 @@ class PackedBytes(NamedTuple):
 
     @classmethod
     def of(cls, packed: Packed) -> PackedBytes:
-        """The packed object with its tensors as bytes."""
+        """Return the packed object with its tensors as bytes."""
         return cls(packed.data, packed.placements, packed.nbytes, [to_bytes(tensor) for tensor in packed.tensors])
 
     def packed(self) -> Packed:
-        """The inverse of `of`: tensors are views of what came, which are only to be read."""
+        """Invert `of`: tensors are read-only views of the received bytes."""
         pairs = zip(self.tensors, self.placements, strict=True)
         tensors = tuple([from_bytes(elements, placement.dtype, placement.shape) for elements, placement in pairs])
         return Packed(self.data, tensors, self.placements, self.nbytes)
 
     def unpacked(self, parameters: Sequence[torch.Tensor] = ()) -> Any:
-        """The object that was packed, its tensors in memory of their own."""
+        """Return the object that was packed, its tensors in new memory."""
         return assemble(self.data, made(self.placements, self.tensors), parameters)
 
 
 def made(placements: Sequence[Placement], elements: Sequence[Bytes]) -> list[torch.Tensor]:
-    """The tensors of a packed object, in memory of their own."""
+    """Return the tensors of a packed object, in new memory."""
     tensors = []
     for placement, of_one in zip(placements, elements, strict=True):
         memory = placement.empty()
@@ -99,7 +99,7 @@ def made(placements: Sequence[Placement], elements: Sequence[Bytes]) -> list[tor
 
 
 def copied(batch: Batch) -> Batch:
-    """The same in memory of its own. Raises what pickling the batch raises."""
+    """Return a copy of the batch. Raises what pickling it raises."""
     packed = pack(batch)
     block = SharedBlock.create(packed.nbytes)
     packed.place(block)
@@ -108,7 +108,7 @@ def copied(batch: Batch) -> Batch:
 
 
 def _identity(batch: Batch) -> list[Any]:
-    """Equal for batches of the same objects, whatever they have in them now."""
+    """Return a key that is equal for batches of the same objects, whatever their content."""
     found: list[Any] = []
     tensors: list[torch.Tensor] = []
     for part in batch.parts:
@@ -125,15 +125,14 @@ def _identity(batch: Batch) -> list[Any]:
 
 @dataclass(frozen=True)
 class KnownBatch(Prepared):
-    """A batch of which each node is sent what it needs. `digest`: of all that is in it, if somebody has asked for
-    it."""
+    """A batch of which each node is sent what it needs. `digest`: of all its content, if it was computed."""
 
     digest: bytes | None = None
 
     @classmethod
     def after(cls, before: KnownBatch | None, batch: Batch) -> KnownBatch:
-        """`before` itself, if this is the same batch for the third time or more: the first time there is no digest to
-        compare with, so that batches that do not come again cost none."""
+        """Return `before` itself, if this is the same batch for the third time or more: a digest is computed only when
+        the same objects come again, so that batches that come once need none."""
         if before is None or _identity(before.batch) != _identity(batch):
             return cls(batch)
         packed = pack(batch)
@@ -143,14 +142,14 @@ class KnownBatch(Prepared):
 
 
 class SentRows(NamedTuple):
-    """The rows of a batch that a node has: those of some samples of each term; no terms: nothing of the batch."""
+    """The rows of a batch that a node has: those of some samples of each term; without terms: none."""
 
     batch: Batch
     terms: tuple[range, ...]
 
     @classmethod
     def of(cls, batch: Batch, samples: range) -> SentRows:
-        """The rows that it needs for `samples`, numbered through all terms."""
+        """Return the rows needed for `samples`, numbered through all terms."""
         found = dict(batch.numbering.split(samples))
         return cls(batch, tuple([part.rows_for(found.get(i, range(0))) for i, part in enumerate(batch.parts)]))
 
@@ -162,7 +161,7 @@ class SentRows(NamedTuple):
         return any(want and not (have.start <= want.start and want.stop <= have.stop) for want, have in pairs)
 
     def extended(self, wanted: SentRows) -> SentRows | None:
-        """Return these with the `wanted` ones; None where others lie between, or there are none."""
+        """Return these with the `wanted` ones; None if others lie between, or there are none."""
         if not any(self.terms):
             return None
         found = []
@@ -174,12 +173,13 @@ class SentRows(NamedTuple):
         return SentRows(self.batch, tuple(found))
 
     def packed(self) -> PackedBytes:
-        """The batch with these rows. Raises `TypeError` for one that cannot be sent."""
+        """Return the batch with these rows, packed. Raises `TypeError` for one that cannot be sent."""
         pairs = zip(self.batch.parts, self.terms, strict=True)
         return self._packed(Batch(tuple([part.cut(rows) for part, rows in pairs])))
 
     def packed_without(self, held: SentRows) -> PackedBytes:
-        """The rows that are not among those `held`: parts of terms, with their numbers. Raises what `packed` does."""
+        """Return the rows that are not `held`, packed: parts of terms, with their numbers. Raises what `packed`
+        raises."""
         more = []
         for term, (rows, have) in enumerate(zip(self.terms, held.terms, strict=True)):
             for lacking in (range(rows.start, have.start), range(max(have.stop, rows.start), rows.stop)):
@@ -201,7 +201,7 @@ def with_rows(batch: Batch, more: Iterable[tuple[int, Part]]) -> Batch:
 
 
 class ProgramVersion(NamedTuple):
-    """A program as of one moment: all but its tensors, and `elements` of these, with a digest of each."""
+    """A version of the program: everything except its tensors, and the `elements` of these, with a digest of each."""
 
     data: bytes
     placements: tuple[Placement, ...]
@@ -210,7 +210,7 @@ class ProgramVersion(NamedTuple):
 
 
 class ProgramUpdate(NamedTuple):
-    """The part of a version that a node lacks: all of it or, where `data` is None, the elements of some tensors, by
+    """The part of a version that a node lacks: all of it or, if `data` is None, the elements of some tensors, by
     place."""
 
     data: bytes | None
@@ -219,7 +219,7 @@ class ProgramUpdate(NamedTuple):
 
 
 class ProgramVersions:
-    """The program of the user as of the start of each step."""
+    """The user's program as of the start of each step."""
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Raises `TypeError` for a program that cannot be sent."""
@@ -227,14 +227,15 @@ class ProgramVersions:
         self.latest = self._version(None)
 
     def follow(self, program: Program) -> None:
-        """Take over what the user has changed since. Raises `TypeError` for a program that cannot be sent any more."""
+        """Take over the user's changes. Raises `TypeError` for a program that can no longer be sent."""
         self._source.follow(program)
         self.latest = self._version(self.latest)
 
     def _version(self, before: ProgramVersion | None) -> ProgramVersion:
-        """The present one, which is `before` if nothing was changed; what is in a tensor is copied once."""
+        """Return the current version, which is `before` if nothing was changed; the elements of a tensor are copied
+        once."""
         packed = self._source.packed
-        # a version counter would not do: `.data` and batch normalisation go past it
+        # version counters would not do: `.data` and batch normalisation bypass them
         digests = tuple(digest([to_bytes(tensor)]) for tensor in packed.tensors)
         if before is not None and packed.data is before.data and digests == before.digests:
             return before
@@ -245,7 +246,7 @@ class ProgramVersions:
 
 
 def update_for(version: ProgramVersion, held: ProgramVersion | None) -> ProgramUpdate:
-    """For a node that has the version `held`."""
+    """Return the update for a node that has the version `held`."""
     is_same = held is not None and held.data is version.data
     changed = {
         i: elements
@@ -256,7 +257,7 @@ def update_for(version: ProgramVersion, held: ProgramVersion | None) -> ProgramU
 
 
 def write(found: ProgramUpdate, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the elements of an update that has no more."""
+    """Write the elements of an update that has nothing else."""
     with torch.no_grad():
         for i, elements in found.elements.items():
             copy_into(tensors[i], from_bytes(elements, found.placements[i].dtype, found.placements[i].shape))

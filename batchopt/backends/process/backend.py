@@ -7,14 +7,14 @@
     MULTIPLY order, 37 bytes      ── pipe ──╫──────────►  the same, and backward along v
     COLLECT, TOTAL, 37 bytes      ── pipe ──╫──────────►  a function of the user
     X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
-    v           block "direction" ══════════╬═══════════  what their Hessian is multiplied with
-    partials    block "rows", one a worker ═╬═══════════  gradients are summed there
-    rows, sums  files that grow ════════════╬═══════════  what such a function returns
+    v           block "direction" ══════════╬═══════════  the vector that the Hessian is multiplied by
+    partials    block "rows", one each     ═╬═══════════  gradients are summed there
+    rows, sums  files that grow ════════════╬═══════════  results of such a function
     answers     ◄── pipe ───────────────────╫───────────  REPORT after a chunk, DONE; or FAILED, as text
-    wake up     ◄── pipe, one for all ──────╫───────────  where the order had several chunks: at its end
+    wake up     ◄── pipe, one for all ──────╫───────────  at the end of an order of several chunks
 
 Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
-Nobody waits for the report of a chunk: it is read at its worker's end, at another one's, or when it is late.
+The parent does not wake up for the report of a chunk: it reads it when any worker is done, or when it is late.
 A pipe message orders memory: a row is read only after it was reported, and is not written again before the next report.
 This file has the memory of batches; the workers are in `group`. Who evaluates what is decided in `scheduler`; processes
 are kept alive by `pool`, as `roster` decides.
@@ -44,18 +44,18 @@ from batchopt_workers.process.session import ASIDE_BATCH, Session, batch_name
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.tasks.task_runner import of_term
 
-# Bytes up to which memory for the batches of tasks is kept for the next one.
+# Largest memory in bytes that is kept from the batch of one task for that of the next.
 KEPT = 2**28
 
 
 @dataclass(frozen=True)
 class PlacedBatch(Prepared):
-    """A batch in shared memory, and the call that lets a worker take it."""
+    """A batch in shared memory, and the call by which a worker loads it."""
 
     slot: int
     memory: SharedBlock
     load: SessionCall
-    form: object = None  # batches of one form differ in the elements of their tensors alone; None: of no such form
+    form: object = None  # batches of one form differ only in the elements of their tensors; None: no such form
     views: Sequence[torch.Tensor] = ()  # of the tensors
 
 
@@ -109,12 +109,12 @@ class ProcessBackend(WorkerGroup, Backend):
         return self._place(batch, packed, slot, late)
 
     def place(self, packed: Packed) -> Prepared:
-        """The same for a batch that another machine has packed; its tensors lie in memory that the workers read."""
+        """Place a batch that another machine has packed; its tensors lie in memory that the workers read."""
         placed = self._place(Batch(()), packed, *self._slot_for(ahead=False))
         return replace(placed, batch=unpack(packed.data, packed.placements, placed.memory))
 
     def give_back(self) -> None:
-        """Give back the memory that the next batch would take."""
+        """Release the memory reserved for the next batch."""
         spare = 1 - self._slot
         self._slots[spare] = self._placed[spare] = None
         self.detach(batch_name(spare))
@@ -148,7 +148,7 @@ class ProcessBackend(WorkerGroup, Backend):
         with sending("the function", task.function):
             packed = pack(task, self._parameters)
         memory = None
-        if packed.placements:  # new memory: the user's code may keep what it was given, and the next task is another
+        if packed.placements:  # new memory: the user's code may keep tensors of the previous task
             memory = SharedBlock.create(packed.nbytes)
             packed.place(memory)
         calls = [] if batch is None else self._place_aside(batch)
@@ -158,7 +158,7 @@ class ProcessBackend(WorkerGroup, Backend):
         return changed
 
     def _place_aside(self, batch: Batch) -> list[SessionCall]:
-        """Bring the batch of a task to shared memory; the calls that let a worker take it."""
+        """Copy the batch of a task to shared memory; return the calls by which a worker loads it."""
         with sending("the batch", batch):
             packed = pack(batch)
         memory = self._aside

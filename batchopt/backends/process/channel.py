@@ -1,8 +1,8 @@
-"""The parent's end of a worker's pipe, read and written so that Ctrl-C, whenever it comes, leaves it in order.
+"""The parent's end of a worker's pipe, read and written so that Ctrl-C leaves it consistent at any time.
 
-Python runs signal handlers between two of its own instructions only. So whatever must not come apart (the kernel took
-some bytes, and we know how many; it gave us some, and we have them) happens within one call of C code here:
-`extend(map(send, ...))`, `writelines(map(recv, ...))`. Nothing ever blocks: what the pipe does not take now waits in a
+Python runs signal handlers only between two of its own instructions. So operations that must be atomic (the kernel took
+some bytes, and we know how many; it gave us some, and we have them) happen within one call of C code here:
+`extend(map(send, ...))`, `writelines(map(recv, ...))`. Nothing blocks: what the pipe does not take now waits in a
 queue.
 """
 
@@ -24,11 +24,11 @@ from batchopt_workers.process.messages import ANSWERS, HEAD, Kind
 _LENGTH = struct.Struct("!i")  # of what follows, as multiprocessing's connections write it
 _READ = 2**18  # bytes asked for at a time
 _LARGEST = 2**31 - 1
-_TOGETHER = 2**14  # bytes up to which messages that wait leave as one
+_TOGETHER = 2**14  # bytes up to which queued messages are sent together
 
 
 class ProtocolError(Exception):
-    """Raised for bytes from a worker that are no message, or a message that cannot be true."""
+    """Raised for bytes from a worker that are not a message, or a message that cannot be right."""
 
 
 class WorkerReply(NamedTuple):
@@ -49,7 +49,7 @@ class HasDescriptor(Protocol):
 
 @dataclass
 class _Frame:
-    """Bytes on their way, and the descriptor that follows them; how many the kernel took, call by call. `sent` is the
+    """Queued bytes, and the descriptor that follows them; how many the kernel took, call by call. `sent` is the
     number of the last message once this frame is queued."""
 
     sent: int
@@ -60,7 +60,7 @@ class _Frame:
 
 
 class Channel:
-    """Queues messages, and hands out replies. Message 0 is the one that the worker's greeting answers."""
+    """Queues messages, and yields replies. The worker's greeting is the answer to message 0."""
 
     def __init__(self, connection: Connection) -> None:
         """Takes over the descriptor of `connection`."""
@@ -69,7 +69,7 @@ class Channel:
         self._socket.setblocking(False)
         self._numbers = itertools.count(1)
         self._outgoing: deque[_Frame] = deque()
-        self._incoming = (io.BytesIO(), 0)  # what came, and how much of it was handed out
+        self._incoming = (io.BytesIO(), 0)  # received bytes, and how many of them were yielded as replies
         self._gone = 0  # `sent` of the last frame that left
         self.answered = -1
 
@@ -91,7 +91,7 @@ class Channel:
         self._queue(number, number, kind, body, block)
 
     def send_about(self, number: int, kind: Kind, body: bytes) -> None:
-        """Send a message about message `number`, which nothing answers. Raises `OSError` if the worker is gone."""
+        """Send a message about message `number` that has no answer. Raises `OSError` if the worker is gone."""
         self._queue(self.sent, number, kind, body, None)
         self.flush()
 
@@ -107,7 +107,7 @@ class Channel:
             self._outgoing[-1] = _Frame(sent, memoryview(b"".join((last.data, data))), block)
 
     def flush(self) -> bool:
-        """Send what the pipe takes; returns whether that was all. Raises `OSError` if the worker is gone."""
+        """Send as much as the pipe takes; return whether that was all. Raises `OSError` if the worker is gone."""
         try:
             while self._outgoing:
                 frame = self._outgoing[0]
@@ -124,7 +124,7 @@ class Channel:
         return True
 
     def receive(self) -> None:
-        """Take in what is there. Raises `EOFError` or `OSError` if the worker is gone and all it said was taken in."""
+        """Read what is available. Raises `EOFError` or `OSError` if the worker is gone and everything was read."""
         stream, _ = self._incoming
         before = stream.tell()
         try:
@@ -135,7 +135,7 @@ class Channel:
             raise EOFError
 
     def drain(self) -> None:
-        """Take in all that is there, and nothing if the worker is gone."""
+        """Read all that is available; nothing if the worker is gone."""
         try:
             before = -1
             while self._incoming[0].tell() != before:
@@ -145,9 +145,9 @@ class Channel:
             pass
 
     def replies(self) -> Iterator[WorkerReply]:
-        """Yield the replies, oldest first; one that an interrupt kept from being handled comes again.
+        """Yield the replies, oldest first; one whose handling was interrupted is yielded again.
 
-        Raises `ProtocolError` for what is no message.
+        Raises `ProtocolError` for bytes that are not a message.
         """
         while True:
             stream, at = self._incoming
@@ -183,7 +183,7 @@ class Channel:
 
     @property
     def unread(self) -> bool:
-        """Tell whether a reply has come that was not yielded."""
+        """Tell whether there is a reply that was not yielded."""
         stream, at = self._incoming
         return stream.tell() > at
 
@@ -198,6 +198,6 @@ class Channel:
         return self.answered >= self.sent
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._outgoing.clear()
         self._socket.close()

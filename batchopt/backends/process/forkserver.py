@@ -25,8 +25,8 @@ from batchopt.backends.process.stderr import Stderr
 from batchopt_workers.process import forkserver
 from batchopt_workers.process.forkserver import REPLY, Command, CommandMessage, Descriptors
 
-# Seconds that the fork server has to start and answer for the first time; to answer later, which takes milliseconds;
-# and to end the workers, and what they have left, once nobody needs it.
+# Timeouts in seconds of the fork server: to start and answer for the first time; to answer later, which takes
+# milliseconds; and to end the workers and their remaining processes once it is no longer needed.
 STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
 
 _THREAD_VARIABLES = (
@@ -36,11 +36,11 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-# glibc gives large blocks back to the kernel at every free, so that each forward faults its pages in again; workers
-# keep them.
+# glibc returns large blocks to the kernel at every free, so that each forward faults its pages in again; workers keep
+# them.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-# What no library reads when it loads: pytest sets the one again for every test, torch's compiler the other when it is
-# loaded, which torch's optimizers do.
+# Variables that no library reads when it loads: pytest sets the first again for every test, torch's compiler the second
+# when it is loaded, which torch's optimizers do.
 _FLEETING = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
@@ -51,7 +51,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 class ForkServerError(OSError):
-    """The fork server is gone, or does not answer."""
+    """Raised if the fork server is gone, or does not answer."""
 
 
 class _Life:
@@ -63,20 +63,20 @@ class _Life:
         self.code: int | None = None
 
     def kill(self) -> None:
-        """Kill it with all that it started, unless it was reaped: then the number may be another's."""
+        """Kill it with all that it started, unless it was reaped: then its pid may belong to another process."""
         if not self.ended and (self.origin.lives or not _is_readable(self.sentinel, 0.0)):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Reap a process that has ended; first, before its number is free for others, what it started is killed."""
+        """Reap a process that has ended. What it started is killed first, before its pid can be reused."""
         self.kill()
         self.ended = True
         with suppress(ForkServerError):
             self.code = self.origin.call(Command.REAP, self.pid)
 
     def release(self, *ends: int) -> None:
-        """End the process if it has not ended, and close descriptors; nobody waits for it."""
+        """End the process if it has not ended, without waiting for it, and close descriptors."""
         if not self.ended:
             self.kill()
             self.ended = True
@@ -86,14 +86,14 @@ class _Life:
 
 
 class ForkedProcess:
-    """A worker process. It is killed, with all that it started, when this object is forgotten."""
+    """A worker process. It is killed, with all that it started, when this object is collected."""
 
     def __init__(self, origin: ForkServer, pid: int, name: str, alive: int, parent_alive: int) -> None:
         """Takes over two descriptors: `alive` becomes readable when the last process that has its other end is gone,
         and the worker ends once `parent_alive` is closed."""
         self.pid, self.name = pid, name
         try:
-            self.sentinel = os.pidfd_open(pid)  # says so even if others hold the files that the process had
+            self.sentinel = os.pidfd_open(pid)  # readable at its end, even if other processes hold its files
             os.close(alive)
         except (AttributeError, OSError):  # not on Linux, or not allowed in this container
             self.sentinel = alive
@@ -109,11 +109,11 @@ class ForkedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Once `ended`: the exit code, or minus the signal that ended it; None if nobody knows."""
+        """The exit code once `ended`, or minus the signal that ended it; None if unknown."""
         return self._life.code
 
     def join(self, timeout: float) -> None:
-        """Wait for its end, for `timeout` seconds at most."""
+        """Wait for its end, at most `timeout` seconds."""
         if not self._life.ended and _is_readable(self.sentinel, timeout):
             self._life.reap()
 
@@ -125,15 +125,15 @@ class ForkedProcess:
 def _is_readable(fd: int, timeout: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    # a wait in which this process was stopped does not say what has come meanwhile
+    # if this process was stopped while it waited, the result is out of date
     return bool(poll.poll(timeout * 1000) or poll.poll(0))
 
 
 class ForkServer:
-    """A process that forks workers; `key` is what they depend on: interpreter, environment, cores, limits."""
+    """A process that forks workers; they depend on the values in `key`: interpreter, environment, cores, limits."""
 
     def __init__(self, key: object, environment: Mapping[str, str]) -> None:
-        """Start it; it is not waited for. Raises `OSError` if there is no process or no descriptor to be had."""
+        """Start it without waiting. Raises `OSError` if no process or descriptor is available."""
         self.key = key
         self._owner = os.getpid()
         self._lock = threading.RLock()
@@ -179,10 +179,10 @@ class ForkServer:
     def call(
         self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
     ) -> int:
-        """The answer to a request. Raises `ForkServerError` if there is none.
+        """Return the answer to a request. Raises `ForkServerError` if there is none.
 
-        A request leaves in one piece and an answer is taken in in one piece; so whatever interrupts this, a garbage
-        collection that ends another worker included, leaves the order of things as it was.
+        A request is sent, and an answer received, in one piece. So any interrupt, such as a garbage collection that
+        ends another worker, leaves requests and answers in order.
         """
         with self._lock:
             number = self.tell(task, subject, world, threads, descriptors)
@@ -205,7 +205,7 @@ class ForkServer:
     def tell(
         self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
     ) -> int:
-        """Send a request; returns its number. Raises `ForkServerError` if the fork server is gone."""
+        """Send a request and return its number. Raises `ForkServerError` if the fork server is gone."""
         if self._owner != os.getpid():
             raise ForkServerError("this process is a fork of the one that started the fork server")
         number = next(self._numbers)
@@ -237,7 +237,8 @@ class ForkServer:
 
 
 def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threading.Event) -> None:
-    """Let it end by itself, with all that workers have left; kill it if it has not begun to serve, or cannot end."""
+    """Let it end by itself, with all remaining processes of workers; kill it if it has not begun to serve, or cannot
+    end."""
     end.close()
     if serves.is_set():
         process.join(ENDING)
@@ -268,14 +269,14 @@ def _fork_server(threads: int) -> ForkServer:
 
 
 def anticipate(workers: int, threads: int | None) -> None:
-    """Let the fork server start, if there is none: `workers` workers will be wanted soon. Does nothing if it cannot
-    be."""
+    """Start the fork server, if there is none, for `workers` workers that will be needed soon. Do nothing if that is
+    impossible."""
     with suppress(OSError):
         _fork_server(max(share_cores(workers, threads)))
 
 
 def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
-    """Fork a worker that serves `connection`. Raises `OSError` if there is no process or no descriptor to be had."""
+    """Fork a worker that serves `connection`. Raises `OSError` if no process or descriptor is available."""
     for attempt in (1, 2):
         origin = _fork_server(threads)
         try:

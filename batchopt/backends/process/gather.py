@@ -32,8 +32,8 @@ from batchopt_workers.tasks.forms import Form, sums_layout
 class ProcessGather:
     """Collects the replies to one evaluation of a batch with this `numbering` of its samples.
 
-    Of `paces` (seconds a sample, by rank) that of the kind of its orders is kept current. Replies to earlier
-    evaluations are for `overdue`. `copies`: as in `WorkerScheduler`.
+    Updates the entry of `paces` (seconds per sample, by rank) for the kind of its orders. Replies to earlier
+    evaluations are passed to `overdue`. `copies`: as in `WorkerScheduler`.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class ProcessGather:
         return self._orders[worker]
 
     def leave(self, living: Collection[WorkerProcess]) -> dict[int, Pace]:
-        """End the evaluation: all is done, and whoever of the `living` is still at something is overdue. Returns what
-        that shows of their pace, by rank."""
+        """End the evaluation: everything is done, and `living` workers that still evaluate are overdue. Return the
+        resulting measurements of their pace, by rank."""
         for worker, order in self._orders.items():
             current = self.scheduler.current(worker.rank)
             if current is not None and worker in living and not worker.free:
@@ -81,19 +81,20 @@ class ProcessGather:
         return self._overdue.take(self._order.kind, living)
 
     def held(self, worker: WorkerProcess) -> tuple[Node, ...]:
-        """The nodes of the tree whose sums the worker holds."""
+        """Return the nodes of the tree whose sums the worker holds."""
         report = self._reports.get(worker)
         return () if report is None else tuple(summary.node for summary in report.summaries)
 
     def estimate(self, worker: int, chunk: int) -> float | None:
-        """The seconds that the chunk should take there, by its last work or else by that of the slowest."""
+        """Return the seconds that the chunk should take there, by its last work or else by that of the slowest
+        worker."""
         pace = self._pace.get(worker, max(self._pace.values(), default=None))
         return None if pace is None else pace * (self.cut.bounds[chunk + 1] - self.cut.bounds[chunk])
 
     def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Take in a reply. Raises `ProtocolError` for one that cannot be true."""
+        """Handle a reply. Raises `ProtocolError` for one that cannot be right."""
         if asked.order is None or asked.order.evaluation != self._evaluation:
-            self._overdue.on_reply(worker, asked, reply)  # of an evaluation that nobody waits for
+            self._overdue.on_reply(worker, asked, reply)  # of an abandoned evaluation
             return
         if reply.kind is Kind.FAILED:
             failure = Failure.decode(reply.body)
@@ -139,8 +140,8 @@ class ProcessGather:
                 raise ValueError(f"{len(summary.losses)} losses of {len(self._numbering.names)} terms")
 
     def on_lost(self, worker: WorkerProcess, ending: str) -> None:
-        """Give up what the worker had not reported. What it had reported stands: its rows are in memory that this
-        process shares, and nobody else writes there."""
+        """Abandon what the worker had not reported. What it had reported counts: its rows are in memory shared with
+        this process, and no other worker writes there."""
         self._overdue.on_lost(worker, ending)
         self.gone.append(worker)
         chunk = self.scheduler.lost(worker.rank, worker.death)
@@ -161,7 +162,7 @@ class ProcessGather:
         return bool(self._reports)
 
     def answers(self) -> list[Answer]:
-        """Return the workers' contributions, in rank order. Partials of two workers may contain the same chunk."""
+        """Return the workers' answers, in rank order. Partials of two workers may contain the same chunk."""
         if not self._reports:
             return []
         found = []
@@ -184,12 +185,12 @@ class ProcessGather:
     def _by_worker(
         self, bodies: Mapping[int, tuple[WorkerProcess, bytes]], what: str
     ) -> dict[WorkerProcess, dict[int, Any]]:
-        """Unpickle what was sent for each chunk, grouped by sender; by another worker if the sender has reported
-        nothing: it died in between, and the chunk was evaluated again."""
+        """Unpickle the results of each chunk, grouped by sender; by another worker if the sender has reported nothing:
+        it died in between, and the chunk was evaluated again."""
         found: dict[WorkerProcess, dict[int, Any]] = {worker: {} for worker in self._reports}
-        somebody = next(iter(found))
+        fallback = next(iter(found))
         for chunk, (worker, body) in bodies.items():
-            found[worker if worker in found else somebody][chunk] = unpickled(worker.rank, what, body)
+            found[worker if worker in found else fallback][chunk] = unpickled(worker.rank, what, body)
         return found
 
     def _rows(self, worker: WorkerProcess, report: Report, form: Form | None) -> Rows | None:
@@ -211,7 +212,7 @@ class _Calls:
         self.results: dict[int, bytes] = {}
 
     def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Take in a result or a failure of this call; others are of an earlier one."""
+        """Handle a result or a failure of this call; others belong to an earlier one."""
         if worker not in self.waiting or asked.activity is not Activity.FUNCTION or not worker.idle:
             return
         self.waiting.discard(worker)
@@ -222,14 +223,14 @@ class _Calls:
             self.results[worker.rank] = reply.body
 
     def on_lost(self, worker: WorkerProcess, ending: str) -> None:
-        """Raise `WorkerLostError` for one that has not answered: what it did there cannot be known."""
+        """Raise `WorkerLostError` for a worker that has not answered: the effects of the call there are unknown."""
         if worker in self.waiting:
             raise WorkerLostError(f"a function was not run to its end: {ending}")
 
 
 def run_everywhere(pool: Pool, message: SessionCall) -> list[Any]:
-    """The values of a function in all workers, in rank order. Raises what it raises, and `WorkerLostError`."""
-    pool.pump(Ignore(), 0.0)  # workers that have ended meanwhile will not begin it
+    """Call a function in all workers; return the values in rank order. Raises what it raises, and `WorkerLostError`."""
+    pool.pump(Ignore(), 0.0)  # workers that have ended by now will not begin it
     pool.wait()
     calls = _Calls()
     for _, worker in sorted(pool.workers.items()):
@@ -256,8 +257,8 @@ def unpickled(rank: int, what: str, body: bytes) -> Any:
 
 
 def explain(gone: Sequence[WorkerProcess]) -> None:
-    """Raise `WorkerLostError` if two workers, in the first forwards of a program, ended by a fault of memory access:
-    the next ones would end so, too."""
+    """Raise `WorkerLostError` if two workers were killed by SIGSEGV or SIGBUS in the first forwards of a program: the
+    next ones would be, too."""
     faults = [worker for worker in gone if not worker.verdict and worker.process.exitcode == -signal.SIGSEGV]
     if len(faults) < 2:
         return

@@ -1,7 +1,7 @@
 """A group of worker processes that evaluate chunks of one program.
 
 The process backend is one with memory for batches, and each node of a cluster has such a backend. What the group needs
-from whoever holds it is in `Holder`.
+from its owner is in `Holder`.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class WorkerGroup:
         self._overdue = Overdue(self._paces)
         self._loads: SessionCall | None = None  # the call by which workers take the loaded batch
         self._batch = 0  # its number
-        self._known: dict[int, SessionCall] = {}  # batches that all workers have taken, by number; of those that there
-        self._known_to = 0  # were when the pool had changed so often
-        self._is_behind = False  # whether workers that were not rung for may still have the batch before
-        self.late: Mapping[int, tuple[int, float]] = {}  # what the last evaluation has shown of workers that were late
-        self._numbering = self._of_task = Numbering((), ())  # of the batches of steps, and of the task
+        self._known: dict[int, SessionCall] = {}  # batches that all workers have loaded, by number,
+        self._known_to = 0  # as of this number of changes of the pool
+        self._is_behind = False  # whether workers that took no part in a repetition may still have the previous batch
+        self.late: Mapping[int, tuple[int, float]] = {}  # measurements of workers that were late in the last evaluation
+        self._numbering = self._of_task = Numbering((), ())  # of the step's batch, and of the task's
         self._warned: set[Warned] = set()
         self._direction: torch.Tensor | None = None
         self._writing = False  # the current task writes parameters
-        self._proven = False  # whether a forward of this program has come to its end
-        shared = SharedProgram(setup.program, setup.parameters)  # which may raise: nothing was started yet
+        self._proven = False  # whether any forward of this program has succeeded
+        shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
         waking = WakingPipe()
         self._pool.wake_up_for(waking.reader)
@@ -102,7 +102,7 @@ class WorkerGroup:
     # ---- the desired state of workers
 
     def _forget_program(self) -> None:
-        """Workers are given another program, and forget what was about this one."""
+        """Drop state that concerns the current program: workers are sent another one."""
         self._known.clear()
         for worker in self._pool.workers.values():
             worker.cut = worker.task_cut = None
@@ -132,7 +132,7 @@ class WorkerGroup:
         return any(worker.is_behind("batch") for worker in self._pool.workers.values())
 
     def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
-        """The value of each worker, by its rank among all."""
+        """Return the value of each worker, by its rank among all."""
         return dict(zip(self._setup.ranks or range(len(values)), values, strict=True))
 
     def _threads(self) -> list[int]:
@@ -155,7 +155,8 @@ class WorkerGroup:
         return self._deadlines.allowance(worker.rank, worker.task_cut if is_task else worker.cut, asked)
 
     def resize(self, workers: int, ranks: tuple[int, ...] | None = None, world: int | None = None) -> None:
-        """Have so many workers, and wait until they can work; `ranks`, of `world` in all, where there are others."""
+        """Have `workers` workers, and wait until they can work; with `ranks`, they are these of `world` workers in
+        all."""
         if ranks is not None:
             self._setup = replace(self._setup, ranks=ranks, world=world)
         host = socket.gethostname()
@@ -173,11 +174,11 @@ class WorkerGroup:
             raise
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        """Run these hooks. Raises `TypeError` for hooks that cannot be sent."""
+        """Use these hooks. Raises `TypeError` for hooks that cannot be sent."""
         self._program.change(prehook=prehook, posthook=posthook)
 
     def use_hooks(self, hooked: bool) -> None:
-        """Run hooks, or run none."""
+        """Set whether hooks run."""
         self._pool.keep("hooks", hooked, lambda: call(Activity.HOOKS, Session.use_hooks, hooked))
 
     def include_state(self, names: Collection[str]) -> None:
@@ -189,9 +190,9 @@ class WorkerGroup:
         self._program.program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
 
     def begin_step(self, batch: Batch, weights: tuple[float, ...]) -> None:
-        """Begin a step on `batch` with the program as it is now. Raises `TypeError` for a program that cannot be sent
-        any more."""
-        # While it is current no message was sent, so there is nothing to reconcile.
+        """Begin a step on `batch` with the current program. Raises `TypeError` for a program that can no longer be
+        sent."""
+        # As long as the repeatable evaluation is current, no message was sent, so there is nothing to reconcile.
         if not self._ringer.is_current:
             self._enter()
         self._program.follow(self._holder.module_hooks())
@@ -200,8 +201,8 @@ class WorkerGroup:
         self._deadlines.reading = batch.is_read
 
     def take_batch(self, name: str, memory: SharedBlock, load: SessionCall, number: int = 0) -> None:
-        """Let workers take the batch of the step from shared memory, which they know by that name: at once, or, where
-        they have taken one of its form from there before, when they are rung for, or else ordered."""
+        """Have workers load the step's batch from the shared memory of that name: at once, or, if they have loaded one
+        of its form from there before, with the next evaluation."""
         self.attach(name, memory)
         if self._known_to != self._pool.changes:
             self._known.clear()
@@ -219,18 +220,18 @@ class WorkerGroup:
         self._known[self._batch], self._is_behind = self._loads, False
 
     def attach(self, name: str, memory: SharedBlock) -> None:
-        """Let workers know this memory by that name."""
+        """Send workers this memory under that name."""
         self._pool.keep(name, memory, lambda: call_with_block(Activity.BATCH, Session.attach_copy, name, memory))
 
     def detach(self, name: str) -> None:
-        """Let them forget it, if they know any by that name."""
+        """Have workers release the memory of that name, if there is any."""
         if self._pool.kept.get(name) is not None:
             self._pool.keep(name, None, lambda: call(Activity.BATCH, Session.detach, name))
 
     # ---- tasks
 
     def follow(self) -> bool:
-        """Take the program as it is now; returns whether it is another one than before."""
+        """Take over the current program; return whether it differs from the previous one."""
         self._enter()
         return self._program.follow(self._holder.module_hooks())
 
@@ -245,7 +246,7 @@ class WorkerGroup:
         writing: bool = False,
     ) -> None:
         """Send a task (see `Results.begin_task`); `numbering` is that of its batch. `reading`: whether workers read
-        samples for it; `writing`: whether they write parameters: then `evaluate` ends when nobody does any more."""
+        samples for it; `writing`: whether they write parameters: then `evaluate` ends when no worker does any more."""
         self._enter()
         self._of_task = numbering
         self._deadlines.reading_for_task, self._writing = reading, writing
@@ -280,42 +281,43 @@ class WorkerGroup:
         self._follow_torch()
         if not is_task:
             self.results.begin_evaluation()
-        copies = not self._writing  # a step that two workers make is two steps
+        copies = not self._writing  # a step made by two workers would be two steps
         numbering = self._of_task if is_task else self._numbering
         gather = ProcessGather(cut, numbering, orders, self._paces, self._overdue, copies)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
         try:
             directed, late = -1, math.inf
-            # One turn: give out what can be given, let the caller do its own work once, wait for whatever comes first.
+            # One turn: assign the chunks that can be assigned, let the caller do its own work once, wait for the first
+            # event.
             while ledger.missing and not gather.failures:
-                # Directing looks at every worker: only where something can have changed, or a chunk has become late.
+                # Directing looks at every worker: do it only if something can have changed, or a chunk has become late.
                 if directed != self._pool.changes or not scheduler.all_begun or time.monotonic() >= late:
                     directed, late = self._pool.changes, math.inf
                     self._direct(gather)
                 if meanwhile is not None:
                     meanwhile()
                     meanwhile = None
-                # Only an idle worker can take a copy of a late chunk: else there is nothing to wake up for.
+                # Only an idle worker can take a copy of a late chunk: otherwise there is no reason to wake up.
                 if late == math.inf and len(scheduler.workers) < len(self._pool.workers):
                     late = scheduler.next_late(gather.estimate)
                 self._pool.pump(gather, late)
                 self._proven = self._proven or gather.has_reports
-                # Two crashes before any forward has succeeded: the program writes what it may only read.
+                # Two crashes before any forward has succeeded: the program writes memory that is read-only.
                 if not self._proven:
                     explain(gather.gone)
                 if gather.poison is not None:
                     raise gather.poison
         finally:
-            # A worker that still steps on the parameters would write them after the call has returned.
+            # A worker that is still stepping would write the parameters after the call has returned.
             if self._writing:
                 self._pool.finish(gather)
             self._pool.call_off()
         if gather.failures:
-            # Else which of several failures is raised would depend on who was quicker.
+            # Otherwise timing would decide which of several failures is raised.
             self._receive_other_failures(gather)
             raise gather.failures.first()
         self._proven = True
-        # Rows of stragglers must be final before they are summed.
+        # Stragglers must have stopped writing their rows before these are summed.
         self._receive_from_stragglers(gather)
         self.late = gather.leave(self._pool.workers.values())
         for worker in self._pool.workers.values():
@@ -328,8 +330,7 @@ class WorkerGroup:
     # ---- repeating
 
     def _can_be_repeated(self, orders: Sequence[Order | None], gather: ProcessGather) -> bool:
-        """Tell whether the evaluation went as planned and can be repeated: no outputs, nobody late, every worker did
-        exactly its order."""
+        """Tell whether the evaluation went exactly as planned, without outputs and late workers: it can be repeated."""
         return (
             not self.results.keeps_outputs
             and not self._overdue.workers
@@ -355,12 +356,12 @@ class WorkerGroup:
         return ringer.ring(number, step, self._batch, seconds, meanwhile)
 
     def _enter(self) -> None:
-        """Begin a call: leave the cores to the workers, and take in what was said since the last one."""
+        """Begin a call: leave the cores to the workers, and handle replies since the last one."""
         end_spinning()
         self._ringer.forget()
         if self._is_behind:
             self._send_batch()
-        for worker in self._overdue.workers:  # the pool would take no notice of what these say
+        for worker in self._overdue.workers:  # the pool would ignore their replies
             if self._pool.workers.get(worker.rank) is worker:
                 worker.channel.drain()
                 self._pool.receive(worker, self._overdue)
@@ -390,20 +391,20 @@ class WorkerGroup:
                 continue
             with suppress(OSError):  # gone; the pool will find out
                 worker.limit(command.last)
-        for worker in asked:  # only now: the first worker to wake up may take this process's core
+        for worker in asked:  # after all were queued: the first worker to wake up may take this process's core
             with suppress(OSError):
                 worker.flush()
         faults.point("parent.dispatched")
 
     def _order(self, worker: WorkerProcess, gather: ProcessGather, run: Assign) -> None:
-        """Give the worker this run, after all that it needs for it: the cut, and memory to sum in."""
+        """Send the worker an order for this run, after what it needs for it: the cut, and memory to sum in."""
         cut, setup = gather.cut, self._setup
         if gather.is_task:
             if worker.task_cut is not cut:
                 worker.cut_task(cut)
             worker.make_totals()
         else:
-            if self._device.type == "cpu" and setup.devices is None:  # elsewhere orders say more than a number
+            if self._device.type == "cpu" and setup.devices is None:  # elsewhere orders carry more than a number
                 self._ringer.hang_bell(worker, self._size)
             if worker.cut is not cut:
                 worker.set_cut(cut)
@@ -412,17 +413,18 @@ class WorkerGroup:
         worker.order(gather.order(worker, run), gather.scheduler.patience(run.first))
 
     def _receive_from_stragglers(self, gather: ProcessGather) -> None:
-        """Take in what workers reported that are still at it.
+        """Read the reports of workers that are still evaluating.
 
-        They were sent an order to stop. So one that evaluates a chunk now will begin no other, and has sent its report
-        of the chunk before: with that taken in, no row that counts is written any more."""
+        They were told to stop. So one that evaluates a chunk now begins no other, and has sent its report of the
+        previous chunk: once that is read, no row that counts is written any more.
+        """
         for worker in list(self._pool.workers.values()):
             if not worker.idle:
                 worker.channel.drain()
                 self._pool.receive(worker, gather)
 
     def _receive_other_failures(self, gather: ProcessGather) -> None:
-        """Wait a little for what other workers say, so that the same failure is raised each time."""
+        """Wait a little for other workers' replies, so that the same failure is raised each time."""
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and gather.scheduler.workers:
             self._pool.pump(gather, deadline)
@@ -435,14 +437,14 @@ class WorkerGroup:
         return run_everywhere(self._pool, message)
 
     def stop(self) -> None:
-        """Let whoever waits for workers raise `BatchoptError` soon."""
+        """Make a call that waits for workers raise `BatchoptError` soon."""
         self._pool.stop()
 
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
         self._program.close()
-        # This object and its pool refer to each other: memory is given back now, not when Python's collector comes.
+        # This object and its pool refer to each other: memory is released now, not when Python's collector runs.
         self._direction = None
         self._ringer.close()
         self._overdue = Overdue(self._paces)

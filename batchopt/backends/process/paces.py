@@ -17,7 +17,7 @@ from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
 
 
 class Pace(NamedTuple):
-    """`samples` took `seconds`, or will have taken more."""
+    """A measurement: `samples` took `seconds`, or at least that."""
 
     samples: int
     seconds: float
@@ -25,8 +25,7 @@ class Pace(NamedTuple):
 
 @dataclass
 class _Left:
-    """An order whose result nobody waits for; the worker has been at one of its chunks, of `samples` samples, since
-    then."""
+    """An abandoned order; the worker has been evaluating one of its chunks, of `samples` samples, since then."""
 
     order: Order
     cut: Cut
@@ -35,35 +34,36 @@ class _Left:
 
 
 class Overdue:
-    """The orders that workers were at when an evaluation ended without them.
+    """The orders that were still running when their evaluation ended.
 
-    As a listener of the pool it hears when they are done after all, which is a measurement; until then, the time that
-    they have taken so far is a bound.
+    As a listener of the pool it learns when they are done after all, which is a measurement; until then, the time so
+    far is a lower bound.
     """
 
     def __init__(self, paces: Mapping[Kind, dict[int, float]]) -> None:
-        """Keeps `paces` (seconds a sample, by rank) current."""
+        """Update `paces` (seconds per sample, by rank)."""
         self._paces = paces
         self._left: dict[WorkerProcess, _Left] = {}
         self._found: dict[Kind, dict[int, Pace]] = {kind: {} for kind in paces}
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """The workers that may still be at an order that was noted."""
+        """The workers that may still be running an abandoned order."""
         return list(self._left)
 
     def leave(self, worker: WorkerProcess, order: Order, cut: Cut, chunk: int, since: float) -> None:
-        """Note that the worker has been at `chunk` of that order since then, and that nobody waits for it."""
+        """Note that the worker has been evaluating `chunk` of that order since then, and that the order is
+        abandoned."""
         self._left[worker] = _Left(order, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since)
 
     def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Take a measurement if the reply ends an order that was noted."""
+        """Take a measurement if the reply ends an abandoned order."""
         left = self._left.get(worker)
         if left is None or asked.order != left.order or reply.kind not in (Kind.DONE, Kind.FAILED):
             return
         del self._left[worker]
         if reply.kind is Kind.DONE:
-            with suppress(ValueError, struct.error, IndexError):  # what is no report says nothing
+            with suppress(ValueError, struct.error, IndexError):  # not a report
                 report, bounds = Report.decode(reply.body), left.cut.bounds
                 self._note(worker, left, bounds[report.next] - bounds[left.order.first], report.seconds)
 
@@ -72,8 +72,8 @@ class Overdue:
         self._left.pop(worker, None)
 
     def take(self, kind: Kind, living: Iterable[WorkerProcess]) -> dict[int, Pace]:
-        """Return, by rank, the measurements of orders of that kind since the last call: how long finished ones took,
-        and how long the others have taken so far."""
+        """Return, by rank, the measurements since the last call of orders of that kind: the time that finished ones
+        took, and the time so far of the others."""
         now, there = time.monotonic(), set(living)
         self._left = {worker: left for worker, left in self._left.items() if worker in there and not worker.free}
         for worker, left in self._left.items():
@@ -92,17 +92,17 @@ FACTOR, FLOOR = 20.0, 30.0
 
 
 class Deadlines:
-    """Allows what the user has said, or else a multiple of what is known of the workers' speed."""
+    """The user's `timeout`, or else a multiple of the time expected by the workers' measured speed."""
 
     def __init__(self, timeout: float | None, paces: Mapping[Kind, Mapping[int, float]]) -> None:
-        """`paces`: seconds a sample, by rank, for each kind of order; kept current by others."""
+        """`paces`: seconds per sample, by rank, for each kind of order; updated elsewhere."""
         self._timeout, self._paces = timeout, paces
-        # whether workers read samples of the batch, or of that of a task: which may take far longer than to evaluate
-        # them
+        # whether workers read the samples of the step's batch, or of the task's: this may take far longer than
+        # evaluating them
         self.reading = self.reading_for_task = False
 
     def allowance(self, rank: int, cut: Cut | None, asked: PendingMessage) -> float:
-        """The seconds without progress after which the worker counts as hung, where it has cut the batch so."""
+        """Return the seconds without progress after which the worker counts as hung, with this cut."""
         if asked.activity is Activity.STARTING:
             return STARTUP
         if asked.activity is Activity.FUNCTION:

@@ -1,14 +1,14 @@
-"""Keeps worker processes alive: starts them, tells them what they must know, watches them, replaces them.
+"""Keeps worker processes alive: starts them, sends them the state that they need, watches them, replaces them.
 
-What should be is written down: the roster says which workers there should be, and `_state` by name what each of them
-must have been sent. At every turn the actual state is compared with that, and the difference is made up. So a worker
-that died, a new one, and an interrupt in the middle of sending are one case.
+The desired state is recorded: the roster lists the workers that should exist, and `_state` the calls, by name, that
+each of them must have been sent. Every turn compares the actual state with it and makes up the difference. So a worker
+that died, a new one, and an interrupt while sending are one case.
 
-The life of a worker: `_start_missing` forks it; its handshake shows that it runs with the same versions; `_sync` sends
-it all of the state; once it has answered all of that it has joined, and is given orders. It dies when its pipe or its
-process ends, or when it is killed (it hangs, it says nonsense, it could not take in the state); whichever way it was,
-`_reap` takes in what it still said, sees to it that nothing of it is left, and tells the listener, which gives its
-chunks to others. The next turn starts another one, as long as the roster allows.
+The life of a worker: `_start_missing` forks it; its handshake shows that it has the same versions; `_sync` sends it all
+of the state; once it has answered all of that it has joined, and gets orders. It is lost when its pipe or its process
+ends, or when it is killed (because it hangs, violates the protocol, or could not take over the state). In each case
+`_reap` reads its last replies, ensures that nothing of it remains, and notifies the listener, which gives its chunks to
+others. The next turn starts a new worker, as long as the roster allows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.process.failures import Failure
 from batchopt_workers.process.messages import Kind, versions
 
-# Seconds that a worker has to end by itself once the parent has hung up.
+# Seconds in which a worker has to end by itself once the parent has closed its pipe.
 GRACE = 1.0
 # Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
 HANGING_UP = 0.1
 
-# The seconds without progress after which a worker that was asked this counts as hung.
+# The seconds without progress after which a worker that was sent this message counts as hung.
 Allowance = Callable[[WorkerProcess, PendingMessage], float]
 
 
@@ -56,24 +56,24 @@ class Pool:
         self.roster = Roster(restarts)
         self._make, self._allowance = make, allowance
         self._state: dict[str, tuple[SessionCall, ...]] = {}
-        self.kept: dict[str, object] = {}  # what some of these calls were made of
+        self.kept: dict[str, object] = {}  # the values that some of these calls were made of
         self._selector = selectors.DefaultSelector()
         self._ends = selectors.DefaultSelector()  # the same without the workers' pipes
         self._check_at = 0.0
-        self.changes = 0  # how often a worker has joined or was lost: whoever gives out orders looks again
-        # How often something was sent, or has changed: what was seen to be calm is then looked at again.
+        self.changes = 0  # how often a worker has joined or was lost: then orders are assigned again
+        # How often something was sent, or has changed: then a previous finding that all is calm is out of date.
         self.stamp = 0
         self._stopped = False
         self._presence = Presence()
-        self._amiss = True  # whether something may not be as it should be
+        self._amiss = True  # whether the actual state may differ from the desired one
         self._shut_down = util.Finalize(self, _shut_down, (self.workers, self._selector, self._ends), exitpriority=100)
 
-    # ---- what should be
+    # ---- desired state
 
     def resize(self, infos: list[WorkerInfo]) -> None:
-        """Have a worker for each of `infos`, and wait until each can work; those whose info is new are started afresh.
+        """Have a worker for each of `infos`, and wait until each can work; a new info gets a new worker.
 
-        Raises `WorkerStartError` for one that ends before, `WorkerError` if the user's code raises in one.
+        Raises `WorkerStartError` if one ends before, `WorkerError` if the user's code raises in one.
         """
         new, ending = self.roster.resize(infos)
         self._amiss = True
@@ -100,8 +100,8 @@ class Pool:
             raise self.roster.given_up[failed[0]]
 
     def wait(self) -> None:
-        """Wait until every worker that will ever work can work, and has nothing left to do: one that was killed while
-        another one did its work may not be seen to be gone before."""
+        """Wait until every worker that is not abandoned can work and has nothing left to do. A worker that was killed
+        while another one did its work may be noticed only now."""
         while not self._complete or not all(worker.idle for worker in self.workers.values()):
             self.pump(Ignore(), float("inf"))
 
@@ -110,30 +110,30 @@ class Pool:
         return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.joined])
 
     def set_state(self, name: str, *calls: SessionCall) -> None:
-        """Let every worker have been sent `calls`, in place of what was sent by this name before: those that are there
-        now, and those that come later."""
+        """Set the desired state `name`: every worker, present or future, is sent `calls` in place of the previous
+        ones."""
         self._amiss = True
         self.stamp += 1
         others = {key: sent for key, sent in self._state.items() if key != name}
-        self._state = {**others, name: calls}  # new workers are sent it in the order in which the others were
+        self._state = {**others, name: calls}  # new workers are sent all in the order in which the others were
         self._sync()
 
     def keep(self, name: str, value: object, make: Callable[[], SessionCall]) -> None:
-        """The same with the call that is made of `value`, if that is another one than before."""
+        """Set the desired state `name` to a call made of `value`, if the value has changed."""
         if name in self.kept and self.kept[name] == value:
             return
-        self.kept.pop(name, None)  # an interrupt in between may come before or after it was sent
+        self.kept.pop(name, None)  # an interrupt may come before or after the call is sent
         self.set_state(name, make())
         self.kept[name] = value
 
     def resend(self, name: str) -> None:
-        """Send every worker once more what it was sent by this name, if it was sent anything."""
+        """Send every worker the state of this name once more, if there is any."""
         if name in self._state:
             self.set_state(name, *self._state[name])
 
     @property
     def available(self) -> list[WorkerProcess]:
-        """The workers that evaluate nothing now, and can."""
+        """The workers that can work and evaluate nothing now."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.joined and worker.free]
 
     @property
@@ -151,8 +151,7 @@ class Pool:
         return found
 
     def enter(self) -> None:
-        """Begin a call: make up for what is not as it should be, and call off evaluations that nobody waits for any
-        more.
+        """Begin a call: reconcile the workers with the desired state, and stop evaluations that were abandoned.
 
         Raises `AllWorkersLostError` if there is no worker and will be none.
         """
@@ -160,13 +159,13 @@ class Pool:
             return
         for worker in list(self.workers.values()):
             self._watch(worker)
-            self.receive(worker, Ignore())  # what an interrupt left unheard: no event will come for it
+            self.receive(worker, Ignore())  # replies that were read before an interrupt: no event announces them
         self.call_off()
         self._end_functions()
         self.pump(Ignore(), 0.0)
 
     def _end_functions(self) -> None:
-        """Replace workers that are still in a function which an interrupt or a loss has left behind."""
+        """Replace workers that are still running a function that was abandoned after an interrupt or a loss."""
         until = time.monotonic() + GRACE
         while left := [
             worker for worker in self.workers.values() if worker.asked and worker.asked.activity is Activity.FUNCTION
@@ -175,20 +174,20 @@ class Pool:
                 self.pump(Ignore(), until)
                 continue
             for worker in left:
-                worker.kill("was left in a function that nobody waits for")
+                worker.kill("was running an abandoned function")
                 self._reap(worker, Ignore())
             return
 
     def call_off(self) -> None:
-        """Tell workers that evaluate to stop after the present chunk."""
+        """Tell workers that evaluate to stop after the current chunk."""
         for worker in self.workers.values():
             if not worker.idle and worker.asked is not None and worker.asked.activity is Activity.EVALUATING:
                 with suppress(OSError):
                     worker.limit(0)
 
     def finish(self, listener: Listener) -> None:
-        """Wait until nobody evaluates anything, and tell `listener` what they say. Whoever still does when that is
-        interrupted is killed."""
+        """Wait until no worker evaluates anything, and pass replies to `listener`. Workers that still do when this is
+        interrupted are killed."""
         try:
             self.call_off()
             while not all(worker.free for worker in self.workers.values()):
@@ -196,14 +195,14 @@ class Pool:
         except BaseException:
             for worker in list(self.workers.values()):
                 if not worker.free:
-                    worker.kill("was left at a step that nobody waits for")
+                    worker.kill("was making an abandoned step")
                     self._reap(worker, Ignore())
             raise
 
-    # ---- what is
+    # ---- actual state
 
     def pump(self, listener: Listener, until: float) -> None:
-        """Take one turn: make up for what is amiss, wait until something happens (or until that time), tell `listener`.
+        """Take one turn: reconcile, wait for an event (or until that time), pass replies and losses to `listener`.
 
         Raises `BatchoptError` once this was stopped.
         """
@@ -214,7 +213,7 @@ class Pool:
             self._sync()
             self._amiss = self.roster.is_amiss(self.workers)
         for worker in self.workers.values():
-            if worker.writing != worker.channel.pending:  # what its pipe did not take waits for room
+            if worker.writing != worker.channel.pending:  # the rest of its messages waits for room in the pipe
                 self._listen(worker)
         for key in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             if key.data is None:
@@ -232,13 +231,13 @@ class Pool:
             if gone:
                 # What it had reported before it died counts: its rows are in memory that this process shares.
                 worker.channel.drain()
-                worker.process.join(HANGING_UP)  # it ends a moment after its pipe, if that is how it ends
+                worker.process.join(HANGING_UP)  # a process that ends closes its pipe a moment before
                 if not worker.process.ended:
                     worker.kill("closed its pipe")
             self.receive(worker, listener)
             if gone and self.workers.get(worker.rank) is worker:
                 self._reap(worker, listener)
-        # Their DONE was announced on the waking pipe, not on theirs, which is not watched meanwhile.
+        # Their DONE was announced on the waking pipe; their own pipes are not watched now.
         for worker in list(self.workers.values()):
             if worker.quiet:
                 worker.channel.drain()
@@ -252,15 +251,15 @@ class Pool:
         selector = self._selector if waits else self._ends
         events = selector.select(timeout)
         away = self._presence.away(timeout)
-        # Time in which this process was stopped is nobody's silence.
+        # Time during which this process was stopped does not count as a worker's silence.
         if away:
             for worker in self.workers.values():
                 worker.since = later(worker.since, away)
-            events = selector.select(0.0)  # a wait in which this process was stopped misses what has come since
+            events = selector.select(0.0)  # if this process was stopped while it waited, there may be later events
         return [key for key, _ in events]
 
     def receive(self, worker: WorkerProcess, listener: Listener) -> None:
-        """Deal with everything that came from the worker."""
+        """Handle all replies of the worker."""
         try:
             for reply in worker.channel.replies():
                 worker.since = time.monotonic()
@@ -278,7 +277,7 @@ class Pool:
             worker.kill(f"said what is no message ({error})")
             self._reap(worker, listener)
             return
-        # It has answered every part of the state: from now on it is given orders.
+        # It has answered every part of the state: from now on it gets orders.
         if not worker.joined and worker.sent.keys() >= self._state.keys() and worker.idle:
             worker.joined = True
             self.changes += 1
@@ -287,7 +286,7 @@ class Pool:
 
     def _shook_hands(self, worker: WorkerProcess, reply: WorkerReply) -> None:
         theirs = reply.body.decode("utf-8", "replace")
-        # Pickles, bits and messages are only the same between equal versions.
+        # Pickles, bits and messages are equal only between equal versions.
         if theirs != versions():
             error = WorkerStartError(
                 f"{worker.process.name} runs with {theirs}, this process with {versions()}: was something installed "
@@ -297,14 +296,15 @@ class Pool:
             worker.kill("has other versions")
 
     def _refused(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """The worker could not take in what it was sent. One that worked before can be used on; a new one cannot."""
+        """Handle a failure to take over a state. A worker that has joined before can still be used; a new one
+        cannot."""
         assert asked.state is not None
-        if self._state.get(asked.state) is not asked.calls:  # something else is to be sent by now
+        if self._state.get(asked.state) is not asked.calls:  # another state is desired by now
             return
         self._amiss = True
         worker.sent.pop(asked.state, None)
         worker.synced_with = None
-        worker.forget_answered()  # raising must not let it be handled again
+        worker.forget_answered()  # it must not be handled again after the exception
         error = error_of(worker.rank, Failure.decode(reply.body), asked.activity)
         if worker.joined:
             raise error
@@ -328,7 +328,7 @@ class Pool:
             self._reap(self.workers[rank], listener)
 
     def _reap(self, worker: WorkerProcess, listener: Listener) -> None:
-        """Bring a worker that is dead, or as good as, to its end, and tell `listener`."""
+        """End a worker that is dead or not usable, and notify `listener`."""
         self._amiss = True
         self.changes += 1
         self.stamp += 1
@@ -343,20 +343,20 @@ class Pool:
         listener.on_lost(worker, ending)
 
     def _replenish(self) -> None:
-        """Start what is missing, as far as it is allowed; where there is nobody, until one is there or none may be.
+        """Start missing workers, as far as the roster allows; if there is none at all, until there is one.
 
         Raises `AllWorkersLostError`.
         """
         self._start_missing()
         while not self.workers and self.roster.is_amiss(self.workers):
-            self._start_missing()  # no process was to be had: each attempt counts
-        self.roster.check_somebody_is_left(self.workers)
+            self._start_missing()  # no process was available: each attempt counts
+        self.roster.check_workers_are_left(self.workers)
 
     def _start_missing(self) -> None:
         for rank in self.roster.start(self.workers.keys()):
             try:
                 worker = self._make(rank)
-            except OSError as error:  # no process or no descriptor to be had
+            except OSError as error:  # no process or descriptor available
                 self.roster.not_started(rank, f"batchopt-worker-{rank} could not be made: {error}")
                 continue
             self.roster.started(rank, worker.pid)
@@ -364,7 +364,7 @@ class Pool:
             self._watch(worker)
 
     def _sync(self) -> None:
-        """Send each worker what it was not sent yet."""
+        """Send each worker the state that it lacks."""
         for worker in self.workers.values():
             if worker.synced_with is self._state:
                 continue
@@ -374,11 +374,11 @@ class Pool:
                     worker.ask(call, name, calls)
                 worker.sent[name] = calls
             worker.synced_with = self._state
-            with suppress(OSError):  # a worker that is gone is found out elsewhere
+            with suppress(OSError):  # the end of a worker is noticed elsewhere
                 worker.flush()
 
     def wake_up_for(self, fd: int) -> None:
-        """Let `pump` return when there is something to read from `fd`, a pipe, which it empties."""
+        """Make `pump` return when there is something to read from the pipe `fd`, which it empties."""
         for selector in (self._selector, self._ends):
             selector.register(fd, selectors.EVENT_READ, None)
 
@@ -390,7 +390,7 @@ class Pool:
                 selector.register(worker.process.sentinel, selectors.EVENT_READ, (worker, True))
 
     def _listen(self, worker: WorkerProcess) -> None:
-        """Let an event come when its pipe takes more, if there is more."""
+        """Watch for room in the worker's pipe while there is more to send."""
         worker.writing = worker.channel.pending
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.writing else 0)
         self._selector.modify(worker.channel, events, (worker, False))
@@ -402,13 +402,13 @@ class Pool:
                     selector.unregister(watched)
 
     def stop(self) -> None:
-        """Let `pump` raise from now on."""
+        """Make `pump` raise from now on."""
         self._stopped = True
 
     def close(self) -> None:
         """End the workers; those that are busy, or do not end by themselves, are killed."""
         self._shut_down()
-        self._state, self.kept = {}, {}  # and with them the memory that workers were given
+        self._state, self.kept = {}, {}  # and with them the workers' memory
         self._make = self._allowance = _closed  # these are methods of an object that refers to this pool
         for info in self.roster.infos:
             info.alive = False
@@ -419,7 +419,7 @@ def _closed(*_: object) -> NoReturn:
 
 
 def _end(workers: Iterable[WorkerProcess]) -> None:
-    """Hang up on workers. Those that are busy, or do not end within the grace, are killed with all that they
+    """Close the workers' pipes. Those that are busy, or do not end within the grace, are killed with all that they
     started."""
     workers = list(workers)
     for worker in workers:

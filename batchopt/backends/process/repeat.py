@@ -1,5 +1,5 @@
-"""The parent's end of an evaluation that is repeated: workers are rung for, write what they found into a page of shared
-memory, and wake the parent up. Whatever is unusual is left to orders and replies."""
+"""The parent's end of repeated evaluations: an eventfd rings for the workers, which write their results into a page of
+shared memory and wake the parent up. Everything unusual is left to orders and replies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from batchopt_workers.map.repeat import Board
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Kind, Order
 
-# An evaluation that takes LONGER times as long as the one before, plus PATIENCE seconds, is left to orders.
+# A repetition that takes LONGER times as long as the previous evaluation, plus PATIENCE seconds, is left to orders.
 LONGER, PATIENCE = 3.0, 0.05
-# Seconds after which the parent looks by itself.
+# Seconds after which the parent looks without having been woken up.
 LOOK = 1e-3
 
 
 class WakingPipe:
-    """A pipe that all workers of a group write to; `reader` is the parent's end, and `fd` theirs. Neither blocks: what
-    does not go in any more says nothing new."""
+    """A pipe that all workers of a group write to; `reader` is the parent's end, and `fd` theirs. Neither blocks: a
+    byte that does not fit any more would tell nothing new."""
 
     def __init__(self) -> None:
         self.reader, self.fd = os.pipe()
@@ -35,8 +35,8 @@ class WakingPipe:
 
 
 class RungOrders:
-    """The orders of an evaluation that went by the book, to be carried out again: each of these workers has all that it
-    needs, as long as the pool has this `stamp`. `partials`: how many each has, with `terms` losses each."""
+    """The orders of a repeatable evaluation: each of these workers has all that it needs, as long as the pool has this
+    `stamp`. `partials`: the number of each worker's, with `terms` losses each."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RungOrders:
 
     def ring(self, number: int, step: int, batch: int, seconds: float) -> None:
         """Start evaluation `number`, of that step and batch, which took `seconds` before."""
-        # Everything is written before the number, which is what workers look at.
+        # Workers read the number first, so everything else is written before it.
         self._board.orders[self._slots, 2] = step
         self._board.head[2] = batch
         self._longest, self._board.head[0] = LONGER * seconds + PATIENCE, number
@@ -75,7 +75,8 @@ class RungOrders:
         long. `waking`: the pipe through which they wake this process."""
         board, until, pause = self._board, time.perf_counter() + self._longest, self._longest - PATIENCE
         while True:
-            # The last worker wakes this process up; two may each see the other unfinished, so look anyway in a while.
+            # The last worker wakes this process up; two may each see the other unfinished, so look without that after a
+            # while.
             events = poll.poll(max(pause / LONGER, LOOK))
             for fd, _ in events:
                 if fd != waking:
@@ -93,12 +94,12 @@ class RungOrders:
         rows = self._board.losses[self._slots, : terms * max(self._counts)].tolist()
         for numbers, count in zip(rows, self._counts, strict=True):
             for i in range(0, count * terms, terms):
-                losses.append(numbers[i : i + terms])  # a comprehension is a call more
+                losses.append(numbers[i : i + terms])  # a comprehension would be one more call
         return Repeated(losses, self._board.times[self._slots].tolist())
 
     def give_up(self, number: int, there: Collection[WorkerProcess]) -> None:
-        """Nobody waits for it any more: workers begin no further chunk, and those of them who are `there`, and may be
-        at one, count as busy."""
+        """Abandon the repetition: workers begin no further chunk, and those that are `there`, and may be evaluating
+        one, count as busy."""
         self._board.head[1] = number
         for worker, order in self.orders:
             if worker in there and self._board.done[worker.rank] != number:
@@ -108,16 +109,16 @@ class RungOrders:
 class Ringer:
     """Rings for the workers of `pool`, which wake this process up through a pipe.
 
-    `last` is the last evaluation, if it can be repeated: as long as `is_current`, nothing was sent to a worker and no
-    worker has changed since.
+    `last` is the last evaluation, if it can be repeated: while `is_current`, nothing has been sent to a worker since,
+    and no worker was replaced.
     """
 
     def __init__(self, pool: Pool, waking: WakingPipe) -> None:
         self.last: RungOrders | None = None
         self._pool, self._waking = pool, waking
         self._board: Board | None = None
-        self._ringing: tuple[RungOrders, int] | None = None  # what workers were rung for
-        self._poll: tuple[int, select.epoll] | None = None  # of the workers that there were then
+        self._ringing: tuple[RungOrders, int] | None = None  # the current repetition
+        self._poll: tuple[int, select.epoll] | None = None  # of the workers at that stamp
 
     @property
     def is_current(self) -> bool:
@@ -125,7 +126,7 @@ class Ringer:
         return self.last is not None and self.last.stamp == self._pool.stamp
 
     def hang_bell(self, worker: WorkerProcess, workers: int) -> None:
-        """Let it be one of `workers` workers that can be rung for."""
+        """Prepare it, one of `workers` workers, for repetitions."""
         if self._board is None or self._board.workers < workers:
             self._board = Board.create(workers)
             for one in self._pool.workers.values():
@@ -133,7 +134,7 @@ class Ringer:
         worker.hang_bell(self._board.block, self._board.workers)
 
     def remember(self, orders: Sequence[Order | None], answers: Sequence[Answer], terms: int) -> None:
-        """Let this evaluation, which went by the book, be the last one, if it can be repeated."""
+        """Remember this evaluation, which went as planned, if it can be repeated."""
         given = [(self._pool.workers[rank], order) for rank, order in enumerate(orders) if order is not None]
         board, partials = self._board, [len(answer.partials) for answer in answers]
         if board is None or {order.kind for _, order in given} != {Kind.EVALUATE}:
@@ -142,7 +143,7 @@ class Ringer:
             self.last = RungOrders(board, given, partials, terms, self._pool.stamp)
 
     def ring(self, number: int, step: int, batch: int, seconds: float, meanwhile: Meanwhile | None) -> Repeated | None:
-        """Repeat the last evaluation as evaluation `number`; None if it did not go by the book."""
+        """Repeat the last evaluation as evaluation `number`; None if it did not go as planned."""
         repeat, waking, changes = self.last, self._waking.reader, self._pool.changes
         assert repeat is not None
         if self._poll is None or self._poll[0] != changes:
@@ -161,7 +162,7 @@ class Ringer:
         return None
 
     def forget(self) -> None:
-        """The last evaluation is not repeated any more, and nobody waits for those that were rung for."""
+        """Forget the last evaluation, and abandon a repetition that is running."""
         self.last = None
         if self._ringing is not None:
             repeat, number = self._ringing
@@ -169,5 +170,5 @@ class Ringer:
             self._ringing = None
 
     def close(self) -> None:
-        """The workers are gone: their memory is given back."""
+        """Release memory, after the workers have ended."""
         self.last = self._board = self._ringing = self._poll = None

@@ -1,4 +1,4 @@
-"""The rows that functions return in worker processes: where these write them, and how the parent reads them."""
+"""The rows that functions return in worker processes: the files for them, and how the parent reads them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from batchopt_workers.tasks.forms import Column
 
 
 class Results:
-    """The file that workers write to: one for each task, and for each evaluation whose outputs are kept. Somebody who
-    is late may still write to the one before."""
+    """The file that workers write to: a new one for each task, and for each evaluation whose outputs are kept, since a
+    late worker may still write to the previous one."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -27,15 +27,15 @@ class Results:
     def begin_task(
         self, data: bytes, placements: Sequence[Placement], memory: SharedBlock | None, batch: Sequence[SessionCall]
     ) -> None:
-        """Let orders of tasks be about the task that was packed so, its tensors, if it has any, in `memory`; `batch`:
-        the calls that let a worker take the one that comes with it."""
+        """Send workers a packed task, with its tensors, if it has any, in `memory`; `batch`: the calls by which a
+        worker loads the batch that comes with it."""
         self._file = GrowingFile()
         attach = [] if memory is None else [call_with_block(Activity.TASK, Session.attach_copy, TASK, memory)]
         begin = call_with_file(Activity.TASK, Session.begin_task, self._file, data, placements)
         self._pool.set_state("task", *batch, *attach, begin)
 
     def end_task(self) -> None:
-        """Let nobody hold anything of the task any more."""
+        """Release everything that belongs to the task."""
         self._file = None
         self._pool.set_state("task", call(Activity.TASK, Session.end_task))
 
@@ -46,14 +46,13 @@ class Results:
             self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
 
     def begin_evaluation(self) -> None:
-        """Let the outputs of an evaluation go to another file than those of the one before."""
+        """Have the outputs of an evaluation written to a new file."""
         if self.keeps_outputs:
             self._file = GrowingFile()
             write = call_with_file(Activity.MEMORY, Session.write_outputs_to, self._file)
             self._pool.set_state("outputs", write)
 
     def read(self, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
-        """Return the rows that were written last, of `samples` samples; in memory of their own if they are to be
-        `copied`."""
+        """Return the rows of `samples` samples that were written last; `copied` ones are in new memory."""
         assert self._file is not None
         return read_columns(self._file, columns, samples, copied)

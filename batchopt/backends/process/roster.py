@@ -1,8 +1,8 @@
 """The roster of worker processes: which should exist, and which are missing, hung or abandoned. No input or output.
 
-The pool tells the roster what has happened and asks it what to do. What the pool can see for itself at any time (which
-processes it has, which of them can work) is not kept here a second time but handed over with each question: an
-interrupt between two statements leaves nothing to repair.
+The pool reports events to the roster and asks it what to do. What the pool can see at any time (which processes it has,
+which of them can work) is not kept here again, but passed with each question: an interrupt between two statements
+leaves nothing to repair.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 
-# Seconds that a process may take to be gone after SIGKILL; one that the kernel holds longer is left to it.
+# Seconds that a process may take to end after SIGKILL; one that the kernel holds longer is ignored.
 REAPING = 2.0
-# Seconds between two looks at who hangs.
+# Seconds between two checks for hung workers.
 INTERVAL = 0.25
 
 T = TypeVar("T")
 
 
 class Roster:
-    """The ranks that there should be: how often each has failed, which are given up, and how many restarts are left."""
+    """The ranks that should exist: how often each has failed, which are abandoned, and the remaining restarts."""
 
     def __init__(self, restarts: int) -> None:
         self.infos: list[WorkerInfo] = []
         self.given_up: dict[int, BaseException] = {}
         self.ending = ""  # of the worker that was lost last
         self._restarts = restarts
-        self._failures: Counter[int] = Counter()  # ends before it could work, in a row
+        self._failures: Counter[int] = Counter()  # consecutive ends before it could work
 
-    # ---- what has happened
+    # ---- events
 
     def resize(self, infos: list[WorkerInfo]) -> tuple[list[WorkerInfo], set[int]]:
-        """There should be these workers. Returns those that are new, and the ranks whose process has to end."""
+        """Set the workers that should exist. Return the new ones, and the ranks whose process has to end."""
         new = [info for info in infos if all(info is not other for other in self.infos)]
         ending = {*range(len(infos), len(self.infos)), *(info.rank for info in new)}
         for rank in ending:
             self.given_up.pop(rank, None)
             self._failures.pop(rank, None)
-        self._restarts += len(new)  # the first start of each is no restart
+        self._restarts += len(new)  # the first start of each is not a restart
         self.infos = infos
         return new, ending
 
     def started(self, rank: int, pid: int) -> None:
-        """There is a process of this rank."""
+        """Note that there is a process of this rank."""
         info = self.infos[rank]
         info.restarts += 1 if info.pid else 0
         info.pid = pid
 
     def not_started(self, rank: int, why: str) -> None:
-        """No process or no descriptor was to be had."""
+        """Note that no process or descriptor was available."""
         self.ending = why
         self._failed(rank, for_good=not self.infos[rank].pid)
 
     def joined(self, rank: int) -> None:
-        """The worker has taken in all that it has to know."""
+        """Note that the worker has taken over the complete state."""
         self._failures[rank] = 0
         self.infos[rank].alive = True
 
     def refused(self, rank: int, error: BaseException) -> None:
-        """The worker cannot work, and another one could not either. The first reason counts: later ones follow from
+        """Note that the worker cannot work, nor would another one. The first reason counts: later ones follow from
         it."""
         self.given_up.setdefault(rank, error)
 
     def ended(self, rank: int, ending: str, joined: bool, in_users_code: bool) -> None:
-        """The process is gone. One that ends in the user's code the very first time is not tried again."""
+        """Note that the process is gone. One that ends in the user's code the first time is not tried again."""
         self.ending = ending
         self.infos[rank].alive = False
         if not joined:
@@ -80,11 +80,11 @@ class Roster:
         if self._failures[rank] >= ATTEMPTS or for_good:
             self.given_up.setdefault(rank, WorkerStartError(self.ending))
 
-    # ---- what to do
+    # ---- decisions
 
     def start(self, present: Collection[int]) -> Iterable[int]:
-        """The ranks to start where `present` have a process, one by one; each is paid for with a restart, and where
-        none is left the rank is given up."""
+        """Yield the ranks to start if those `present` have a process; each takes a restart, and without any left the
+        rank is abandoned."""
         for rank, info in enumerate(self.infos):
             info.lost = rank in self.given_up
             if rank in present or info.lost:
@@ -104,8 +104,8 @@ class Roster:
         ranks = [info.rank for info in self.infos if info.rank not in self.given_up]
         return all(rank in joined for rank in ranks) and (len(ranks) > 0 or not self.infos)
 
-    def check_somebody_is_left(self, present: Collection[int]) -> None:
-        """Raise `AllWorkersLostError` if nobody is `present` and nobody will be."""
+    def check_workers_are_left(self, present: Collection[int]) -> None:
+        """Raise `AllWorkersLostError` if no worker is `present` and none will be."""
         if not present and self.infos:
             raise AllWorkersLostError(
                 "no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: "
@@ -132,11 +132,11 @@ class Checkup(NamedTuple):
 
 
 def check(workers: Iterable[BusyWorker], now: float) -> Checkup:
-    """Look at the workers that have something to do."""
+    """Check the busy workers."""
     found = Checkup([], [], math.inf)
     look_at = now + INTERVAL
     for worker in workers:
-        if worker.killed_at is not None:  # its end is an event as any other, unless the kernel holds it
+        if worker.killed_at is not None:  # its end will be an ordinary event, unless the kernel holds it
             if now >= worker.killed_at + REAPING:
                 found.dead.append(worker.rank)
         elif now >= worker.since + worker.allowance:
@@ -147,6 +147,6 @@ def check(workers: Iterable[BusyWorker], now: float) -> Checkup:
 
 
 def unsent(required: Mapping[str, T], sent: Mapping[str, T]) -> list[str]:
-    """The names of what a worker was not sent, or was sent another version of; in the order in which they are to be
+    """Return the names of the states of which a worker lacks the current version, in the order in which they are to be
     sent."""
     return [name for name, value in required.items() if sent.get(name) is not value]

@@ -1,13 +1,13 @@
 """The assignment of chunks to workers during one evaluation, whatever happens to them. No input or output.
 
-Each worker is first given the run of chunks that the plan has for it. A worker that has nothing left takes, in this
-order: a run that nobody evaluates (its worker died, or is still busy with something else); half of what the slowest
-worker has not begun (all, behind a chunk that is late; less or nothing, if it is slower itself); a copy of a chunk that
-is late. A chunk counts once, whoever reports it first. Work changes hands by an order to stop before a chunk: a worker
-that has begun it by then evaluates it all the same, for nothing.
+Each worker first gets the run of chunks that was planned for it. A worker that is done takes, in this order: a run that
+no worker evaluates (its worker died, or is still busy with something else); half of what the slowest worker has not
+begun (all of it, if its current chunk is late; less or nothing, if the taker is slower); a copy of a late chunk. The
+first report of a chunk counts. To move work, its worker is sent an order to stop before a chunk: if it has begun that
+chunk by then, it evaluates it in vain.
 
-A chunk that workers ended in may be to blame, or may have been there by chance. So it is tried again by itself; one in
-which a worker hung is given twice the time; a signal from outside counts half; and the last trial is made by one worker
+A chunk during which workers were lost may be the cause, or may not. So it is tried again by itself; one in which a
+worker hung is allowed twice the time; a signal from outside counts half; and the last trial is made by one worker
 alone.
 """
 
@@ -49,8 +49,8 @@ class Ledger:
         return bool(self._missing[chunk])
 
     def settle(self, first: int, last: int) -> None:
-        """Chunks `first` up to `last` have results."""
-        if last - first == 1:  # most of the time, and several times an evaluation
+        """Note that chunks `first` up to `last` have results."""
+        if last - first == 1:  # the usual case, several times per evaluation
             self.missing -= self._missing[first]
             self._missing[first] = 0
             return
@@ -75,10 +75,10 @@ def due(since: float, seconds: float | None, patience: float) -> float:
 
 # A chunk is late after this many seconds at the earliest.
 PATIENCE = 0.05
-# Seconds of work that are worth a message: less is not taken from a worker that is about to begin it.
+# Seconds of work that justify a message: less is not taken from a worker that is about to begin it.
 WORTHWHILE = 0.002
 
-# The seconds that worker `i` should need for chunk `j`; None if nobody knows.
+# The expected seconds of worker `i` for chunk `j`; None if unknown.
 ChunkEstimate = Callable[[int, int], float | None]
 
 
@@ -100,13 +100,13 @@ class Limit(NamedTuple):
 class Death(Enum):
     """The cause of a worker's death, as far as it can be known."""
 
-    FAULT = "fault"  # its own code: a fault of memory access, abort, exit, nonsense
+    FAULT = "fault"  # its own code: SIGSEGV, abort, exit, a violation of the protocol
     HANG = "hang"  # killed, since it made no progress
-    OUTSIDE = "outside"  # a signal that somebody sent: the chunk was there by chance, unless it needs too much memory
+    OUTSIDE = "outside"  # a signal from outside: the chunk is not the cause, unless it needs too much memory
 
 
-# How many times as long as usual a chunk must have had before it is given up because workers hang in it: copies of it
-# may have hung at the same time.
+# The multiple of the usual time that a chunk must have had before it is abandoned because workers hang in it: copies of
+# it may have hung at the same time.
 PATIENT = 4.0
 # How much a death counts against the current chunk.
 WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
@@ -114,10 +114,11 @@ WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 
 @dataclass
 class _WorkerTask:
-    """The chunks that a worker has: it has been at `next` since `since` (seconds on any clock), and goes on to `last`.
+    """The chunks of a worker: it has been evaluating `next` since `since` (seconds on any clock), and goes on to
+    `last`.
 
-    It was given those up to `given`, and may have begun one behind `last` before it received a limit. `patience`: as
-    `WorkerScheduler.patience` was then. `alone`: whether this is the last trial of a chunk, which nobody else is given.
+    It was assigned those up to `given`, and may have begun one after `last` before it received a limit. `patience`: the
+    value of `WorkerScheduler.patience` then. `alone`: whether this is the last trial of a chunk, without copies.
     """
 
     next: int
@@ -129,12 +130,12 @@ class _WorkerTask:
 
 
 class WorkerScheduler:
-    """Schedules the chunks of one evaluation. Tell it what happens (`reported`, `ended`, `lost`); it says what to do
-    (`decide`)."""
+    """Schedules the chunks of one evaluation: it is notified of events (`reported`, `ended`, `lost`) and makes
+    decisions (`decide`)."""
 
     def __init__(self, runs: Sequence[ChunkRun | None], chunks: int, copies: bool = True) -> None:
         """`runs[i]`: the chunks planned for worker `i`, of `chunks` in all; runs have no chunk in common. `copies`:
-        whether another worker may be given a chunk that is late, too, and not only what is behind it."""
+        whether a late chunk may be assigned to a second worker, and not only the chunks behind it."""
         self._pending: list[tuple[int | None, ChunkRun]] = []  # with the worker that it is planned for
         for worker, run in enumerate(runs):
             if run is not None and run.first < run.last:
@@ -147,7 +148,7 @@ class WorkerScheduler:
 
     @property
     def missing(self) -> int:
-        """The number of chunks that nobody has reported."""
+        """The number of chunks that were not reported."""
         return self.ledger.missing
 
     @property
@@ -161,12 +162,13 @@ class WorkerScheduler:
         return not self._pending and all(task.next + 1 >= task.last for task in self._tasks.values())
 
     def current(self, worker: int) -> tuple[int, float] | None:
-        """The chunk that the worker is at, as far as is known, and since when; None if it is at none."""
+        """Return the chunk that the worker evaluates, as far as known, and since when; None if there is none."""
         task = self._tasks.get(worker)
         return None if task is None or task.next >= task.last else (task.next, task.since)
 
     def reported(self, worker: int, done: int, now: float) -> None:
-        """The worker has evaluated its chunks before `done`. Raises `ValueError` if it was not given those."""
+        """Note that the worker has evaluated its chunks before `done`. Raises `ValueError` if they were not assigned to
+        it."""
         task = self._tasks.get(worker)
         if task is None or not task.next <= done <= task.given:
             raise ValueError(f"worker {worker} reports chunk {done - 1}, which it was not given")
@@ -175,15 +177,15 @@ class WorkerScheduler:
             task.next, task.since = done, now
 
     def ended(self, worker: int) -> None:
-        """The worker has ended its task; what it left undone waits for somebody else."""
+        """Note that the worker has ended its task; its remaining chunks wait for another one."""
         task = self._tasks.pop(worker, None)
         if task is not None:
             self._leave(ChunkRun(task.next, task.last), first=True)
 
     def lost(self, worker: int, death: Death = Death.FAULT) -> int | None:
-        """The worker is dead. Returns the chunk that it was at if that one is to blame.
+        """Note that the worker is dead. Return the chunk that it was evaluating if that is to be abandoned.
 
-        That chunk is tried again last: if it is to blame, the others are done by then.
+        Otherwise that chunk is tried again last: then the others are done by then.
         """
         task = self._tasks.pop(worker, None)
         if task is None or task.next >= task.last:
@@ -209,14 +211,14 @@ class WorkerScheduler:
         return self._blame.get(chunk, 0.0) >= POISONOUS - 1
 
     def _leave(self, run: ChunkRun, first: bool) -> None:
-        """Let the run wait for a worker, before all other runs or after them."""
+        """Add the run to those that wait for a worker, before or after all others."""
         trimmed = self.ledger.trimmed(run)
         if trimmed is not None:
             self._pending.insert(0 if first else len(self._pending), (None, trimmed))
 
     def decide(self, idle: Sequence[int], estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
-        """The commands for workers that are `idle`, and for those that these take work from; to be carried out in this
-        order."""
+        """Return the commands for workers that are `idle`, and for those that work is taken from; to be carried out in
+        this order."""
         commands: list[Assign | Limit] = []
         without = [worker for worker in idle if worker not in self._tasks]
         for worker in without:
@@ -233,7 +235,7 @@ class WorkerScheduler:
         return commands
 
     def _take(self, planned_for: int | None) -> ChunkRun | None:
-        """A pending run: of that worker, or of anyone if None."""
+        """Remove and return a pending run that was planned for that worker, or for any if None."""
         current = {task.next for task in self._tasks.values()}
         for i, (worker, run) in enumerate(self._pending):
             waits = run.first in current and self._is_suspect(run.first)
@@ -251,8 +253,8 @@ class WorkerScheduler:
         return [Assign(worker, *run)]
 
     def _steal(self, worker: int, estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
-        """Take half of what the worker with the most work before it has not begun: less if the thief is slower, all if
-        that worker is late with the chunk that it is at."""
+        """Take half of what the worker with the most remaining work has not begun: less if the thief is slower, all if
+        the current chunk of that worker is late."""
 
         def ahead(victim: int) -> float:
             run = self._behind(victim)
@@ -281,7 +283,7 @@ class WorkerScheduler:
         ours, theirs, current = estimate(thief, run.first), estimate(victim, run.first), estimate(victim, task.next)
         if ours is None or theirs is None or current is None or ours <= theirs:
             return half
-        rest = max(0.0, current - (now - task.since))  # of the chunk that the victim is at
+        rest = max(0.0, current - (now - task.since))  # of the victim's current chunk
 
         def ends(taken: int) -> float:
             return max(taken * ours, rest + (chunks - taken) * theirs)
@@ -290,7 +292,7 @@ class WorkerScheduler:
         return portion + 1 if portion < half and ends(portion + 1) < ends(portion) else portion
 
     def _behind(self, worker: int) -> ChunkRun | None:
-        """Return the part of a worker's run that it has not begun and nobody has done; None if there is none."""
+        """Return the part of a worker's run that it has not begun and that has no results; None if there is none."""
         task = self._tasks[worker]
         return self.ledger.trimmed(ChunkRun(task.next + 1, task.last))
 

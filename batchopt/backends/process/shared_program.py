@@ -1,4 +1,4 @@
-"""The program as the workers have to have it: pickled apart from its tensors, which lie in shared memory."""
+"""The program for worker processes: pickled without its tensors, which lie in shared memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _SharedTensor(NamedTuple):
 
 
 class SharedProgram:
-    """A program in shared memory, which follows the one of the user.
+    """A copy of the user's program in shared memory, updated at each step.
 
-    Frozen parameters and buffers become views of the workers' block, so that whatever is written to them, however, is
-    what the workers have at the next step: a version counter would not do, since `.data` and batch normalisation go
-    past it. Other tensors, and those that share memory with something else, are copied there at each step.
+    Frozen parameters and buffers become views of the workers' block, so that anything written to them is what the
+    workers have at the next step: version counters would not do, since `.data` and batch normalisation bypass them.
+    Other tensors, and those that share memory with something else, are copied at each step.
     """
 
     def __init__(self, program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -42,16 +42,16 @@ class SharedProgram:
         self.source = PickledProgram(program, parameters)
         self.block = _new_block(self.source.packed)
         self._constants: list[_SharedTensor] = []
-        self._placed: Packed | None = None  # what the block has
-        self._left: list[SharedBlock] = []  # blocks that it had
+        self._placed: Packed | None = None  # the content of the block
+        self._left: list[SharedBlock] = []  # previous blocks
         self._place()
 
     def follow(self, program: Program) -> None:
-        """Take over what the user has changed since, in `program` or in what it refers to; the workers must be idle.
-        They need it again if the `data` of the source is another one, or the block; where only the elements of tensors
-        have changed, they see them. What an interrupt or an error has left half done is done by the next call.
+        """Take over changes by the user, in `program` or in what it refers to; the workers must be idle. They need the
+        program again if `data` of the source or the block is another one; changed elements of tensors they see at once.
+        After an interrupt or an error the next call completes the work.
 
-        Raises `TypeError` for a program that cannot be sent any more.
+        Raises `TypeError` for a program that can no longer be sent.
         """
         self.source.follow(program)
         now, placed = self.source.packed, self._placed
@@ -63,12 +63,12 @@ class SharedProgram:
             self._placed = None
             self.block = _new_block(now)
         self._place()
-        while self._left:  # the user may have a tensor there that is no part of the program any more
+        while self._left:  # the user may still have a tensor there that is no longer part of the program
             self._left[-1].make_private()
             self._left.pop()
 
     def close(self) -> None:
-        """The workers are gone: the tensors stay where they are, in memory of this process alone."""
+        """Make the memory of the tensors that of this process alone, after the workers have ended."""
         for block in (*self._left, self.block):
             block.make_private()
 
@@ -84,7 +84,7 @@ class SharedProgram:
         self._placed = packed
 
     def _have_moved(self, packed: Packed) -> bool:
-        """Tell whether a bound tensor lies in the block at another place than its own."""
+        """Tell whether a bound tensor lies at another place in the block than its own."""
         places = {id(constant.tensor): constant.view.data_ptr() for constant in self._constants if constant.bound}
         found = (
             (places.get(id(tensor)), constant) for tensor, constant in zip(packed.tensors, self._constants, strict=True)
@@ -92,7 +92,7 @@ class SharedProgram:
         return any(place is not None and place != constant.view.data_ptr() for place, constant in found)
 
     def _refresh(self) -> None:
-        """Bring to the block what is not there."""
+        """Copy to the block the tensors that are not bound to it."""
         with torch.no_grad():
             for tensor, view, bound in self._constants:
                 if tensor.data_ptr() != view.data_ptr():
@@ -103,26 +103,26 @@ class SharedProgram:
 
 @dataclass(frozen=True)
 class Holder:
-    """Whoever holds a group: the settings in force where it asks for an evaluation, which on a node is the parent's
-    process."""
+    """The owner of a group: it knows the settings in force where an evaluation is requested, which on a node is the
+    parent's process."""
 
     torch_settings: Callable[[], TorchSettings] = TorchSettings.current
     module_hooks: Callable[[], Mapping[str, Any]] = module_hooks
 
 
 class SentProgram:
-    """The program that the workers of a pool are sent, and sent again when the user has changed it."""
+    """The program sent to the workers of a pool, and sent again when the user has changed it."""
 
     def __init__(self, pool: Pool, program: Program, shared: SharedProgram, sent: Callable[[], None]) -> None:
         """`shared` has `program` in shared memory; `sent` is called when workers are given another one."""
         self.program = program  # to be evaluated from the next step on
         self._pool, self._on_sent = pool, sent
         self._shared = shared
-        self._sent: tuple[bytes, SharedBlock] | None = None  # that which all of the workers' state is about
-        self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the one sent last
+        self._sent: tuple[bytes, SharedBlock] | None = None  # the version that the workers' other state belongs to
+        self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the version sent last
 
     def change(self, **fields: Any) -> None:
-        """Evaluate the program with these fields from now on. Raises `TypeError` for hooks that cannot be sent."""
+        """Replace these fields of the program. Raises `TypeError` for hooks that cannot be sent."""
         before, self.program = self.program, replace(self.program, **fields)
         try:
             self.follow(self.program.module_hooks)
@@ -131,8 +131,8 @@ class SentProgram:
             raise
 
     def follow(self, module_hooks: Mapping[str, Any]) -> bool:
-        """Send what the user has changed of the program since, with these hooks of all modules; returns whether
-        anything was sent."""
+        """Send changes of the program by the user, with these hooks of all modules; return whether anything was
+        sent."""
         if self.program.module_hooks != module_hooks:
             self.program = replace(self.program, module_hooks=module_hooks)
         self._shared.follow(self.program)
@@ -143,7 +143,7 @@ class SentProgram:
         return True
 
     def send(self) -> None:
-        """Give the workers the program, and what they forget when they are given one."""
+        """Send the workers the program, and the state that they drop with the previous one."""
         self._sent = None
         source, block, pool = self._shared.source, self._shared.block, self._pool
         packed, examined = source.packed, (block, self.program.prehook, self.program.posthook)
@@ -160,7 +160,7 @@ class SentProgram:
         self._sent = packed.data, block
 
     def close(self) -> None:
-        """The workers are gone."""
+        """Release the memory, after the workers have ended."""
         self._shared.close()
         self._sent = None
         self._on_sent = lambda: None  # a method of an object that refers to this one
@@ -173,8 +173,8 @@ def _new_block(packed: Packed) -> SharedBlock:
 
 
 def _alone(module: torch.nn.Module, bound: Collection[int]) -> set[int]:
-    """The frozen parameters and buffers of a module that nothing else shares memory with, as far as that can be known;
-    those that are `bound` already, by identity, have memory that torch did not make."""
+    """Return the frozen parameters and buffers of a module that share memory with nothing else, as far as can be known;
+    those that are `bound` already, by identity, have memory that torch did not allocate."""
     found: dict[int, tuple[torch.Tensor, bool]] = {}
     for _, place in tensors_of(module):
         tensor = place.get()

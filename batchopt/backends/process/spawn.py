@@ -1,9 +1,10 @@
-"""Starting a process: of the `torch.multiprocessing` spawn kind, less what makes spawning awkward.
+"""Starting a process as `torch.multiprocessing` spawns one, without the drawbacks of spawning.
 
-Compared with the plain one: it does not import the user's `__main__` (no main guard needed, works from a notebook and
-from standard input), gets an environment of its own without a change to the parent's, leads a process group of its own
-(Ctrl-C in a terminal reaches the parent only), starts no resource tracker, settles no global start method, does with
-any of the standard streams closed, and ends with the parent from its first moment on, even if it is stopped.
+Compared with a plain spawned process, it does not import the user's `__main__` (no main guard is needed, and it works
+from a notebook and from standard input), has its own environment without a change to the parent's, leads its own
+process group (Ctrl-C in a terminal reaches only the parent), starts no resource tracker, sets no global start method,
+works if any of the standard streams is closed, and from the first moment on ends with the parent, even if it is
+stopped.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ class _Popen(SpawnPopen):
         self.sentinel = parent_end
         with suppress(BrokenPipeError), open(parent_alive, "wb", buffering=0, closefd=False) as pipe:
             unwritten = payload.getbuffer()
-            while unwritten:  # it may have ended already: whoever asks it will find out how
+            while unwritten:  # it may have ended already: its exit code will tell
                 unwritten = unwritten[pipe.write(unwritten) :]
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit code, once the process has ended; None if it takes longer. What it started may have its sentinel."""
+        """Return the exit code once the process has ended; None after `timeout`. Its children may have inherited its
+        sentinel."""
         try:
             self.returncode = self._child.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -73,7 +75,7 @@ class _Popen(SpawnPopen):
         return self.returncode
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code, once the process has ended."""
+        """Return the exit code if the process has ended, else None."""
         if self.returncode is None:
             self.returncode = self._child.poll() if flag == os.WNOHANG else self._child.wait()
         return self.returncode
@@ -81,8 +83,7 @@ class _Popen(SpawnPopen):
 
 class LaunchedProcess(SpawnProcess):
     """A spawned process with its own environment and standard error (a descriptor); everything else as in
-    `torch.multiprocessing`. It is killed when the other end of the pipe `leash`, a descriptor too, is closed
-    everywhere."""
+    `torch.multiprocessing`. It is killed when the other end of the pipe `leash` (a descriptor) is closed everywhere."""
 
     def __init__(self, environment: Mapping[str, str], stderr: int, leash: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -92,19 +93,21 @@ class LaunchedProcess(SpawnProcess):
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a signal has stopped the process, if it has not ended."""
+        """Tell whether a signal has stopped the process."""
         with suppress(OSError):  # it has ended
             return os.waitid(os.P_PID, self.pid or 0, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False
 
     def __reduce__(self) -> Any:
-        """Arrive as the plain kind, so that it does not import this package; its environment it has already."""
+        """Arrive as the plain kind, so that the new process does not import this package; it has its environment
+        already."""
         state = {key: value for key, value in vars(self).items() if key not in ("environment", "stderr", "leash")}
         return copyreg._reconstructor, (SpawnProcess, object, None), state  # type: ignore[attr-defined]
 
 
 def _tie(leash: int, pid: int) -> None:
-    """Have the kernel kill the group `pid` when the other end of the pipe closes, whatever those processes are at."""
+    """Have the kernel kill the group `pid` when the other end of the pipe closes, whatever those processes are
+    doing."""
     fcntl.fcntl(leash, fcntl.F_SETOWN, -pid)
     fcntl.fcntl(leash, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
@@ -112,8 +115,8 @@ def _tie(leash: int, pid: int) -> None:
 
 @contextmanager
 def apart_from_streams() -> Iterator[None]:
-    """Keep descriptors opened inside off the numbers of the standard streams, even if this process was started without
-    some: a child has its own at these numbers."""
+    """Keep descriptors opened in the body off the numbers of the standard streams, even if this process was started
+    without some of these: a child has its own there."""
     taken = []
     try:
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -125,8 +128,8 @@ def apart_from_streams() -> Iterator[None]:
 
 
 def standard_output() -> int:
-    """A descriptor of what is this process's standard output now; of nothing if it was started without one, for then
-    something else may have its number."""
+    """Return a descriptor of this process's current standard output; of /dev/null if it was started without one, since
+    its number may then belong to something else."""
     if sys.__stdout__ is not None:
         with suppress(OSError):  # closed since
             return os.dup(1)
@@ -152,6 +155,6 @@ def preparation() -> dict[str, Any]:
 
 
 def close_all(*fds: int) -> None:
-    """Close each."""
+    """Close each descriptor."""
     for fd in fds:
         os.close(fd)

@@ -21,8 +21,8 @@ from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.process.session import Session
 from batchopt_workers.process.torch_settings import TorchSettings
 
-# What one worker process takes, measured: bytes of memory of its own, with torch imported and an allocator that keeps
-# what it had; and open files of this process, for its pipes and its gradients.
+# Measured needs of one worker process: bytes of private memory, with torch imported and an allocator that keeps its
+# memory; and open files of this process, for its pipes and its gradients.
 WORKER_MEMORY = 220_000_000
 WORKER_DESCRIPTORS = 7
 
@@ -76,7 +76,7 @@ def startup_calls(
     threads: int,
     devices: Mapping[int, torch.device] | None,
 ) -> Iterator[tuple[str, list[SessionCall]]]:
-    """The calls by name, in order. Raises `TypeError` for a precode that cannot be sent."""
+    """Return the calls by name, in order. Raises `TypeError` for a precode that cannot be sent."""
     precode: list[SessionCall] = []
     if setup.precode is not None:
         with sending("`precode`", setup.precode):

@@ -1,4 +1,5 @@
-"""A worker's standard error: passed on to ours, its tail kept for error messages; warnings are issued here, once."""
+"""A worker's standard error: copied to this process's, with its tail kept for error messages; warnings are issued here,
+once each."""
 
 from __future__ import annotations
 
@@ -15,23 +16,23 @@ from batchopt_workers.data.memory import anonymous_file
 from batchopt_workers.process.failures import BEGUN, MARKED, Warned
 
 TAIL = 2**12  # bytes shown in an error
-_PIECE = 2**20  # bytes after which the memory of what was passed on is given back
+_PIECE = 2**20  # bytes after which the memory of text that was passed on is released
 
 
 class Stderr:
     """An anonymous file that is the standard error of one worker.
 
-    A pipe would block a worker that writes much while nobody reads; a file needs no thread to read it, and has what was
-    written up to the last moment of a worker that dies.
+    A pipe would block a worker that writes more than is read; a file needs no thread that reads it, and has everything
+    that was written up to the worker's death.
     """
 
     def __init__(self, warned: set[Warned] | None = None) -> None:
-        """`warned`: the warnings that were given before."""
+        """`warned`: the warnings that were issued before."""
         self.fd = anonymous_file()
-        # One writer after the other, each at the end, whoever else has the file.
+        # Each write goes to the end, also if other processes have the file.
         fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
         self.writer = os.dup(self.fd)
-        weakref.finalize(self, os.close, self.fd).atexit = False  # when workers end they are still read
+        weakref.finalize(self, os.close, self.fd).atexit = False  # it is still read when workers end at exit
         self._passed_on = 0
         self._held, self._warned = "", set() if warned is None else warned
         self._tail = b""
@@ -50,13 +51,13 @@ class Stderr:
         self._tail = (self._tail + new)[-TAIL:]
         before, self._passed_on = self._passed_on, self._passed_on + len(new)
         if self._passed_on // _PIECE > before // _PIECE:
-            give_back(self.fd, 0, self._passed_on)  # not what a worker may be writing at its end
+            give_back(self.fd, 0, self._passed_on)  # not the end, where a worker may be writing
         text = self._held + self._decoder.decode(new)
         begun = BEGUN.search(text)
         text, self._held = (text, "") if begun is None else (text[: begun.start()], text[begun.start() :])
         plain = MARKED.sub("", text)
         if plain and sys.stderr is not None:
-            with suppress(Exception):  # of whatever the user has put in place of it
+            with suppress(Exception):  # raised by the user's replacement of it
                 print(plain, end="", file=sys.stderr, flush=True)
         found = {Warned(*json.loads(line)): None for line in MARKED.findall(text)}
         for warned in [warned for warned in found if warned not in self._warned]:

@@ -1,4 +1,4 @@
-"""The files that worker processes write the results of tasks to, as the parent reads them."""
+"""The files that worker processes write results to, as the parent reads them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from batchopt_workers.data.memory import GrowingFile
 from batchopt_workers.map.sums import Rows, SharedTotals, rows_nbytes
 from batchopt_workers.tasks.forms import Column, places
 
-# Bytes up to which a result is copied, so that it holds no mapping.
+# Largest result in bytes that is copied, so that it keeps no mapping.
 _SMALL = 2**16
-# Bytes for sums that each worker may keep, whatever the last total used.
+# Bytes for sums that each worker may keep in any case.
 _KEPT = 2**25
 
 
 def read_columns(file: GrowingFile, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
-    """Return the rows of `samples` samples that were written to the file, each column as a tensor of this process
-    alone: the file's own pages, until they are written here, unless they are to be `copied`."""
+    """Return the rows of `samples` samples that were written to the file, each column as a private tensor: a
+    copy if `copied`, else the file's own pages, which are copied when they are written."""
     offsets, nbytes = places(columns, samples)
     memory = file.private(nbytes)
     found = [_tensor(memory, c.dtype, (samples, *c.shape), offset) for c, offset in zip(columns, offsets, strict=True)]
@@ -37,7 +37,7 @@ def _tensor(memory: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int,
 
 
 class TotalsFile:
-    """The rows that one worker sums totals in; they are kept for the next total."""
+    """The rows in which one worker sums totals; they are kept for the next total."""
 
     def __init__(self) -> None:
         self.file = GrowingFile()
@@ -45,7 +45,7 @@ class TotalsFile:
         self._used = 0  # bytes, in the last total
 
     def rows(self, layout: Layout, count: int) -> Rows:
-        """So many rows of that layout, as the worker has them."""
+        """Return the worker's rows, `count` of this layout."""
         self._used = rows_nbytes(layout, 0, count)
         return self._mapped.rows(layout, count)
 

@@ -1,4 +1,4 @@
-"""One worker process as the parent sees it: its pipe, its memory, what it was asked, and how it ended."""
+"""One worker process as the parent sees it: its pipe, its memory, the messages that it was sent, and its end."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from batchopt_workers.process.failures import Failure, Warned
 from batchopt_workers.process.messages import CHUNK, Cut, Kind, Order
 from batchopt_workers.process.session import Session
 
-# Signals that others send; SIGKILL is the kernel's too, where memory is short.
+# Signals from outside; SIGKILL also comes from the kernel if memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE = " (if it was at work, give it more time: timeout=...)"
 P = ParamSpec("P")
 
 
 class Activity(Enum):
-    """The activities of a worker, as error messages name them."""
+    """The activities of a worker, in the words of error messages."""
 
     STARTING = "starting"
     PRECODE = "running precode"
@@ -56,7 +56,7 @@ class Activity(Enum):
 
 
 class SessionCall(NamedTuple):
-    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor goes with it."""
+    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor is sent with it."""
 
     activity: Activity
     body: bytes
@@ -69,7 +69,7 @@ def call(
     *arguments: P.args,
     **keywords: P.kwargs,
 ) -> SessionCall:
-    """A call of a method of `Session`. Raises what pickling the arguments raises."""
+    """Return a call of a method of `Session`. Raises what pickling the arguments raises."""
     assert not keywords  # which the message has no place for
     return SessionCall(activity, dumps((method.__name__, arguments)))
 
@@ -77,14 +77,14 @@ def call(
 def call_with_block(
     activity: Activity, method: Callable[[Session, str, int], None], name: str, block: SharedBlock
 ) -> SessionCall:
-    """A call whose last argument is the descriptor of `block`, which follows the message."""
+    """Return a call whose last argument is the descriptor of `block`, which follows the message."""
     return SessionCall(activity, dumps((method.__name__, (name,))), block)
 
 
 def call_with_file(
     activity: Activity, method: Callable[..., None], file: HasDescriptor, *arguments: Any
 ) -> SessionCall:
-    """A call whose last argument, after these, is the descriptor of `file`, which follows the message."""
+    """Return a call whose last argument, after these, is the descriptor of `file`, which follows the message."""
     return SessionCall(activity, dumps((method.__name__, arguments)), file)
 
 
@@ -100,10 +100,10 @@ class Bell:
 
 
 class PendingMessage(NamedTuple):
-    """A message that was not answered yet.
+    """A message without an answer so far.
 
     `state` names the state that it is part of, and `calls` are all calls of that: they are sent again if the worker
-    fails to take them in. `patience`: how many times as long as usual it may take.
+    fails to take them over. `patience`: the multiple of the usual time that it may take.
     """
 
     number: int
@@ -115,11 +115,11 @@ class PendingMessage(NamedTuple):
 
 
 class WorkerProcess:
-    """A worker process: its pipe, the messages that it was sent, the memory that it was given, and its end.
+    """A worker process: its pipe, the messages that it was sent, its memory, and its end.
 
-    What it is asked leaves at the next `flush`. It is killed, with all that it started, when this object is forgotten.
-    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: another one where some of them
-    are on other machines. `warned`: the warnings that these have given.
+    Messages are sent at the next `flush`. It is killed, with all that it started, when this object is collected. `rank`
+    is the parent's name for it, `number` its rank among all `world_size` workers: a different one if some are on other
+    machines. `warned`: the warnings that these have issued.
     """
 
     def __init__(self, rank: int, number: int, world_size: int, threads: int, warned: set[Warned]) -> None:
@@ -129,21 +129,19 @@ class WorkerProcess:
         self.stderr = Stderr(warned)
         self.rows: Rows | None = None
         self.bell: Bell | None = None
-        self.given_up = 0  # the evaluation that it was rung for, and that it may still be at
+        self.given_up = 0  # the abandoned repetition that it may still be running
         self.totals: TotalsFile | None = None
         self.cut: Cut | None = None
         self.task_cut: Cut | None = None
         self.sent: dict[str, tuple[SessionCall, ...]] = {}
-        self.synced_with: dict[str, tuple[SessionCall, ...]] | None = (
-            None  # the pool's state, once it was sent all of that
-        )
+        self.synced_with: dict[str, tuple[SessionCall, ...]] | None = None  # the pool's state, once all of it was sent
         self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
-        self.verdict, self.killed_at = "", 0.0  # why and when it was killed, if we did it
+        self.verdict, self.killed_at = "", 0.0  # why and when this process killed it
         self._hung = False
         self._asked: deque[PendingMessage] = deque([PendingMessage(0, Activity.STARTING)])
         self._engaged = -1  # the number of the last order, or call of a function
-        self._quiet = -1  # that of the last order whose end alone is waited for
+        self._quiet = -1  # the number of the last order of which only the end is awaited
         self.writing = False  # whether the pipe is watched for room
         try:
             with theirs:
@@ -171,19 +169,19 @@ class WorkerProcess:
 
     @property
     def asked(self) -> PendingMessage | None:
-        """The message that it is at; None if it is idle."""
+        """The message that it is handling; None if it is idle."""
         self.forget_answered()
         return self._asked[0] if self._asked else None
 
     def forget_answered(self) -> None:
-        """Drop messages that are answered: further replies about them are ignored."""
+        """Drop answered messages: further replies about them are ignored."""
         while self._asked and self._asked[0].number <= self.channel.answered:
             self._asked.popleft()
 
     @property
     def free(self) -> bool:
-        """Tell whether it can be given an order: it evaluates nothing and runs no function, though it may still have
-        state to take in."""
+        """Tell whether it can take an order: it evaluates nothing and runs no function, though it may still have to
+        take over state."""
         return self.channel.answered >= self._engaged
 
     @property
@@ -198,47 +196,47 @@ class WorkerProcess:
         return len(before) < len(self._asked) and any(asked.order is not None for asked in before)
 
     def ask(self, message: SessionCall, state: str | None = None, calls: tuple[SessionCall, ...] = ()) -> None:
-        """Queue a call, which leaves at the next `flush`."""
+        """Queue a call for the next `flush`."""
         asked = PendingMessage(self.channel.number(), message.activity, state, calls)
         self._note(asked)
         self.channel.queue(asked.number, Kind.CALL, message.body, message.block)
 
     def order(self, order: Order, patience: float = 1.0) -> None:
-        """Queue an order, which leaves at the next `flush`."""
+        """Queue an order for the next `flush`."""
         asked = PendingMessage(self.channel.number(), Activity.EVALUATING, order=order, patience=patience)
         self._note(asked)
         self.channel.queue(asked.number, order.kind, order.encode())
 
     def flush(self) -> None:
-        """Send what is queued, as far as the pipe takes it. Raises `OSError` if the worker is gone."""
+        """Send queued messages, as far as the pipe takes them. Raises `OSError` if the worker is gone."""
         self.channel.flush()
 
     def set_cut(self, cut: Cut) -> None:
-        """Let it cut the batch so."""
+        """Send it this cut of the batch."""
         self.ask(call(Activity.CUT, Session.set_cut, cut))
         self.cut = cut
 
     def cut_task(self, cut: Cut) -> None:
-        """Let it cut the batch of the task so."""
+        """Send it this cut of the task's batch."""
         self.ask(call(Activity.CUT, Session.cut_task, cut))
         self.task_cut = cut
 
     def make_totals(self) -> None:
-        """Let it have a file to sum totals in."""
+        """Send it a file to sum totals in."""
         if self.totals is None:
             totals = TotalsFile()
             self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
             self.totals = totals
 
     def drop_totals(self) -> None:
-        """Let it give back what it sums totals in, if that is far too large."""
+        """Have it release the file for totals, if that is far too large."""
         if self.totals is not None and self.totals.is_too_large:
             self.totals = None
             self.ask(call(Activity.MEMORY, Session.sum_nowhere))
 
     def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
-        """Let it have that many rows to sum gradients in, at least; they only grow. After an interrupt in between it is
-        sent once more."""
+        """Ensure that it has at least that many rows to sum gradients in; they only grow. After an interrupt they are
+        sent again."""
         held = 0 if self.rows is None else len(self.rows)
         more = needed - held
         if more <= 0:
@@ -252,8 +250,8 @@ class WorkerProcess:
             self.rows.grow(more, block)
 
     def hang_bell(self, board: SharedBlock, workers: int) -> None:
-        """Let it repeat evaluations when it is rung for, as its page of the board says; where there is no descriptor to
-        be had, it is always ordered."""
+        """Send it a bell for repeated evaluations, which its page of the board describes; without a free descriptor it
+        gets only orders."""
         if self.bell is not None:
             return
         try:
@@ -265,11 +263,11 @@ class WorkerProcess:
         self.bell = bell
 
     def may_be_at(self, order: Order) -> None:
-        """It was rung for this, and nobody waits for it: until it answers it counts as being at it."""
+        """Note that it may be running an abandoned repetition: it counts as busy until it answers."""
         if self.given_up != order.evaluation:
             asked = PendingMessage(self.channel.number(), Activity.EVALUATING, order=order)
             self._note(asked)
-            self._quiet = -1  # its answer wakes nobody up
+            self._quiet = -1  # its answer is not announced on the waking pipe
             self.channel.queue(asked.number, Kind.CALL, _FINISHED.body)
             self.given_up = order.evaluation
 
@@ -283,39 +281,39 @@ class WorkerProcess:
             self._quiet = asked.number
 
     def find(self, number: int) -> PendingMessage | None:
-        """The message of that number, if it was not answered before."""
+        """Return the message of that number, if it was not answered before."""
         return next((asked for asked in self._asked if asked.number == number), None)
 
     def limit(self, last: int) -> None:
-        """Shorten its last order: it begins neither chunk `last` nor one after it."""
+        """Shorten its last order to the chunks before `last`."""
         number = next((asked.number for asked in reversed(self._asked) if asked.order is not None), None)
         if number is not None and number > self.channel.answered:
             self.channel.send_about(number, Kind.LIMIT, CHUNK.pack(last))
 
     def kill(self, verdict: str, hung: bool = False) -> None:
-        """Kill it, with all that it started, for the reason given."""
+        """Kill it, with all that it started, for this reason."""
         if not self.verdict:
             self.verdict, self.killed_at, self._hung = verdict, time.monotonic(), hung
         self.process.kill_group()
 
     def reap(self) -> None:
-        """Take in what it said, kill what is left of it, and reap it."""
+        """Read its last replies, kill its remaining processes, and reap it."""
         self.channel.drain()
         self.process.kill_group()
         self.process.join(REAPING)
-        with suppress(Warning):  # the user may have made errors of them
+        with suppress(Warning):  # the user may have turned warnings into errors
             self.stderr.pass_on()
 
     @property
     def death(self) -> Death:
-        """The cause of its death, as far as it can be known."""
+        """Return the cause of its death, as far as known."""
         if self.verdict:
             return Death.HANG if self._hung else Death.FAULT
         code = self.process.exitcode
         return Death.OUTSIDE if code is None or -code in _SENT else Death.FAULT
 
     def ending(self) -> str:
-        """In words: how the process ended, and the tail of its standard error."""
+        """Describe its end in words, with the tail of its standard error."""
         code = self.process.exitcode if self.process.ended else None
         if self.verdict:
             ended = f"{self.verdict} and was killed"
@@ -334,25 +332,25 @@ class WorkerProcess:
         return f"{self.process.name} (pid {self.pid}) {ended}{while_doing}{hint}{tail}"
 
     def close(self) -> None:
-        """Hang up; the process may end by itself."""
+        """Close the pipe; the process may end by itself."""
         self.channel.close()
 
 
 class Listener(Protocol):
-    """Receives the replies of workers other than those to state, and learns of workers that are dead and reaped.
+    """Receives the workers' replies, except those to state, and is notified of workers that are dead and reaped.
 
-    Either method may raise `ProtocolError`: then that worker is not to be trusted, and is replaced.
+    Either method may raise `ProtocolError`: then that worker cannot be trusted, and is replaced.
     """
 
     def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Handle a reply to what the worker was asked."""
+        """Handle a reply to the message `asked`."""
 
     def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Handle the end of a worker."""
 
 
 class Ignore:
-    """A listener that takes no notice."""
+    """A listener that ignores everything."""
 
     def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
         """Do nothing."""
@@ -362,8 +360,8 @@ class Ignore:
 
 
 def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Numbering | None = None) -> Exception:
-    """The exception to be raised for a failure of the user's code in a worker. `numbering` is that of the batch, if the
-    failure is about one."""
+    """Return the exception for a failure of the user's code in a worker. `numbering` is that of the batch, if the
+    failure concerns one."""
     if failure.written:
         return StateWritten(failure.written)
     samples = failure.samples

@@ -1,1 +1,1 @@
-"""The backend of scripts that torchrun, srun or mpirun starts: every rank runs the script."""
+"""The backend of scripts started by torchrun, srun or mpirun, whose every rank runs the script."""

@@ -1,7 +1,7 @@
 """The ranks backend: every rank runs the script, with the same batches and optimizers, and has workers of its own.
 
-X is never sent: all ranks make the same steps on the same bits. With each evaluation goes a digest of X, the batch and
-what was asked for, so that ranks which have come apart all raise one error that says in what.
+X is never sent: all ranks make the same steps on the same bits. Each evaluation exchanges a digest of X, the batch and
+the call, so that ranks that have diverged all raise the same error, which names the difference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from batchopt_workers.worker import Hook
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """CRC-32 of the elements, in their order, and of shapes and dtypes."""
+    """Return the CRC-32 of the elements, in their order, and of shapes and dtypes."""
     found = 0
     for tensor in tensors:
         tensor = tensor.detach()
@@ -51,7 +51,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def of_batch(batch: Batch) -> str:
-    """The number of samples, and a checksum of all tensors; of a dataset the name of its class."""
+    """Describe a batch: the number of samples, and a checksum of all tensors; of a dataset the name of its class."""
     tensors: list[torch.Tensor] = []
     names = []
     for part in batch.parts:
@@ -64,11 +64,11 @@ def of_batch(batch: Batch) -> str:
     return f"of {batch.size} samples ({' '.join([*names, checksum(tensors)])})"
 
 
-# Seconds for which another rank may give no sign, where the user sets no `timeout`.
+# Default seconds for which another rank may not respond.
 PATIENCE = 1800.0
 
 T = TypeVar("T")
-_numbers = count()  # of the backends of this process, which all ranks make in the same order
+_numbers = count()  # of the backends of this process, which all ranks create in the same order
 
 
 class RanksBackend(CompressingBackend):
@@ -98,7 +98,7 @@ class RanksBackend(CompressingBackend):
         launch, store = meet(setup.timeout or PATIENCE)
         self._launch, self.is_main = launch, launch.rank == 0
         host = address_towards(launch.address or socket.gethostname())
-        # A restarted job must not find the group of the attempt before in the store.
+        # A restarted job must not find the group of the previous attempt in the store.
         name = f"batchopt/{launch.attempt}/{next(_numbers)}"
         self._group = Group(store, name, launch.rank, launch.size, setup.timeout or PATIENCE, host)
         self._group.names = [f"rank {rank}" for rank in range(launch.size)]
@@ -115,7 +115,7 @@ class RanksBackend(CompressingBackend):
     # ---- workers
 
     def _gather(self, workers: int) -> Team:
-        """Return a team in which this rank has `workers` workers, and the others as many as they say."""
+        """Return a team in which this rank has `workers` workers, and each other rank its own number."""
         size = self._group.size
         team = Team(self._group, None, [range(0)] * size, range(size), self._setup.fixed_bits, self._residuals)
         layout = self._setup.flat.layout
@@ -128,7 +128,7 @@ class RanksBackend(CompressingBackend):
         return team
 
     def _begin(self, workers: int) -> None:
-        """Start this rank's workers; raises on all ranks what starting them raises on any."""
+        """Start this rank's workers; raise on all ranks what starting them raises on any."""
         team, failure = self._team, None
         try:
             self._start(workers)
@@ -166,7 +166,7 @@ class RanksBackend(CompressingBackend):
         self._team = self._gather(workers)
         self._begin(workers)
 
-    # ---- what all ranks do alike
+    # ---- calls, which all ranks make alike
 
     def _call(self, name: str, **others: Any) -> dict[str, Any]:
         """Describe this call, for the other ranks to compare."""
@@ -239,7 +239,7 @@ class RanksBackend(CompressingBackend):
         self._team.restore_residuals(evaluation, residuals)
 
     def _aligned(self, cut: Cut, orders: Sequence[Order | None]) -> Sequence[Order | None]:
-        """The orders for shares of few subtrees, where chunks are fixed and all of them are evaluated."""
+        """Return the orders, for shares of few subtrees if chunks are fixed and all of them are evaluated."""
         shares = _shares(orders)
         if not self._setup.fixed_bits or sum(shares) != cut.chunks:
             return orders

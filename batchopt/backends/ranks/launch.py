@@ -16,7 +16,8 @@ from batchopt.errors import BatchoptError
 class Launch(NamedTuple):
     """This process is `rank` of `size`, of which `local` run on this machine; they meet at `address` and `port`.
 
-    `attempt` tells several starts of one job apart."""
+    `attempt` tells several starts of one job apart.
+    """
 
     rank: int
     size: int
@@ -26,7 +27,8 @@ class Launch(NamedTuple):
     attempt: str = "0"
 
 
-# The variables in which torchrun, srun, Open MPI and MPICH say the rank and the number of ranks; and how many are here.
+# The variables of torchrun, srun, Open MPI and MPICH with the rank, the number of ranks, and the number on this
+# machine.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OTHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
@@ -64,27 +66,27 @@ def ranks_here(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _count(text: str) -> int:
-    """The number with which it begins, as in `2(x3)`; 1 where there is none."""
+    """Return the number at its beginning, as in `2(x3)`; 1 if there is none."""
     found = re.match(r"\d+", text)
     return int(found[0]) if found else 1
 
 
 def _first_host(environment: Mapping[str, str], all_are_here: bool) -> str:
-    """The machine of rank 0. Raises `BatchoptError` where nobody says which that is."""
+    """Return the machine of rank 0. Raises `BatchoptError` if it is not stated."""
     found = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     if match := re.match(r"([^\[,]+)(?:\[(\d+))?", found):  # node[07-12,15],other
         return match[1] + (match[2] or "")
     if all_are_here:
         return "127.0.0.1"
     raise BatchoptError(
-        "MASTER_ADDR is not set, and nobody else says which machine rank 0 is on: set it to that machine's name, as in "
-        "mpirun -x MASTER_ADDR=node1 python train.py"
+        "MASTER_ADDR is not set, and no other variable names the machine of rank 0: set it to that machine's name, as "
+        "in mpirun -x MASTER_ADDR=node1 python train.py"
     )
 
 
 def meet(timeout: float) -> tuple[Launch, Any]:
-    """The launch, and a store that all ranks share: that of a group which the user has already made, else of what
-    started them. Raises `BatchoptError`."""
+    """Return the launch, and a store shared by all ranks: that of a group created by the user, else the launcher's.
+    Raises `BatchoptError`."""
     if dist.is_available() and dist.is_initialized():
         store: Any = dist.distributed_c10d._get_default_store()  # there is no public way
         address = os.environ.get("MASTER_ADDR", "")
@@ -101,7 +103,7 @@ def meet(timeout: float) -> tuple[Launch, Any]:
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
             )
-        except (RuntimeError, TimeoutError) as error:  # torch's own are of both
+        except (RuntimeError, TimeoutError) as error:  # torch raises both
             raise BatchoptError(
                 f"rank {launch.rank} of {launch.size} cannot reach rank 0 at {launch.address}:{launch.port}: {error}; "
                 "MASTER_ADDR and MASTER_PORT say where it is"

@@ -1,7 +1,7 @@
 """The Ray backend: nodes on the machines of a cluster.
 
-Ray says where there is room, places an actor there, and says when one is gone; the actor serves as a node until it is
-asked to end. No call goes through it after the first: nodes meet in a group of their own (see `backends.nodes`).
+Ray tells where there is room, places an actor there, and tells when one is gone; the actor serves as a node until it is
+told to end. Ray carries only the first call: nodes meet in their own group (see `backends.nodes`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RayPlacer:
         """See `Placer`."""
         return (
             f"{workers} workers are asked for, each with {self._needs.each}; the cluster has room for {free} more, and "
-            f"for {whole} if nobody else used it: use fewer, or less for each, as ray_options={{'num_cpus': 0.5}}"
+            f"for {whole} if it had no other users: use fewer, or less for each, as ray_options={{'num_cpus': 0.5}}"
         )
 
 

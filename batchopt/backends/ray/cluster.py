@@ -1,4 +1,4 @@
-"""A Ray cluster: being connected to one, which machines have room for workers, and placing actors there."""
+"""A Ray cluster: connecting to one, the machines that have room for workers, and the options of actors there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from batchopt_workers.process.interrupts import let_through
 
 # Seconds that a cluster may take to answer.
 REACHING = 5.0
-# What a worker takes unless `ray_options` say otherwise.
+# Default resources of a worker.
 CORES, GPUS = 1.0, 0.0
-# What this library has to choose itself.
+# Options that this library has to choose itself.
 _OURS = frozenset(
     "scheduling_strategy placement_group concurrency_groups max_concurrency max_restarts max_task_retries num_returns "
     "name namespace lifetime get_if_exists".split()
@@ -40,7 +40,7 @@ class Needs:
 
     @classmethod
     def read(cls, options: Any) -> Needs:
-        """Read `ray_options`; raises `TypeError` or `ValueError` for what cannot be used."""
+        """Read `ray_options`. Raises `TypeError` or `ValueError` for anything that cannot be used."""
         if options is None:
             return cls()
         if not isinstance(options, Mapping):
@@ -57,13 +57,13 @@ class Needs:
 
     @property
     def each(self) -> dict[str, float]:
-        """The resources of a worker, by Ray's names."""
+        """The resources of a worker under Ray's names."""
         state = {"CPU": self.cores, "GPU": self.gpus, "memory": self.memory, **self.resources}
         return {name: amount for name, amount in state.items() if amount > 0}
 
     @property
     def threads(self) -> int:
-        """Threads of a worker: as many as it has cores."""
+        """The number of threads of a worker: that of its cores."""
         return max(1, int(self.cores))
 
     def options(self, workers: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def fitting(available: Mapping[str, float], each: Mapping[str, float]) -> int:
 
 
 def load_ray() -> ModuleType:
-    """Ray. Raises `ImportError` that says how to get it."""
+    """Return the module. Raises an `ImportError` that tells how to install it."""
     try:
         return import_module("ray")
     except ImportError as error:
@@ -92,8 +92,8 @@ def load_ray() -> ModuleType:
 
 
 def connect() -> ModuleType:
-    """Ray, connected: as the user has done it; else to the cluster that `RAY_ADDRESS` names or that this machine
-    belongs to; else to one on this machine alone, which ends with this process.
+    """Return Ray, connected: as by the user; else to the cluster that `RAY_ADDRESS` names or that this machine belongs
+    to; else to a new one on this machine, which ends with this process.
 
     Raises `ImportError`, and `ConnectionError` if there is no answer.
     """
@@ -112,10 +112,10 @@ def connect() -> ModuleType:
 
 
 def _address() -> str | None:
-    """Return the address to connect to; None: Ray finds it. Ray itself would try for minutes where nobody listens.
+    """Return the address to connect to; None: Ray finds it. Ray itself would try for minutes where no process listens.
 
-    Raises `ConnectionError` if nobody listens at `RAY_ADDRESS`. An address that a cluster has left behind on this
-    machine is passed over.
+    Raises `ConnectionError` if no process listens at `RAY_ADDRESS`. An address left on this machine by an earlier
+    cluster is ignored.
     """
     given = os.environ.get("RAY_ADDRESS", "")
     if given:
@@ -135,7 +135,7 @@ def _address() -> str | None:
 
 
 def _knock(address: str) -> None:
-    """Raise `OSError` where nobody listens; not for addresses that Ray gives a meaning of its own."""
+    """Raise `OSError` if no process listens there; not for addresses with a special meaning in Ray."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), REACHING).close()
@@ -143,7 +143,7 @@ def _knock(address: str) -> None:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Undo what Ray does to this process when it connects: a handler of SIGTERM, and Python's debugger."""
+    """Undo Ray's changes to this process when it connects: a handler of SIGTERM, and Python's debugger."""
     handler, hook, variable = signal.getsignal(signal.SIGTERM), sys.breakpointhook, os.environ.get("PYTHONBREAKPOINT")
     try:
         yield
@@ -165,14 +165,14 @@ def _warn_without_token() -> None:
     if not _warned and os.environ.get("RAY_AUTH_MODE") != "token":
         _warned = True
         warnings.warn(
-            "this Ray cluster asks for no token: whoever reaches its ports can run code on it. Start it, and this "
+            "this Ray cluster asks for no token: anyone who reaches its ports can run code on it. Start it, and this "
             "program, with RAY_AUTH_MODE=token",
             stacklevel=2,
         )
 
 
 def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
-    """List how many workers fit on each living machine besides its other users; with `whole`, as if there were none."""
+    """List the machines with the number of workers that fit there; with `whole`, as if there were no other users."""
     found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if not whole:
         free = import_module("ray._private.state").available_resources_per_node()  # there is no public way
