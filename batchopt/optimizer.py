@@ -13,6 +13,7 @@ from batchopt._checkpoint import file
 from batchopt._checkpoint.resumption import resume, state_of
 from batchopt._data import arguments
 from batchopt._data.terms import Term
+from batchopt._function.auto import AutoFunction
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import undone_if_it_fails
 from batchopt._function.observer import Trial, Trials
@@ -59,8 +60,10 @@ class BatchOptimizer(Evaluations):
         optimizer: `"lbfgs"`, the default, `"cg"`, `"ssbroyden"` or `"lm"` for those of batchopt; the name of another
             class of `torch.optim`, in any case; a class, with its defaults; a factory `f(params)`, an instance over the
             module's parameters, or None to only evaluate.
-        parallelize: number of workers, or `"auto"`: one per usable core; on Ray as many as there is room for, checked
-            at each step. 1, the default, is this process itself, except on Ray.
+        parallelize: number of workers; 1, the default, is this process itself, except on Ray. `"auto"`: this process or
+            workers on all usable cores, whichever is faster by the time of its evaluations; with hooks, `precode` or
+            `speeds`, and from the first `run_on_workers` on, one worker per usable core, since workers may then have
+            state. On Ray as many as there is room for, checked at each step.
         backend: where workers run. `"process"`, the default: worker processes on this machine. `"ranks"`: in all
             processes of a script started by torchrun, srun or mpirun, each of which has `parallelize` workers and makes
             the same calls. `"ray"`: the machines of a Ray cluster (`pip install batchopt[ray]`): the one that this
@@ -169,7 +172,7 @@ class BatchOptimizer(Evaluations):
         self.optimizer = choose_optimizer(optimizer, subject.parameters)
         if settings.compress is not None:
             check_goes_by_any_gradient(self.optimizer)
-        self._function = BatchFunction(subject, settings)
+        self._function = (AutoFunction if settings.automatic else BatchFunction)(subject, settings)
         self._owner = self._function.owner
         self._rollback = Rollback(subject.x, self.optimizer)
 

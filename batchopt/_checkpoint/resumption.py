@@ -46,6 +46,7 @@ def state_of(function: BatchFunction, optimizer: torch.optim.Optimizer | None) -
         "seed": function.settings.seed,
         "weights": {name: term.weight for name, term in (function.terms or {}).items()},
         "residuals": function.residuals(),
+        **({} if function.choice is None else {"parallelize": dict(function.choice)}),
     }
 
 
@@ -68,6 +69,8 @@ def resume(
             # torch's optimizers would share tensors with the optimizer whose state this is
             optimizer.load_state_dict(deepcopy(state["optimizer"]))
             check_options(optimizer)
+        if "parallelize" in state:
+            function.arrange(state["parallelize"])
         function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
     except BaseException:
         module.load_state_dict(before, strict=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -399,6 +399,17 @@ class BatchFunction(BatchLoader):
             return plan_of(cut, speeds)
         chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
         return make_plan(batch.size, chunk_size, speeds)
+
+    def settle(self) -> None:
+        """Keep the number of workers from now on, if it is chosen automatically: they may have state of the user's."""
+
+    @property
+    def choice(self) -> Mapping[str, Any] | None:
+        """The number of workers and threads that was chosen automatically, as plain data; None if there is none."""
+        return None
+
+    def arrange(self, choice: Mapping[str, Any]) -> None:
+        """Use the number of workers and threads that another run has chosen, if it is chosen automatically."""
 
     def twin(self, program: Program, **changes: Any) -> BatchFunction:
         """Return the function of another program, in this process, with the same draws in its first step."""

@@ -46,6 +46,7 @@ def hogwild(
     if not function.settings.backend_class.local or function.settings.devices is not None:
         raise ValueError("hogwild() needs workers that share memory: backend='process' without `devices`")
     arguments.check_callable("optimizer", optimizer, ("params",))
+    function.settle()
     part = _read(function, data)
     _refuse_statistics(function.subject.module)
     size = arguments.read_count("batch_size", batch_size)

@@ -107,6 +107,12 @@ class Reporter(Observer):
         """Warn that additional workers, on a machine that has joined, did not start."""
         _warn(f"could not start {workers} additional workers though there is room; continuing without them: {error}")
 
+    def chosen(self, configuration: object, reason: str) -> None:
+        """Report the choice of `parallelize="auto"`."""
+        if self._verbose == 1:
+            ProgressBar.write(f"batchopt: parallelize='auto' is {configuration}: {reason}", file=sys.stderr)
+        self.note("parallelize='auto' is %s: %s", configuration, reason)
+
     def note(self, message: str, *arguments: object) -> None:
         """Log an informative message at `verbose=2`."""
         if self._verbose >= 2:

@@ -31,7 +31,7 @@ class Settings:
 
     `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for at
     any time. `threads_per_worker` None: chosen by the backend. `deterministic`: torch was set to use deterministic
-    algorithms. `options` are the backend's own.
+    algorithms. `options` are the backend's own. `automatic`: the number of workers is chosen by measured times.
     """
 
     criterion: Callable[..., Any] | None
@@ -58,6 +58,7 @@ class Settings:
     verbose: int
     check_cut: bool
     compress: Compression | None
+    automatic: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,6 +71,7 @@ class Settings:
         devices = arguments.read_devices(found["devices"], found["parallelize"])
         workers = kind.read_workers(found["parallelize"] if devices is None else len(devices))
         instead = {name: found[name] for name in ("criterion", "loss_fn", "reduction", "denominators", "collate_fn")}
+        automatic = _is_automatic(found, devices, workers)
         terms = read_terms(found["terms"], residual=given["residual"], **instead)
         if given["residual"] is not None:
             found["loss_fn"] = _mean_square(given["residual"], found)
@@ -79,7 +81,7 @@ class Settings:
         arguments.check_callable("denominators", found["denominators"], ("inputs", "targets"))
         resolve_reduction(found["reduction"], found["criterion"])
         found |= {name: read(found[name]) for name, read in _READERS.items()}
-        settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": workers})
+        settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": 1 if automatic else workers})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):
             raise ValueError(
                 f"`compress` is for gradients that cross a network, got backend={settings.backend!r}, where none does: "
@@ -88,7 +90,7 @@ class Settings:
         threads, speeds = settings.threads_per_worker, arguments.read_speeds(found["speeds"], workers)
         if threads is None and settings.fixed_bits:
             threads = 1
-        return replace(settings, options=options, threads_per_worker=threads, speeds=speeds)
+        return replace(settings, options=options, threads_per_worker=threads, speeds=speeds, automatic=automatic)
 
     @property
     def loss_fns(self) -> tuple[LossFunction | None, ...]:
@@ -144,6 +146,12 @@ class Settings:
     def fixed_bits(self) -> bool:
         """Tell whether the bits of the result must not depend on which worker evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+
+def _is_automatic(found: Mapping[str, Any], devices: Any, workers: int | None) -> bool:
+    """Tell whether times decide about workers: with hooks or precode they may have state that another number loses."""
+    asked = found["parallelize"] == "auto" and found["backend"] == "process" and devices is None
+    return asked and workers != 1 and all(found[name] is None for name in ("speeds", "precode", "prehook", "posthook"))
 
 
 def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:

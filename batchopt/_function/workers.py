@@ -263,6 +263,36 @@ class Workers:
         self._settings, self.evaluations = settings, 0
         self.set_speeds(self.speeds.resized(len(self.infos)) if given is None else given)
 
+    def use(self, workers: int, threads: int | None) -> None:
+        """Evaluate by another number of workers and threads: 1 is this process. Raises what `Workers` raises."""
+        settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)
+        if settings.alone and self.alone:
+            self.backend.use_threads(threads)
+        else:
+            backend = self._start(settings)
+            self.backend.close()
+            self.backend, self.alone = backend, settings.alone
+        self._settings, self.evaluations = settings, 0
+        self.set_speeds(Speeds.unknown(len(self.infos)))
+
+    @contextmanager
+    def with_threads(self, threads: int | None) -> Iterator[None]:
+        """Use this number of threads in the body, in this process."""
+        try:
+            self.backend.use_threads(threads)
+            yield
+        finally:
+            self.backend.use_threads(self._settings.threads_per_worker)
+
+    def anticipate(self, workers: int, threads: int | None) -> None:
+        """Begin the slow part of starting this many workers. Raises for faults that can be known before."""
+        settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)
+        settings.backend_class.anticipate(setup_of(self._subject, settings))
+
+    def can_start(self) -> bool:
+        """Tell whether what `anticipate` began is complete."""
+        return backend_class(self._settings.backend).is_anticipated()
+
     def grow(self, refused: Callable[[int, Exception], None]) -> None:
         """Use machines that have joined, if the number of workers follows the room. If new workers do not start,
         `refused` is called and it is not tried again: the present workers suffice."""

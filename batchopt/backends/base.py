@@ -126,6 +126,11 @@ class Backend(ABC):
     def anticipate(cls, setup: Setup) -> None:
         """Begin what takes long when this backend starts, which it will soon."""
 
+    @classmethod
+    def is_anticipated(cls) -> bool:
+        """Tell whether what `anticipate` began is complete, so that this backend starts fast."""
+        return True
+
     @abstractmethod
     def __init__(self, setup: Setup) -> None:
         """Start the workers of a checked `setup`. Raises `WorkerStartError`, and `WorkerError` if precode raises."""
@@ -142,6 +147,9 @@ class Backend(ABC):
     @abstractmethod
     def use_hooks(self, hooked: bool) -> None:
         """Set whether hooks run from now on."""
+
+    def use_threads(self, threads: int | None) -> None:  # noqa: B027  # workers have the threads of their start
+        """Use this number of threads from now on, if this process is the worker; None: as torch is set."""
 
     @abstractmethod
     def include_state(self, names: Collection[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -96,6 +97,10 @@ class SerialBackend(Backend):
     def use_hooks(self, hooked: bool) -> None:
         self.repeatable = None
         self._evaluator.hooked = hooked
+
+    def use_threads(self, threads: int | None) -> None:
+        self.repeatable = None
+        self._setup = replace(self._setup, threads=threads)
 
     def include_state(self, names: Collection[str]) -> None:
         self.repeatable = None

@@ -32,7 +32,7 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import Backend, Prepared, Setup
-from batchopt.backends.process.forkserver import anticipate
+from batchopt.backends.process.forkserver import anticipate, is_ready
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.startup import check_workers
@@ -86,6 +86,10 @@ class ProcessBackend(WorkerGroup, Backend):
     def anticipate(cls, setup: Setup) -> None:
         assert setup.workers is not None
         anticipate(setup.workers, setup.threads)
+
+    @classmethod
+    def is_anticipated(cls) -> bool:
+        return is_ready()
 
     def __init__(self, setup: Setup, holder: Holder | None = None) -> None:
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.

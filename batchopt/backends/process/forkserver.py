@@ -142,6 +142,7 @@ class ForkServer:
         self._serves = threading.Event()
         with apart_from_streams():
             self._start(environment)
+        self.tell(Command.GREET, 0)  # answered once it serves
         # Before multiprocessing waits at exit for its children.
         util.Finalize(self, _end, (self._process, self._socket, self._leash, self._serves), exitpriority=5)
 
@@ -175,6 +176,15 @@ class ForkServer:
     def lives(self) -> bool:
         """Tell whether it can fork workers."""
         return self._owner == os.getpid() and self._process.exitcode is None
+
+    @property
+    def serves(self) -> bool:
+        """Tell whether it has begun to serve."""
+        with self._lock:
+            if not self._serves.is_set() and _is_readable(self._socket.fileno(), 0.0):
+                self._hear()
+                self._serves.set()
+        return self._serves.is_set()
 
     def call(
         self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
@@ -273,6 +283,11 @@ def anticipate(workers: int, threads: int | None) -> None:
     impossible."""
     with suppress(OSError):
         _fork_server(max(share_cores(workers, threads)))
+
+
+def is_ready() -> bool:
+    """Tell whether the fork server that was anticipated would fork a worker at once; also if it is gone."""
+    return _latest is None or not _latest.lives or _latest.serves
 
 
 def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:

@@ -46,6 +46,7 @@ class Command(IntEnum):
     FORK = 1  # a worker, with its descriptors; answered by its process id, or -errno
     REAP = 2  # a worker, by its process id; answered by its exit code (`os.waitstatus_to_exitcode`)
     FORGET = 3  # the same, but not answered
+    GREET = 4  # answered by 0
 
 
 class CommandMessage(NamedTuple):
@@ -134,6 +135,8 @@ def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
             if request.task == Command.FORK:
                 answer = _fork(end, request, Descriptors(*fds), parent)
                 workers |= {answer} if answer > 0 else set()
+            elif request.task == Command.GREET:
+                answer = 0
             else:
                 workers.discard(request.subject)
                 if request.task == Command.FORGET:

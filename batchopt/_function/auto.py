@@ -1,0 +1,248 @@
+"""A function that chooses its number of workers and their threads: `parallelize="auto"`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from batchopt._function.checks import compare, refuse_frequencies
+from batchopt._function.choice import LATER, Choice, Configuration, Phase
+from batchopt._function.counters import Counters
+from batchopt._function.function import BatchFunction
+from batchopt._function.loader import Planned
+from batchopt._function.prepared import PreparedBatch
+from batchopt._function.settings import Settings
+from batchopt._function.step import Step
+from batchopt._machine.cores import usable_cores
+from batchopt._machine.ownership import exclusive, undisturbed
+from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.plan import make_plan
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._program.flat_module import FlatModule
+from batchopt.backends.base import Prepared
+from batchopt.errors import BatchoptError
+from batchopt_workers.process.messages import Kind, Order
+from batchopt_workers.tasks.inspection import normalises_by_chunk
+from batchopt_workers.worker import Hook
+
+# The choice is made again after AGAIN batches in a row whose size differs by this factor.
+OTHER_SIZE, AGAIN = 4, 3
+
+
+class AutoFunction(BatchFunction):
+    """Evaluates in this process, or by workers where they were measured to be faster; see `Choice`."""
+
+    def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
+        super().__init__(subject, settings, counters)
+        x = subject.x
+        self._choice = Choice(usable_cores(), settings.threads_per_worker, x.numel() * x.element_size())
+        self._present = self._choice.configuration
+        self._seconds = 0.0  # of loading and reading since the last evaluation
+        self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
+        self._starts = False  # the start of workers is being prepared
+        self._is_paused = False
+
+    @property
+    def choice(self) -> Mapping[str, Any] | None:
+        """The configuration that was chosen, as plain data; None as long as none was."""
+        if self._choice.phase is not Phase.CHOSEN:
+            return None
+        return {"workers": self._present.workers, "threads": self._present.threads, "samples": self._size}
+
+    # ---- what is timed
+
+    @exclusive
+    def evaluate(
+        self,
+        map: Callable[[], list[Answer]] | None = None,
+        reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Evaluate f, and note the time."""
+        if self._is_paused:
+            return super().evaluate(map, reduce)
+        if self._choice.phase is not Phase.CHOSEN or self._choice.configuration != self._present:
+            self._follow_choice()
+        began = time.perf_counter()
+        loss = super().evaluate(map, reduce)
+        seconds, self._seconds = time.perf_counter() - began + self._seconds, 0.0
+        if not self._others:
+            before = self._choice.phase
+            self._choice.took(seconds)
+            if self._choice.phase is not before:
+                self._report()
+        return loss
+
+    def _report(self) -> None:
+        if self._choice.phase is Phase.CHOSEN:
+            self._reporter.chosen(self._choice.configuration, self._choice.reason)
+
+    def begin(self, prepared: Prepared, rows: Any = lambda: None) -> None:
+        """Begin a step on a prepared batch."""
+        began, size = time.perf_counter(), prepared.batch.size
+        self._size = self._size or size
+        is_other = not self._size / OTHER_SIZE < size < self._size * OTHER_SIZE
+        self._others = self._others + 1 if is_other else 0
+        if self._others >= AGAIN:
+            self._size, self._others = size, 0
+            if self._choice.times:
+                self._choice.begin(LATER)
+        if self._choice.configuration != self._present and not self._is_paused:
+            self.end_step()
+            self._step = None
+            self._change(self._choice.configuration)
+        super().begin(prepared, rows)
+        self._seconds += time.perf_counter() - began
+
+    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+        """Yield each of `batches`, prepared."""
+        found = super().prepared(batches)
+        while True:
+            began = time.perf_counter()
+            batch = next(found, None)
+            self._seconds += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def under_examination(self) -> Iterator[None]:
+        """Let evaluations in the body leave no trace."""
+        self._is_paused = True
+        try:
+            with super().under_examination():
+                yield
+        finally:
+            self._is_paused = False
+
+    # ---- changing the configuration
+
+    @undisturbed
+    def _follow_choice(self) -> None:
+        """Do what the choice asks for next, if the loaded batch allows it."""
+        choice, step, before = self._choice, self._step, self._choice.phase
+        if step is None or self._ended or self.subject.buffers.is_written:
+            return
+        if choice.phase is Phase.PROBE:
+            reason = self._reason_against(step)
+            if reason is None:
+                choice.probed(self._seconds_of_a_share(step))
+            else:
+                choice.choose(reason)
+        if choice.pays and self._can_start():
+            choice.try_workers()
+        # With random draws another number of chunks is another f: not within a step.
+        if choice.configuration != self._present and (step.movable or step.chunk_size is not None):
+            self._change(choice.configuration)
+        if choice.phase is not before:
+            self._report()
+
+    def _reason_against(self, step: Step) -> str | None:
+        """Return why the batch is not to be cut for workers; None if there is no reason."""
+        share, module, workers = self._choice.share, self.subject.module, self.workers
+        try:
+            refuse_frequencies(module, share.workers, step.batch, share.workers)
+        except ValueError as error:
+            return str(error)
+        if step.chunk_size is not None or not self.settings.check_cut:
+            return None
+        if normalises_by_chunk(module) is not None:
+            return "the module normalises by the statistics of a chunk"
+        largest = -(-step.batch.size // share.workers)
+        arguments = step.batch, self.readings, largest, workers.number, step.number, self.subject.x.dtype
+        with self._at_start(), self.subject.keeping_gradients(), workers.without_hooks():
+            found = workers.learning(lambda: compare(workers.backend, *arguments))
+        return "the loss depends on how the batch is cut" if any(one.decided for one in found) else None
+
+    def _seconds_of_a_share(self, step: Step) -> float:
+        """Time the evaluation of a worker's share in this process, with a worker's threads."""
+        workers, share = self.workers, self._choice.share
+        plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(share.workers))
+        first, last = max(plan.runs, key=lambda run: run[1] - run[0])
+        found: list[float] = []
+
+        def evaluate() -> list[Answer]:
+            order = Order(workers.number(), step.number, first, last, Kind.EVALUATE)
+            return workers.backend.evaluate(plan.cut, [order])
+
+        with self._at_start(), workers.without_hooks(), workers.with_threads(share.threads):
+            while len(found) < 2 or (len(found) < 4 and found[-1] < 0.005):
+                began = time.perf_counter()
+                workers.learning(evaluate)
+                found.append(time.perf_counter() - began)
+        return min(found)
+
+    def _can_start(self) -> bool:
+        """Begin the preparation of workers; tell whether it is complete."""
+        try:
+            if not self._starts:
+                self._starts = True
+                self.workers.anticipate(*self._choice.share)
+            return self.workers.can_start()
+        except (BatchoptError, OSError, TypeError, ValueError) as error:
+            self._choice.choose(f"workers cannot start: {error}")
+            return False
+
+    def _change(self, configuration: Configuration) -> None:
+        """Use another configuration, also for the loaded batch."""
+        step = self._step
+        try:
+            with self.observers.doing("parallelize"):
+                self.workers.use(*configuration)
+        except (BatchoptError, OSError, TypeError, ValueError) as error:
+            self._choice.choose(f"workers cannot start: {error}", self._present)
+            return
+        self._present, self._repeat, self._planned, self._placed = configuration, None, None, None
+        self.workers.backend.keep_outputs(self._keeps_outputs)
+        if step is not None:
+            backend, size, speeds = self.workers.backend, step.batch.size, self.workers.speeds
+            self._placed = backend.prepare(step.batch)
+            backend.load(self._placed, step.weights)
+            plan = make_plan(size, step.chunk_size, speeds)
+            self._step = step._replace(plan=plan)
+            self._planned = Planned(size, step.chunk_size, speeds, plan)
+
+    # ---- where workers may have state of the user's, their number stays
+
+    def settle(self) -> None:
+        """Keep the number of workers from now on: as it was chosen, or one per core."""
+        if self._choice.phase is not Phase.CHOSEN:
+            self._choice.choose("workers may have state", self._choice.share)
+            self._change(self._choice.configuration)
+        self._choice.times.clear()
+
+    @exclusive
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these hooks from now on."""
+        self.check_open()
+        self.settle()
+        super().set_hooks(prehook, posthook)
+
+    @exclusive
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(worker, *args)` on each worker; return the values in rank order."""
+        self.check_open()
+        self.settle()
+        return super().run_on_workers(function, *args)
+
+    @exclusive
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
+        """Change the number of workers; `"auto"` chooses again."""
+        automatic = parallelize == "auto" and speeds is None
+        super().resize(1 if automatic else parallelize, speeds)
+        self._present = Configuration(len(self.workers.infos), self.settings.threads_per_worker)
+        if automatic:
+            self._choice.begin(LATER)
+        else:
+            self._choice.times.clear()
+            self._choice.choose("resize()", self._present)
+
+    def arrange(self, choice: Mapping[str, Any]) -> None:
+        """Use the configuration that another run has chosen."""
+        configuration = Configuration(choice["workers"], choice["threads"])
+        if configuration.workers * (configuration.threads or 1) <= usable_cores():
+            self._choice.choose("resumed", configuration)
+            self._size = choice["samples"]

@@ -1,0 +1,160 @@
+"""The choice between this process and worker processes, by measured times: decisions only."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+# Workers are used if they are expected, and then measured, to take less than this fraction of the time.
+GAIN = 0.97
+# Seconds of the longest evaluation for which one thread in this process may be faster than several.
+SHORT = 0.02
+# Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
+COORDINATION, EACH, BYTE = 2.5e-4, 2e-5, 2.5e-10
+# Seconds that starting the first workers of a program takes from other work, and later ones.
+FIRST, LATER = 1.0, 0.15
+# Evaluations between two looks whether times have changed, at first; and by which factor.
+OFTEN, FACTOR = 64, 1.6
+
+
+class Configuration(NamedTuple):
+    """`workers`, 1 of which is this process, with `threads` each; None: as torch is set."""
+
+    workers: int
+    threads: int | None
+
+    def __str__(self) -> str:
+        threads = "" if self.threads is None else f", threads={self.threads}"
+        return f"{'this process' if self.workers == 1 else f'{self.workers} workers'}{threads}"
+
+
+class Phase(Enum):
+    """What the next evaluations are for."""
+
+    TIME = "time"  # the present configuration is timed
+    PROBE = "probe"  # a worker's share is to be timed in this process
+    WAIT = "wait"  # workers are expected to pay once more evaluations have been made
+    CHOSEN = "chosen"
+
+
+class Choice:
+    """Chooses among configurations of `cores` cores for evaluations of one kind of batch.
+
+    It is told the seconds of each evaluation (`took`) by the present `configuration`, and in `Phase.PROBE` those of a
+    worker's share. Workers are started only once the evaluations so far, made by workers, would have saved the time
+    that starting them takes: so a short program never waits for them, and a long one loses at most as much again.
+    """
+
+    def __init__(self, cores: int, threads: int | None, gradient_bytes: int) -> None:
+        """`threads`: of each worker, also of this process, if the user or fixed bits determine it."""
+        self._cores, self._threads, self._bytes = cores, threads, gradient_bytes
+        self._looks_after = OFTEN
+        self.begin(FIRST)
+
+    def begin(self, starting: float) -> None:
+        """Choose anew; workers take `starting` seconds to start."""
+        self.configuration = self._alone = Configuration(1, self._threads)
+        each = self._threads or 1
+        self._others = [Configuration(self._cores // each, each)]
+        if self._threads is None and self._cores >= 4:
+            self._others.append(Configuration(self._cores // 2, 2))
+        self.times: dict[Configuration, float] = {}
+        self.phase, self.reason = Phase.TIME, "nothing was measured yet"
+        self._starting, self._expected, self._evaluations = starting, 0.0, 0
+        self._begin_trial()
+        if self._others[0].workers < 2:
+            self.choose("there is one core")
+
+    def _begin_trial(self) -> None:
+        self._seconds: list[float] = []
+        self._warm = False  # the first evaluation warms up
+
+    def took(self, seconds: float) -> None:
+        """Note that an evaluation by `configuration` took this long, loading its batch included."""
+        self._evaluations += 1
+        if self.phase is Phase.CHOSEN:
+            self._follow(seconds)
+        elif self.phase is Phase.TIME and not self._warm:
+            self._warm = True
+        elif self.phase is Phase.TIME:
+            self._seconds.append(seconds)
+            if len(self._seconds) >= (1 if seconds > 0.1 else 2 if seconds > 0.01 else 6):
+                self.times[self.configuration] = min(self._seconds)
+                self._timed()
+
+    def _timed(self) -> None:
+        """Go on after a trial."""
+        one = Configuration(1, 1)
+        if self.configuration.workers > 1:
+            late = self.times[self.configuration] > 1.15 * self._expected
+            rest = [other for other in self._others if other not in self.times]
+            if late and rest:
+                self.configuration = rest[0]
+                self._begin_trial()
+            else:
+                self.choose("measured")
+        elif one not in self.times and self._threads is None and self.times[self._alone] < SHORT:
+            self.configuration = one
+            self._begin_trial()
+        else:
+            self._use_best_alone()
+            self.phase = Phase.PROBE
+
+    def _use_best_alone(self) -> None:
+        self.configuration = min((c for c in self.times if c.workers == 1), key=self.times.__getitem__)
+
+    @property
+    def share(self) -> Configuration:
+        """The workers, of whose shares one is to be probed."""
+        return self._others[0]
+
+    def probed(self, seconds: float) -> None:
+        """Note that a worker's share took this long in this process, with a worker's threads."""
+        share, best = self.share, self.times[self.configuration]
+        self._expected = seconds + COORDINATION + share.workers * (EACH + BYTE * self._bytes)
+        if self._expected > GAIN * best:
+            self.choose(f"{share} are expected to take {_ms(self._expected)}")
+        else:
+            self.phase = Phase.WAIT
+
+    @property
+    def pays(self) -> bool:
+        """Tell whether the evaluations so far would have paid for starting workers."""
+        if self.phase is not Phase.WAIT:
+            return False
+        return self._evaluations * (self.times[self.configuration] - self._expected) >= self._starting
+
+    def try_workers(self) -> None:
+        """Time workers, which can start now."""
+        self.phase, self.configuration = Phase.TIME, self._others[0]
+        self._begin_trial()
+
+    def choose(self, reason: str, configuration: Configuration | None = None) -> None:
+        """Choose the given configuration or else the fastest one measured, for that reason."""
+        found = self.times
+        if configuration is None and found:
+            alone = min((c for c in found if c.workers == 1), key=found.__getitem__)
+            best = min(found, key=found.__getitem__)
+            configuration = best if found[best] < GAIN * found[alone] else alone
+        self.configuration = configuration or self.configuration
+        measured = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in found.items())
+        self.phase, self.reason = Phase.CHOSEN, f"{reason} ({measured})" if measured else reason
+        self._expected = self._sum = 0.0
+        self._counted = 0
+
+    def _follow(self, seconds: float) -> None:
+        """Compare times with those after the choice; choose again if they have changed by a factor."""
+        self._sum += seconds
+        self._counted += 1
+        if self._counted < self._looks_after:
+            return
+        mean, self._sum, self._counted = self._sum / self._counted, 0.0, 0
+        if not self._expected:
+            self._expected = mean
+        elif not self._expected / FACTOR < mean < self._expected * FACTOR and self.times:
+            self._looks_after *= 2  # so that a load that changes all the time costs little
+            self.begin(LATER)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

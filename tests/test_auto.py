@@ -1,0 +1,257 @@
+"""`parallelize="auto"`: what is chosen by which times, and f, df/dX and bits while that changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from batchopt import BatchOptimizer
+from batchopt._function import choice
+from batchopt._function.auto import AutoFunction
+from batchopt._function.choice import Choice, Configuration, Phase
+from tests.workloads import Mlp, mlp, reference
+
+ALONE, ONE, TWO = Configuration(1, None), Configuration(1, 1), Configuration(2, 1)
+
+
+class Slow(nn.Module):
+    """Takes a millisecond for each sample, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Mlp().double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(1e-3 * len(x))
+        found: torch.Tensor = self.body(x)
+        return found
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are two cores, and workers start as soon as they are expected to be faster."""
+    monkeypatch.setattr("batchopt._function.auto.usable_cores", lambda: 2)
+    monkeypatch.setattr(choice, "FIRST", 0.0)
+    monkeypatch.setattr(choice, "LATER", 0.0)
+
+
+def choice_of(opt: BatchOptimizer) -> Choice:
+    """How far the choice has come."""
+    assert isinstance(opt._function, AutoFunction)
+    return opt._function._choice
+
+
+def parts(module: nn.Module) -> dict[str, Any]:
+    """The arguments of an optimizer that only evaluates."""
+    return {"module": module, "criterion": nn.MSELoss(), "optimizer": None, "parallelize": "auto"}
+
+
+# ---- decisions
+
+
+def decide(cores: int, threads: int | None, seconds: Any, probe: float, evaluations: int) -> Choice:
+    """What is chosen where an evaluation by a configuration takes `seconds(configuration)`."""
+    found = Choice(cores, threads, 0)
+    for _ in range(evaluations):
+        if found.phase is Phase.PROBE:
+            found.probed(probe)
+        if found.pays:
+            found.try_workers()
+        found.took(seconds(found.configuration))
+    return found
+
+
+@given(
+    times=st.fixed_dictionaries({name: st.floats(1e-4, 1.0) for name in (ALONE, ONE, TWO)}),
+    probe=st.floats(1e-4, 1.0),
+)
+def test_the_fastest_of_those_that_were_timed_is_chosen_or_this_process_within_three_percent(
+    times: dict[Configuration, float], probe: float
+) -> None:
+    found = decide(2, None, times.__getitem__, probe, 4000)
+    if found.phase is Phase.CHOSEN:
+        assert times[found.configuration] <= min(times[timed] for timed in found.times) / choice.GAIN
+    else:  # workers would not have paid for themselves yet
+        saved = 4000 * (min(times[ALONE], times[ONE]) - probe)
+        assert found.phase is Phase.WAIT and saved < 1.1 * choice.FIRST + 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "probe", "evaluations", "expected"),
+    [
+        ({ALONE: 1e-3, ONE: 1.2e-3}, 0.8e-3, 10_000, ALONE),  # what coordination takes is more than what is saved
+        ({ALONE: 1e-3, ONE: 0.5e-3}, 0.4e-3, 10_000, ONE),  # threads are in each other's way
+        ({ALONE: 0.1, TWO: 0.06}, 0.055, 15, ALONE),  # the program was too short for workers to pay
+        ({ALONE: 0.1, TWO: 0.06}, 0.055, 40, TWO),
+        ({ALONE: 0.1, TWO: 0.12}, 0.055, 40, ALONE),  # workers were tried, and are in each other's way
+    ],
+)
+def test_choices(seconds: dict[Configuration, float], probe: float, evaluations: int, expected: Any) -> None:
+    assert decide(2, None, seconds.__getitem__, probe, evaluations).configuration == expected
+
+
+def test_one_thread_is_kept_where_bits_need_it_and_on_one_core_nothing_is_timed() -> None:
+    found = decide(2, 1, {ONE: 1.0, TWO: 0.6}.__getitem__, 0.5, 20)
+    assert found.configuration == TWO and ALONE not in found.times
+    assert Choice(1, None, 0).phase is Phase.CHOSEN
+
+
+def test_with_many_cores_workers_that_are_slower_than_expected_get_more_threads() -> None:
+    seconds = {ALONE: 0.3, Configuration(8, 1): 0.2, Configuration(4, 2): 0.1}
+    assert decide(8, None, seconds.__getitem__, 0.08, 60).configuration == Configuration(4, 2)
+    assert (
+        Configuration(4, 2) not in decide(8, None, {**seconds, Configuration(8, 1): 0.08}.__getitem__, 0.08, 60).times
+    )
+
+
+def test_it_is_chosen_again_when_times_change_by_a_factor_ever_more_seldom() -> None:
+    found = decide(2, None, {ALONE: 1e-3, ONE: 2e-3}.__getitem__, 1e-3, 20 + 2 * choice.OFTEN)
+    assert found.phase is Phase.CHOSEN
+    looks = []
+    for seconds in (1.2e-3, 5e-3):
+        for _ in range(choice.OFTEN + 1):
+            found.took(seconds)
+        looks.append((found.phase, found._looks_after))
+    assert looks == [(Phase.CHOSEN, choice.OFTEN), (Phase.TIME, 2 * choice.OFTEN)]
+
+
+# ---- f, while that changes
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_size: int | None) -> None:
+    case = mlp()
+    module = Slow()
+    expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
+    with BatchOptimizer(**parts(module), chunk_size=chunk_size) as opt:
+        opt.load(case.inputs, case.targets)
+        assert len(opt.workers) == 1
+        bits = set()
+        for _ in range(200):
+            loss = opt.evaluate()
+            bits.add((loss.item(), opt.grad_parameters.sum().item()))
+            torch.testing.assert_close(loss.item(), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
+            if choice_of(opt).phase is Phase.CHOSEN:
+                break
+        assert len(opt.workers) == 2, choice_of(opt).reason
+        assert chunk_size is None or len(bits) == 1
+        loss = opt.evaluate()
+        state = opt.state_dict()
+        assert state["parallelize"] == {"workers": 2, "threads": 1, "samples": 37}
+        opt.load(case.inputs[:9], case.targets[:9])  # the choice is for batches of about that size
+        torch.testing.assert_close(
+            opt.evaluate().item(), reference(module, case.criterion, case.inputs[:9], case.targets[:9])[0]
+        )
+    with BatchOptimizer(**parts(module), chunk_size=chunk_size) as opt:
+        opt.load_state_dict(state)
+        opt.load(case.inputs, case.targets)
+        assert len(opt.workers) == 2 and (chunk_size is None or torch.equal(opt.evaluate(), loss))
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_steps_have_the_bits_of_one_worker_also_where_workers_begin_within_a_step() -> None:
+    case, found = mlp(), []
+    for parallelize in (1, "auto"):
+        torch.manual_seed(0)
+        module = Slow()
+        factory = lambda p: torch.optim.LBFGS(p, max_iter=12)  # noqa: E731
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=factory, parallelize=parallelize, chunk_size=5) as opt:
+            for start in (0, 10, 0, 10):
+                opt.step(case.inputs[start:], case.targets[start:])
+            found.append(opt.fingerprint())
+            assert parallelize == 1 or len(opt.workers) == 2
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
+    case = mlp()
+    normalised = nn.Sequential(Slow(), nn.BatchNorm1d(4).double())
+    with BatchOptimizer(**parts(normalised)) as opt:
+        expected, _ = reference(normalised, case.criterion, case.inputs, case.targets)
+        opt.load(case.inputs, case.targets)
+        for _ in range(12):
+            torch.testing.assert_close(opt.evaluate().item(), expected)
+        assert len(opt.workers) == 1 and "statistics of a chunk" in choice_of(opt).reason
+    with BatchOptimizer(**{**parts(Slow()), "criterion": lambda y, t: (y - t).square().mean().sqrt()}) as opt:
+        opt.load(case.inputs, case.targets)
+        for _ in range(12):
+            opt.evaluate()
+        assert len(opt.workers) == 1 and "how the batch is cut" in choice_of(opt).reason
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_random_draws_stay_within_a_step_and_what_cannot_be_sent_stays_here() -> None:
+    case = mlp()
+    with BatchOptimizer(**parts(nn.Sequential(Slow(), nn.Dropout(0.5)))) as opt:
+        opt.load(case.inputs, case.targets)
+        assert len({opt.evaluate().item() for _ in range(30)}) == 1
+        assert len(opt.workers) == 1
+        for _ in range(400):
+            opt.load(case.inputs, case.targets)
+            opt.evaluate()
+            if len(opt.workers) == 2:
+                break
+        assert len(opt.workers) == 2
+    lock = threading.Lock()
+
+    def criterion(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return nn.functional.mse_loss(output, targets)
+
+    with BatchOptimizer(**{**parts(Slow()), "criterion": criterion}) as opt:
+        opt.load(case.inputs, case.targets)
+        for _ in range(20):
+            opt.evaluate()
+        assert len(opt.workers) == 1 and "cannot be sent" in choice_of(opt).reason
+
+
+# ---- where the number of workers stays
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
+    case = mlp()
+    hooked: dict[str, Any] = {"prehook": lambda worker, sample: None}
+    with BatchOptimizer(**parts(Mlp().double()), **hooked) as opt:
+        assert not isinstance(opt._function, AutoFunction)
+    with BatchOptimizer(**parts(Mlp().double())) as opt:
+        opt.load(case.inputs, case.targets)
+        expected = opt.evaluate()
+        assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
+        torch.testing.assert_close(opt.evaluate(), expected)
+        opt.resize(1)
+        assert len(opt.workers) == 1 and choice_of(opt).phase is Phase.CHOSEN
+        opt.resize("auto")
+        assert choice_of(opt).phase is Phase.TIME
+        opt.prehook = hooked["prehook"]
+        assert len(opt.workers) == 2
+        assert opt.check(case.inputs, case.targets).healthy
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_mini_batches_and_functions_of_the_batch_go_on_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    case = mlp()
+    batches = [(case.inputs[i : i + 12], case.targets[i : i + 12]) for i in (0, 12, 24)]
+    found = []
+    for parallelize in (1, "auto"):
+        torch.manual_seed(1)
+        options: dict[str, Any] = {"optimizer": "sgd", "parallelize": parallelize, "chunk_size": 3, "verbose": 1}
+        with BatchOptimizer(Slow(), nn.MSELoss(), **options) as opt:
+            losses = [loss for _ in range(12) for loss in opt.steps(batches)]
+            outputs = opt.predict(case.inputs)
+            found.append((losses, outputs, opt.hvp(torch.ones_like(opt.parameters)), opt.fingerprint()))
+            workers = len(opt.workers)
+    assert workers == 2
+    assert found[0][0] == found[1][0] and found[0][3] == found[1][3]
+    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
+    assert capsys.readouterr().err.count("parallelize='auto' is 2 workers, threads=1: measured") == 1
