@@ -396,16 +396,20 @@ class Contract(TaskContract):
             worker.state["seen"] = list(sample.indices)
 
         def posthook(worker: Worker, sample: Sample) -> Any:
-            assert sample.output.shape == (len(sample.indices), 4) and isinstance(sample.loss, float)
             assert worker.module is not None and worker.world_size >= 1
-            return worker.state["seen"], sample.options, sample.inputs[:, 0].tolist()
+            seen = sample.output.detach(), sample.targets, sample.loss
+            return worker.state["seen"], sample.options, sample.inputs[:, 0].tolist(), seen
 
         opt = make(case.module, case.criterion, optimizer=None, prehook=prehook, posthook=posthook, chunk_size=3)
         opt.load(case.inputs, case.targets, options)
         opt.evaluate()
         assert [indices for indices, *_ in opt.hook_results] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-        assert [option for _, some, _ in opt.hook_results for option in some] == options
-        assert [value for *_, some in opt.hook_results for value in some] == case.inputs[:, 0].tolist()
+        assert [option for _, some, *_ in opt.hook_results for option in some] == options
+        assert [value for *_, some, _ in opt.hook_results for value in some] == case.inputs[:, 0].tolist()
+        outputs = torch.cat([outputs for *_, (outputs, _, _) in opt.hook_results])
+        torch.testing.assert_close(outputs, case.module(case.inputs).detach(), rtol=1e-12, atol=1e-14)
+        for *_, (outputs, targets, loss) in opt.hook_results:
+            assert loss == pytest.approx(case.criterion(outputs, targets).item(), rel=1e-12)
 
     def test_hooks_can_be_replaced_between_steps(self, make: Make) -> None:
         case = mlp(samples=6)
@@ -414,15 +418,17 @@ class Contract(TaskContract):
         assert opt.hook_results == []
         scale = 3.0
 
-        def double_inputs(worker: Worker, sample: Sample) -> None:
-            sample.inputs = sample.inputs * scale
+        def replace(worker: Worker, sample: Sample) -> None:
+            assert sample.output is None and sample.loss is None
+            sample.inputs, sample.targets = sample.inputs * scale, sample.targets + 1
 
-        opt.prehook = double_inputs
+        opt.prehook = replace
         opt.posthook = lambda worker, sample: list(sample.indices)
         opt.step(case.inputs, case.targets)
         assert [i for of_chunk in opt.hook_results for i in of_chunk] == list(range(6))  # in the samples' order
-        expected, _ = reference(case.module, case.criterion, case.inputs * scale, case.targets)
+        expected, gradient = reference(case.module, case.criterion, case.inputs * scale, case.targets + 1)
         assert opt.output == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
         opt.prehook = opt.posthook = None
         opt.step(case.inputs, case.targets)
         assert opt.output == pytest.approx(case.reference()[0], rel=1e-12)
