@@ -396,7 +396,8 @@ class Contract(TaskContract):
             worker.state["seen"] = list(sample.indices)
 
         def posthook(worker: Worker, sample: Sample) -> Any:
-            assert worker.module is not None and worker.world_size >= 1
+            assert type(worker.module).__name__ == "Mlp" and type(worker.criterion).__name__ == "MSELoss"
+            assert worker.world_size >= 1
             seen = sample.output.detach(), sample.targets, sample.loss
             return worker.state["seen"], sample.options, sample.inputs[:, 0].tolist(), seen
 
@@ -891,9 +892,10 @@ class Contract(TaskContract):
 
     def test_calibration_measures_every_worker(self, make: Make) -> None:
         case = mlp(samples=200)
-        opt = make(case.module, case.criterion)
+        opt = make(case.module, case.criterion, prehook=lambda worker, sample: worker.state.update(hooked=True))
         opt.load(case.inputs, case.targets)
         speeds = opt.calibrate()
+        assert opt.run_on_workers(lambda worker: worker.state) == [{}] * self.parallelize
         assert len(speeds) == self.parallelize and all(speed > 0 for speed in speeds)
         assert [worker.speed for worker in opt.workers] == pytest.approx(speeds, rel=1e3)
         assert (opt.eval_counter, opt.sample_counter) == (0, 0)
