@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import socket
+import threading
 from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
@@ -23,7 +26,7 @@ from batchopt_workers.map.sums import rows_nbytes
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process import loop
 from batchopt_workers.process.failures import Failure, describe
-from batchopt_workers.process.loop import serve
+from batchopt_workers.process.loop import dumps, serve
 from batchopt_workers.process.messages import HEAD, Cut, Kind, Order
 from batchopt_workers.process.session import Session
 from batchopt_workers.worker import Sample, Worker
@@ -165,3 +168,54 @@ def test_the_samples_at_hand_are_told_of_a_failed_evaluation_and_of_no_other_fai
     failures = [Failure.decode(frame[HEAD.size :]) for frame in frames]
     assert [failure.type_name for failure in failures] == ["ArithmeticError", "AttributeError", "ArithmeticError"]
     assert [failure.samples for failure in failures] == [range(6), range(0), range(6)]
+
+
+# ---- what functions return is pickled with its tensors as bytes, and comes back as it was
+
+
+def back(result: Any) -> Any:
+    return pickle.loads(dumps(result))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]).conj(),
+        torch.zeros(0, 3, dtype=torch.int16),
+        torch.tensor(True),
+        torch.arange(8.0)[::2],
+        torch.arange(3.0).expand(2, 3),
+        torch.arange(3.0).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, device="meta"),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}",
+)
+def test_results_are_pickled_with_tensors_of_any_kind(tensor: torch.Tensor) -> None:
+    found = back({"it": tensor, "again": tensor})
+    assert found["it"] is found["again"]
+    assert type(found["it"]) is type(tensor) and found["it"].requires_grad == tensor.requires_grad
+    assert found["it"].dtype == tensor.dtype and found["it"].shape == tensor.shape
+    if tensor.device.type != "meta":
+        assert torch.equal(found["it"].detach().to_dense(), tensor.detach().to_dense())
+        if tensor.is_contiguous():
+            found["it"].detach().fill_(True)  # its own memory, to be written
+
+
+def test_results_leave_nothing_for_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    for _ in range(10):
+        back([torch.zeros(3) for _ in range(10)])
+    left = gc.collect()
+    gc.enable()
+    assert left == 0
+
+
+def test_a_result_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(TypeError, match=r"returned an object that cannot be sent \(TypeError: cannot pickle .*lock"):
+        dumps([threading.Lock()])

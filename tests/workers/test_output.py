@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.tasks import output
 from batchopt_workers.tasks.forms import rows_form
 from batchopt_workers.tasks.output import FileOutput, MemoryOutput, Output, write_results
+from tests.workers.test_memory import limited
 
 ROWS = {
     "plain": torch.arange(21.0).view(7, 3),
@@ -89,16 +88,6 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         to.write(form.columns, tensors, 0, 1000, 1000)
     small, tensors = rows_form(torch.zeros(10, 10), 10)
     to.write(small.columns, tensors, 0, 10, 10)
-
-
-@contextmanager
-def limited(what: int, number: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (number, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, (soft, hard))
 
 
 def test_limits_of_this_process_are_named() -> None:

@@ -1,4 +1,4 @@
-"""What a task does with a module leaves the module as it was."""
+"""What a task does with a module leaves the module as it was; derivatives of a piece are those of plain autograd."""
 
 from __future__ import annotations
 
@@ -10,22 +10,32 @@ from torch import nn
 
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.layout import Layout, Slot
+from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
+from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 
-X = torch.linspace(-1.0, 1.0, 30).view(5, 6)
+X = torch.linspace(-1.0, 2.0, 30).view(5, 6).sin()
+CUT = Cut((0, 5))
 
 
-def around(module: nn.Module) -> Surroundings:
-    worker, parameters = Worker(0, 1, torch.device("cpu"), module), list(module.parameters())
-    return Surroundings(
-        worker, module, parameters, lambda: torch.zeros(()), no_residuals, 1.0, lambda cut, gradient: ((), X)
-    )
+def piece(inputs: Any = X) -> Piece:
+    return Piece(inputs, None, None, range(5), 1.0)
 
 
-def piece(targets: torch.Tensor | None = None) -> Piece:
-    return Piece(X, targets, None, range(5), 1.0)
+def around(module: nn.Module, inputs: Any = X, weight: float = 1.0) -> Surroundings:
+    """Of a loss that is the sum of the squared outputs; an evaluation returns the parameters as its gradient."""
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = module(inputs).square().sum()
+        return found
+
+    def evaluate(cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        return (loss().item(),), torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    worker = Worker(0, 1, torch.device("cpu"), module)
+    return Surroundings(worker, module, list(module.parameters()), loss, no_residuals, weight, evaluate)
 
 
 class Careful(nn.Dropout):
@@ -142,3 +152,62 @@ def test_rows_for_sums_keep_what_they_have_while_their_layout_is_the_same() -> N
     assert len(rows) == 3 and rows[0].gradient.tolist() == [5] * 3
     assert totals.rows(layout, 2) is rows
     assert len(totals.rows(Layout((Slot("", (2,), 0),), torch.float32), 1)) == 1
+
+
+# ---- derivatives
+
+
+def test_gradients_with_respect_to_inputs_keep_their_structure() -> None:
+    module, x = Mlp().double(), X.double()
+    given = {"x": x, "index": torch.arange(5), "unused": torch.ones(5)}
+    of_all = piece(given)
+    surroundings = around(module, weight=0.5)._replace(loss=lambda: module(of_all.inputs["x"]).square().sum())
+    found = InputGradients()(of_all, surroundings)
+    assert of_all.inputs is given and not x.requires_grad and all(p.grad is None for p in module.parameters())
+    inputs = x.clone().requires_grad_()
+    (0.5 * module(inputs).square().sum()).backward()
+    torch.testing.assert_close(found["x"], inputs.grad)
+    assert found["index"] is None and not found["unused"].any()
+    whole = piece(torch.arange(5))
+    with pytest.raises(TypeError, match="nothing to differentiate by"):
+        InputGradients()(whole, around(module))
+    assert not whole.inputs.requires_grad
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_with_several_directions(frozen: bool) -> None:
+    module = Mlp().double()
+    module.second.requires_grad_(not frozen)
+    surroundings = around(module, X.double(), 2.0)
+    size = sum(p.numel() for p in module.parameters())
+    directions = torch.linspace(-1, 1, 2 * size, dtype=torch.float64).view(2, size)
+    module.first.weight.grad = torch.ones_like(module.first.weight)
+    found = HessianProducts(directions)(piece(), surroundings)
+    assert module.first.weight.grad.eq(1).all() and module.first.bias.grad is None
+    trained = [p for p in module.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    gradients = torch.autograd.grad(surroundings.loss(), trained, create_graph=True)
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for direction, product in zip(directions, found, strict=True):
+        expected = torch.autograd.grad(2.0 * flat @ direction[:count], trained, retain_graph=True)
+        torch.testing.assert_close(product[:count], torch.cat([part.flatten() for part in expected]))
+        assert not product[count:].any()
+    assert not HessianProducts(directions)(piece(), surroundings._replace(weight=0.0)).any()
+
+
+def test_parameters_are_back_in_their_memory_after_points_whatever_happens() -> None:
+    module = Mlp()
+    memory = [p.data_ptr() for p in module.parameters()]
+    points = torch.zeros(3, sum(p.numel() for p in module.parameters()))
+    points[1] = 1.0
+    found = AtPoints(CUT, True)(piece(points), around(module))
+    assert torch.equal(found["gradients"], points) and found["losses"][0] == 0 != found["losses"][1]
+    assert list(AtPoints(CUT, False)(piece(points), around(module))) == ["losses"]
+    assert [p.data_ptr() for p in module.parameters()] == memory
+
+    def fails(cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        AtPoints(CUT, True)(piece(points), around(module)._replace(evaluate=fails))
+    assert [p.data_ptr() for p in module.parameters()] == memory
