@@ -210,13 +210,16 @@ def test_a_slow_worker_is_not_killed(run: Play, oracle: Play) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("lbfgs", marks=SLOW)])
 @pytest.mark.parametrize("way, deaths", [("segfault", 3), ("SIGKILL", 6)])
-def test_a_chunk_that_ends_workers_again_and_again_is_poison(run: Play, optimizer: str, way: str, deaths: int) -> None:
+def test_a_chunk_that_ends_workers_again_and_again_is_poison_and_the_step_can_be_made_again(
+    run: Play, oracle: Play, optimizer: str, way: str, deaths: int
+) -> None:
     """A signal that may come from somebody else counts half."""
-    ended = run(Fault("worker.backward", way, chunk=2, times=1000), optimizer=optimizer)
+    ended = run(Fault("worker.backward", way, chunk=2, times=deaths), optimizer=optimizer, again=True)
     assert ended.outcome["error"].startswith(f"PoisonChunkError: chunk 2 (samples 16..23) ended {deaths} workers")
     assert ("out of memory, perhaps" in ended.outcome["error"]) == (way == "SIGKILL")
     assert ended.fired == [deaths]
     assert ended.outcome["restored"]
+    same_bits(ended.outcome, oracle(optimizer).outcome)
 
 
 def test_a_chunk_that_hangs_is_poison_and_the_error_names_timeout(run: Play) -> None:
@@ -224,15 +227,6 @@ def test_a_chunk_that_hangs_is_poison_and_the_error_names_timeout(run: Play) -> 
     assert ended.outcome["error"].startswith("PoisonChunkError: chunk 2 (samples 16..23) ended 3 workers")
     assert "timeout=" in ended.outcome["error"]
     assert ended.fired == [3]
-
-
-@SLOW
-@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
-def test_a_step_that_was_poisoned_can_be_made_again(run: Play, oracle: Play, optimizer: str) -> None:
-    ended = run(kill("worker.backward", chunk=2, times=6), optimizer=optimizer, again=True)
-    assert ended.outcome["error"].startswith("PoisonChunkError")
-    assert ended.outcome["restored"]
-    same_bits(ended.outcome, oracle(optimizer).outcome)
 
 
 @SLOW
