@@ -62,6 +62,12 @@ def outputs_and_errors(module: nn.Module, inputs: torch.Tensor, targets: torch.T
     return {"outputs": outputs, "more": (outputs - targets, [inputs[:, 0] > 0])}
 
 
+def backwards(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    losses: torch.Tensor = module(inputs).square().sum(1)
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    return losses.detach()
+
+
 def moments(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     outputs = module(inputs)
     return outputs.T @ outputs, {"count": len(inputs), "positive": (inputs > 0).sum(0)}
@@ -154,6 +160,8 @@ class TaskContract(LeastSquaresContract):
         opt, module = self.loaded(make)
         found = opt.collect(layers=["first", "second"])
         assert list(found) == ["first", "second"]
+        opt.collect(backwards, grad=True)
+        assert all(parameter.grad is None for parameter in module.parameters())
         assert opt.collect(layers=["first", "first"])["first"].equal(found["first"])
         torch.testing.assert_close(found["first"], module.first(X).detach())
         result, layers = opt.collect(lambda m, inputs, targets: m(inputs).sum(1), X, layers=["first"])
@@ -165,6 +173,9 @@ class TaskContract(LeastSquaresContract):
             opt.collect(first, layers=["second"])
         with pytest.raises(WorkerError, match="layer 'first' is called more than once"):
             opt.collect(lambda *given: first(*given) + first(*given), layers=["first"])
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            opt.collect(lambda *given: 1 / 0, layers=["first"])
+        assert not any(part._forward_hooks for part in module.modules())
 
     # ---- total
 
@@ -217,7 +228,7 @@ class TaskContract(LeastSquaresContract):
         draws, parameters = torch.get_rng_state(), opt.parameters.clone()
         opt.collect(outputs_and_errors)
         opt.total(moments)
-        opt.collect(lambda m, inputs, targets: m(inputs).square().sum(1).requires_grad_().detach(), grad=True)
+        opt.collect(backwards, grad=True)
         opt.input_gradients()
         opt.evaluate_many(opt.parameters[None])
         assert torch.equal(torch.get_rng_state(), draws) and torch.equal(opt.parameters, parameters)

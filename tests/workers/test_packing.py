@@ -15,18 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from batchopt_workers.data.memory import ALIGNMENT, SharedBlock
 from batchopt_workers.data.packing import Packed, dumps, pack, unpack
 
-DTYPES = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+DTYPES += [torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it is": lambda t: t,
     "transposed": lambda t: t.permute(tuple(reversed(range(t.dim())))),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.batch import Batch, Columns, Part, Piece
 from batchopt_workers.data.layout import Layout, Slot
+from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings
+from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.output import MemoryOutput
+from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings, Task
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 
@@ -90,17 +97,6 @@ def test_a_module_with_a_train_of_its_own_is_asked_each_time() -> None:
     with pytest.raises(ArithmeticError), Modes(module, False):
         pass
     assert [part.training for part in module.modules()] == [True, True, False]
-
-
-def test_hooks_on_layers_are_gone_whatever_happens() -> None:
-    module = Mlp()
-    assert list(Applied(None, layers=("first",))(piece(), around(module))) == ["first"]
-    for function in (lambda m, inputs, targets: 1 / 0, lambda m, inputs, targets: m.first(inputs) + m.first(inputs)):
-        with pytest.raises((ArithmeticError, ValueError)):
-            Applied(function, layers=("first",))(piece(), around(module))
-    with pytest.raises(ValueError, match="layer 'second' was not called"):
-        Applied(lambda m, inputs, targets: inputs, layers=("second",))(piece(), around(module))
-    assert not any(part._forward_hooks for part in module.modules())
 
 
 def test_graphs_are_recorded_if_they_are_asked_for() -> None:
@@ -211,3 +207,50 @@ def test_parameters_are_back_in_their_memory_after_points_whatever_happens() -> 
     with pytest.raises(ArithmeticError):
         AtPoints(CUT, True)(piece(points), around(module)._replace(evaluate=fails))
     assert [p.data_ptr() for p in module.parameters()] == memory
+
+
+# ---- orders of tasks, carried out chunk by chunk
+
+
+SIZE = 12
+ROWS = torch.linspace(-1, 2, SIZE * 3).sin().view(SIZE, 3)
+
+
+def carried_out(bounds: tuple[int, ...], kind: Kind, function: Any, runs: Sequence[tuple[int, int]]) -> Any:
+    """What is collected, or summed, if these runs of chunks are ordered one after the other."""
+    module = nn.Linear(3, 2)
+    program, worker = Program(module, None, (None,), 0), Worker(0, 1, torch.device("cpu"), module, None)
+    evaluator = Evaluator(program, worker, list(module.parameters()), StepBuffers(module))
+    tasks, output = evaluator.tasks, MemoryOutput()
+    part = Part(Columns(ROWS), None, None, Weighting("mean", SIZE))
+    tasks.begin(Task(Applied(function), aside=True), Batch((part,)))
+    tasks.output, tasks.loaded.cut = output, Cut(bounds)
+    for first, last in runs:
+        for done in tasks.evaluate(Order(1, 0, first, last, kind), evaluator):
+            report, form = done.report(), done.form
+    rows = tasks._rows
+    tasks.end()
+    with pytest.raises(RuntimeError, match="no task was begun"):
+        _ = tasks.loaded
+    if kind is Kind.COLLECT:
+        assert form is not None
+        return form.filled(output.tensors)
+    (summary,) = report.summaries
+    assert rows is not None
+    return rows[summary.row].views
+
+
+def sums(module: nn.Module, inputs: torch.Tensor, targets: None) -> Any:
+    return inputs.sum(0), inputs[0, 0] > 0
+
+
+@given(st.sets(st.integers(1, SIZE - 1), max_size=6), st.randoms())
+def test_runs_in_any_order_make_the_same_rows_and_the_same_sum(cuts: set[int], random: Any) -> None:
+    bounds = (0, *sorted(cuts), SIZE)
+    runs = [(chunk, chunk + 1) for chunk in range(len(bounds) - 1)]
+    in_order = carried_out(bounds, Kind.TOTAL, sums, [(0, len(runs))])
+    random.shuffle(runs)
+    assert torch.equal(carried_out(bounds, Kind.COLLECT, lambda m, inputs, targets: inputs * 2, runs), 2 * ROWS)
+    assert all(map(torch.equal, in_order, carried_out(bounds, Kind.TOTAL, sums, runs)))
+    # chunks are summed in their own dtype
+    torch.testing.assert_close(in_order[0], ROWS.double().sum(0), rtol=1e-5, atol=1e-5)
