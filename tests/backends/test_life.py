@@ -117,29 +117,6 @@ def test_what_cannot_be_pickled_is_refused_before_a_worker_starts() -> None:
     assert set(own.children(recursive=True)) <= forking
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_evaluation_leaves_the_workers_usable() -> None:
-    case = mlp()
-
-    def slowly(worker: Worker, sample: object) -> None:
-        if worker.rank == 0:
-            os.kill(worker.state["parent"], signal.SIGINT)
-        import time
-
-        time.sleep(0.2)  # so that the parent waits when the signal comes
-
-    with BatchOptimizer(case.module, case.criterion, parallelize=2, optimizer="sgd") as opt:
-        opt.run_on_workers(lambda worker, pid: worker.state.update(parent=pid), os.getpid())
-        opt.prehook = slowly
-        before = opt.parameters.clone()
-        with pytest.raises(KeyboardInterrupt):
-            opt.step(case.inputs, case.targets)
-        assert torch.equal(opt.parameters, before)
-        opt.prehook = None
-        opt.load(case.inputs, case.targets)
-        assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
-
-
 def test_a_worker_has_a_group_threads_and_the_callers_recursion_limit_and_none_of_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -461,29 +461,15 @@ def test_a_large_model_keeps_no_second_gradient(large: None) -> None:
     assert kept == [[True, True]]
 
 
-def curvature(module: nn.Module, direction: torch.Tensor) -> torch.Tensor:
-    """The Hessian times `direction`, on the whole batch in one process."""
-    parameters = list(module.parameters())
-    gradients = torch.autograd.grad(nn.MSELoss()(module(INPUTS), TARGETS), parameters, create_graph=True)
-    slope = torch.cat([gradient.flatten() for gradient in gradients]) @ direction
-    return torch.cat([part.flatten() for part in torch.autograd.grad(slope, parameters)])
-
-
-@given(bounds_of())
-@settings(deadline=None, max_examples=20)
-def test_every_cut_gives_the_product_of_one_process(bounds: tuple[int, ...]) -> None:
-    bench, seen = Bench(network(), nn.MSELoss()).load(bounds=bounds), []
-    direction = torch.linspace(-1, 1, bench.layout.size, dtype=torch.float64)
-    bench.evaluator.direction = bench.layout.views(direction)
+def test_a_product_runs_the_prehook_and_neither_the_posthook_nor_touches_gradients() -> None:
+    bench, seen = Bench(network(), nn.MSELoss()).load(bounds=(0, 5, 9, 12)), []
+    bench.evaluator.direction = [torch.ones_like(parameter) for parameter in bench.parameters]
     grads = [torch.full_like(parameter, 7.0) for parameter in bench.parameters]
     for parameter, grad in zip(bench.parameters, grads, strict=True):
         parameter.grad = grad
     bench.evaluator.prehook = lambda worker, sample: seen.append("pre")
     bench.evaluator.posthook = lambda worker, sample: seen.append("post")
     with draws_kept():
-        *_, done = bench.evaluator.evaluate(Order(1, 0, 0, len(bounds) - 1, Kind.MULTIPLY), bench.rows)
-        report, results = done.report(), done.results
-    expected = curvature(bench.module, direction)
-    torch.testing.assert_close(bench.gradient(report), expected, rtol=1e-12, atol=1e-15)
+        *_, done = bench.evaluator.evaluate(Order(1, 0, 0, 3, Kind.MULTIPLY), bench.rows)
+    assert seen == ["pre"] * 3 and not done.results
     assert all(p.grad is grad and (grad == 7.0).all() for p, grad in zip(bench.parameters, grads, strict=True))
-    assert seen == ["pre"] * (len(bounds) - 1) and not results

@@ -136,14 +136,6 @@ def test_a_session_owns_the_descriptors_that_it_attaches_and_has_no_module_at_fi
         session.use_hooks(False)
 
 
-def test_a_program_that_comes_again_does_not_lose_hooks_that_a_worker_gave_its_module() -> None:
-    parent = Parent()
-    assert parent.session.worker.module is not None
-    parent.session.worker.module.register_forward_hook(lambda *arguments: None)
-    with pytest.raises(RuntimeError, match=r"registered on `worker\.module` in this worker"):
-        parent.install()
-
-
 def test_what_a_worker_writes_to_constants_and_batch_stays_in_the_worker() -> None:
     parent = Parent()
     block = parent.load()
