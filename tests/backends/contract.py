@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import traceback
 import warnings
@@ -777,32 +778,29 @@ class Contract(TaskContract):
     # ---- the rest of the contract
 
     def test_state_is_saved_and_restored(self, make: Make) -> None:
-        case = cnn()
-        torch.manual_seed(9)
-        opt = make(case.module, case.criterion, optimizer=lambda p: torch.optim.Adam(p, lr=0.01), chunk_size=8)
+        case, options = cnn(), {"optimizer": KINDS["adam"], "chunk_size": 8}
+        opt = make(case.module, case.criterion, **options)
         opt.step(case.inputs, case.targets)
-        state = opt.state_dict()
-        saved = {key: value.clone() for key, value in state["module"].items()}
+        state = copy.deepcopy(opt.state_dict())
+        assert [state["history"][name] for name in ("evaluations", "batches", "samples")] == [1, 1, 41]
         expected = [opt.step(case.inputs, case.targets) for _ in range(2)]
+        opt.load_state_dict(state)
+        assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (1, 1, 41)
+        assert [opt.step(case.inputs, case.targets) for _ in range(2)] == expected
         twin = cnn()
-        other = make(twin.module, twin.criterion, optimizer=lambda p: torch.optim.Adam(p, lr=0.01), chunk_size=8)
-        restarted = make(twin.module, twin.criterion, optimizer=None)
+        without = make(twin.module, twin.criterion, optimizer=None)
         with pytest.raises(ValueError, match="must both have an optimizer"):
-            restarted.load_state_dict(state)
-        assert saved.keys() == state["module"].keys()
-        other.step(case.inputs, case.targets)
-        fresh = other.state_dict()
-        assert [fresh["history"][name] for name in ("evaluations", "batches", "samples")] == [1, 1, 41]
-        other.load_state_dict(fresh)
-        assert [other.step(case.inputs, case.targets) for _ in range(2)] == expected
+            without.load_state_dict(state)
 
     @pytest.fixture
     def shared(self, tmp_path: Path) -> Path:
         """A folder that all processes see which run the test."""
         return tmp_path
 
-    def test_a_checkpoint_goes_on_in_one_process_with_the_same_bits(self, make: Make, shared: Path) -> None:
-        options: dict[str, Any] = {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01), "chunk_size": 8}
+    def test_a_checkpoint_goes_on_in_one_process_with_the_same_bits(
+        self, make: Make, shared: Path, tmp_path: Path
+    ) -> None:
+        options: dict[str, Any] = {"optimizer": KINDS["adam"], "chunk_size": 8}
         case, twin, path = cnn(), cnn(), shared / "checkpoint"
         for module in (case.module, twin.module):
             module.append(nn.BatchNorm1d(10, dtype=torch.float64))  # type: ignore[operator]  # for its buffers
@@ -816,24 +814,10 @@ class Contract(TaskContract):
             other.load_checkpoint(path)
             assert [other.step(case.inputs, case.targets) for _ in range(2)] == expected
             assert other.fingerprint() == opt.fingerprint()
-
-    def test_a_checkpoint_of_something_else_changes_nothing(self, make: Make, tmp_path: Path) -> None:
-        class Counting(Mlp):
-            def __init__(self, size: int) -> None:
-                super().__init__()
-                self.register_buffer("seen", torch.full((size,), 5.0))
-
-        path = tmp_path / "checkpoint"
-        with BatchOptimizer(Counting(3), nn.MSELoss(), optimizer="sgd") as saved:
-            saved.save(path)
-        opt = make(Counting(4), nn.MSELoss(), optimizer="sgd", seed=0)
-        before = opt.parameters.clone()
-        with pytest.raises(batchopt.CheckpointError, match="size mismatch for seen"):
-            opt.load_checkpoint(path)
-        path.write_bytes(path.read_bytes()[:-100])
+        (tmp_path / "damaged").write_bytes(path.read_bytes()[:-100])
         with pytest.raises(batchopt.CheckpointError, match="damaged"):
-            opt.load_checkpoint(path)
-        assert torch.equal(opt.parameters, before) and opt.module.get_buffer("seen").tolist() == [5.0] * 4
+            opt.load_checkpoint(tmp_path / "damaged")
+        assert other.fingerprint() == opt.fingerprint()
 
     def test_a_failed_step_is_undone(self, make: Make) -> None:
         """Parameters, buffers, counters, draws and the optimizer's state: then the same step has the bits of a
