@@ -24,7 +24,7 @@ from batchopt.backends.nodes.members import Members
 from batchopt.errors import NodeLostError
 from tests.nodes import local
 from tests.nodes.disturbance import Disturbance, steps
-from tests.workloads import Mlp, Workload, cnn, mlp
+from tests.workloads import Mlp, Workload, mlp
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -149,30 +149,27 @@ def test_a_node_is_sent_its_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_more_and_fewer_workers() -> None:
-    case, twin = cnn(), cnn()
-    with optimizer(case, 2, chunk_size=8) as opt, optimizer(twin, chunk_size=8) as alone:
+@pytest.mark.parametrize(
+    "machines, numbers", [({"one": 4, "two": 4}, (2, 4, 3, 1)), ({"one": 5}, (3, 2, 1, 3))], ids=["nodes", "one node"]
+)
+def test_more_and_fewer_workers(
+    monkeypatch: pytest.MonkeyPatch, machines: dict[str, int], numbers: tuple[int, ...]
+) -> None:
+    """A node keeps its room, and those of its workers that it can."""
+    monkeypatch.setattr(local.LocalPlacer, "machines", machines)
+    case, twin = mlp(samples=96), mlp(samples=96)
+    with optimizer(case, numbers[0]) as opt, optimizer(twin) as alone:
         opt.run_on_workers(lambda worker: worker.state.update(old=True))
-        for workers in (2, 4, 3, 1):
+        for workers in numbers:
             opt.resize(workers)
             assert opt.run_on_workers(lambda worker: worker.rank) == list(range(workers))
             if workers == 4:
                 assert opt.run_on_workers(lambda worker: "old" in worker.state) == [True, True, False, False]
             assert opt.step(case.inputs, case.targets) == alone.step(twin.inputs, twin.targets)
-        assert len({node_of(worker.pid).pid for worker in opt.workers}) == 1  # a worker there, not this process
-        assert alone.fingerprint() == opt.fingerprint()
-
-
-@pytest.mark.slow
-def test_a_node_that_keeps_some_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.LocalPlacer, "machines", {"one": 5})  # a node keeps its room
-    case, twin = mlp(samples=96), mlp(samples=96)
-    with optimizer(case, 3) as opt, optimizer(twin) as alone:
-        for workers in (3, 2, 1, 3):
-            opt.resize(workers)
-            assert opt.run_on_workers(lambda worker: worker.rank) == list(range(workers))
-            assert opt.step(case.inputs, case.targets) == alone.step(twin.inputs, twin.targets)
             assert [worker.restarts for worker in opt.workers] == [0] * workers
+            nodes = {node_of(worker.pid).pid for worker in opt.workers}
+            assert workers > 1 or len(nodes) == 1  # a worker there, not this process
+        assert alone.fingerprint() == opt.fingerprint()
 
 
 @pytest.mark.slow
