@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term, resample
-from tests.workloads import Mlp
+from tests.workloads import Mlp, once
 
 Make = Callable[..., BatchOptimizer]
 X = torch.linspace(-2.0, 2.0, 37 * 2, dtype=torch.float64).reshape(37, 2).sin()
@@ -82,16 +82,44 @@ def reference(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     weights = [
         torch.full((r.numel(),), w / r.numel(), dtype=r.dtype) for r, w in zip(found, WEIGHTS.values(), strict=True)
     ]
-    return (
-        torch.cat([r.detach().flatten() for r in found]),
-        torch.cat(weights),
-        torch.cat([jacobian(module, r) for r in found]),
-    )
+    residuals = torch.cat([r.detach().flatten() for r in found])
+    return residuals, torch.cat(weights), torch.cat([jacobian(module, r) for r in found])
 
 
 def alike(found: torch.Tensor, expected: torch.Tensor) -> None:
     """To 1e-12 of the largest."""
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+
+
+ASKED: dict[str, Callable[[BatchOptimizer], Any]] = {
+    "residuals": lambda opt: opt.residuals()["pde"],
+    "normal": lambda opt: opt.normal().matrix,
+    "gauss_newton": lambda opt: opt.gauss_newton(torch.ones_like(opt.parameters)),
+    "jvp": lambda opt: opt.jvp(torch.ones_like(opt.parameters))["pde"],
+    "vjp": lambda opt: opt.vjp({"pde": torch.ones(37, 1, dtype=torch.float64)}),
+    "gram": lambda opt: opt.gram(),
+}
+
+
+class Deadly:
+    """While there is a file `armed` in the folder, the first worker that calls this is killed, and leaves `fired`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.maker = folder, os.getpid()
+
+    def __call__(self, *_: Any) -> None:
+        if os.getpid() != self.maker and (self.folder / "armed").exists() and once(self.folder / "fired"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def alike(self, prepare: Callable[[], BatchOptimizer], ask: Callable[[BatchOptimizer], Any]) -> bool:
+        """Whether what is asked is the same to the bit of one that loses a worker then and of one that does not."""
+        undisturbed = ask(prepare())
+        disturbed = prepare()
+        (self.folder / "armed").touch()
+        found = ask(disturbed)
+        (self.folder / "armed").unlink()
+        assert (self.folder / "fired").exists()
+        return torch.equal(found, undisturbed)
 
 
 class LeastSquaresContract:
@@ -150,24 +178,15 @@ class LeastSquaresContract:
         alike(opt.normal().matrix, j.T @ j / 37)
         alike(opt.vjp(torch.ones(37, 1, dtype=torch.float64)), j.sum(0))
 
-    def test_least_squares_have_the_bits_of_one_process(self, make: Make) -> None:
+    def test_least_squares_and_adaptive_points_have_the_bits_of_one_process(self, make: Make) -> None:
         found: list[Any] = []
         for workers in (1, self.asked):
             opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
             opt.load(DATA)
-            normal = opt.normal()
-            v = torch.ones_like(opt.parameters)
-            found.append(
-                (normal.vector, normal.matrix, opt.gauss_newton(v), opt.jvp(v)["pde"], opt.vjp(opt.residuals()))
-            )
-        for one, other in zip(*found, strict=True):
-            assert torch.equal(one, other)
-
-    def test_adaptive_points_are_those_of_one_process(self, make: Make) -> None:
-        found: list[Any] = []
-        for workers in (1, self.asked):
-            opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
-            found.append((resample(opt, "pde", X, samples=9), *resample(opt, "data", (X, Y), samples=9, k=2.0, c=0.0)))
+            normal, v = opt.normal(), torch.ones_like(opt.parameters)
+            products = opt.gauss_newton(v), opt.jvp(v)["pde"], opt.vjp(opt.residuals())
+            points = resample(opt, "data", (X, Y), samples=9, k=2.0, c=0.0)
+            found.append((normal.vector, normal.matrix, *products, resample(opt, "pde", X, samples=9), *points))
         for one, other in zip(*found, strict=True):
             assert torch.equal(one, other)
 
@@ -183,38 +202,20 @@ class LeastSquaresContract:
         assert opt.normal().matrix.isfinite().all()
 
     @pytest.mark.sampled
-    @pytest.mark.parametrize("what", ["residuals", "normal", "gauss_newton", "jvp", "vjp", "gram"])
+    @pytest.mark.parametrize("what", ASKED)
     def test_a_worker_killed_in_least_squares_changes_no_bit(self, make: Make, tmp_path: Path, what: str) -> None:
         if not self.processes:
             pytest.skip("its workers cannot be killed")
-        found: list[Any] = []
-        maker = os.getpid()
-        for kills in (False, True):
-            marker = tmp_path / f"{what}-{kills}"
+        deadly = Deadly(tmp_path)
 
-            def residual(
-                module: Any, inputs: torch.Tensor, targets: Any, marker: Path = marker, kills: bool = kills
-            ) -> torch.Tensor:
-                if kills and os.getpid() != maker and (tmp_path / "armed").exists() and not marker.exists():
-                    marker.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return equation(module, inputs, targets)
+        def residual(module: Any, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+            deadly()
+            return equation(module, inputs, targets)
 
+        def prepare() -> BatchOptimizer:
             opt = make(flow(), terms={"pde": Term(residual=residual)}, optimizer=None, chunk_size=3)
             opt.load({"pde": X})
             opt.evaluate()
-            (tmp_path / "armed").touch()
-            if what == "gauss_newton":
-                result = opt.gauss_newton(torch.ones_like(opt.parameters))
-            elif what == "jvp":
-                result = opt.jvp(torch.ones_like(opt.parameters))["pde"]
-            elif what == "vjp":
-                result = opt.vjp({"pde": torch.ones(37, 1, dtype=torch.float64)})
-            elif what == "residuals":
-                result = opt.residuals()["pde"]
-            else:
-                result = opt.normal().matrix if what == "normal" else opt.gram()
-            (tmp_path / "armed").unlink()
-            assert marker.exists() == kills
-            found.append(result)
-        assert torch.equal(found[0], found[1])
+            return opt
+
+        assert deadly.alike(prepare, ASKED[what])

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ import batchopt
 from batchopt import BatchOptimizer, Worker
 from batchopt.backends.process.worker import WorkerProcess
 from batchopt_workers.process.messages import versions
-from tests.backends.test_life import SCRIPT, assert_gone, pids, python
+from tests.backends.scripts import SCRIPT, assert_gone, pids, printed, python, running
 from tests.conftest import is_fork_server
 from tests.workloads import Mlp, mlp
 
@@ -43,16 +42,14 @@ def assert_works(opt: BatchOptimizer) -> None:
 # ---- the parent ends
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ending", ["", *(pytest.param(e, marks=SLOW) for e in ("sys.exit(3)", "raise RuntimeError('on purpose')"))]
-)
-def test_a_program_ends_though_a_worker_is_stopped(ending: str) -> None:
-    stop = "\nimport os, signal\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\n"
+STOP = "\nimport os, signal\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\n"
+
+
+@SLOW
+@pytest.mark.parametrize("ending, code", [("sys.exit(3)", 3), ("raise RuntimeError('on purpose')", 1)])
+def test_a_program_ends_though_a_worker_is_stopped(ending: str, code: int) -> None:
     started = time.monotonic()
-    ended = python("-c", SCRIPT + stop + "print('END', flush=True)\n" + ending)
-    assert ended.returncode == (3 if "3" in ending else 1 if "raise" in ending else 0), ended.stderr
-    assert_gone(pids(ended.stdout))
+    assert_gone(pids(printed(SCRIPT + STOP + ending, code)))
     assert time.monotonic() - started < 40  # a limit for a hang; the promise of 5 s is measured below
 
 
@@ -61,13 +58,13 @@ def test_the_end_of_a_program_takes_no_longer_than_five_seconds() -> None:
     """Five seconds more, on a machine that has other things to do, than where all workers run."""
 
     def seconds(script: str) -> float:
-        ended = python("-c", script + "\nimport time\nprint('AT', time.time(), flush=True)\n")
-        found = time.time() - float(re.search(r"AT (\S+)", ended.stdout)[1])  # type: ignore[index]
-        assert ended.returncode == 0
+        said = printed(script + "\nimport time\nprint('AT', time.time(), flush=True)\n")
+        found = time.time() - float(re.search(r"AT (\S+)", said)[1])  # type: ignore[index]
+        assert_gone(pids(said))
         return found
 
     usual = seconds(SCRIPT)
-    assert seconds(SCRIPT + "\nimport os, signal\nos.kill(opt.workers[1].pid, signal.SIGSTOP)\n") < 5.0 + 2 * usual
+    assert seconds(SCRIPT + STOP) < 5.0 + 2 * usual
 
 
 WORK = """
@@ -83,42 +80,25 @@ opt.load(x, y)
 def interrupted(script: str, *signals: signal.Signals, busy: int = 1) -> tuple[int, str, float]:
     """Run the script, and signal it when it has said BUSY so often; its exit code, what it printed, and how long it
     then took."""
-    program = subprocess.Popen(
-        [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with program:
-        assert program.stdout is not None
-        printed = ""
-        while printed.count("BUSY") < busy:
-            line = program.stdout.readline()
-            assert line, printed
-            printed += line
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    with running(handler + script, *["BUSY"] * busy, stderr=subprocess.STDOUT) as (program, said):
         started = time.monotonic()
         for number in signals:
             program.send_signal(number)
             time.sleep(0.05)  # two in one moment would be one
-        printed += program.stdout.read()
+        assert program.stdout is not None
+        said += program.stdout.read()
         code = program.wait(30)
-    return code, printed, time.monotonic() - started
+    return code, said, time.monotonic() - started
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "signals",
-    [
-        (signal.SIGINT,),
-        pytest.param((signal.SIGINT, signal.SIGINT), marks=SLOW),
-        pytest.param((signal.SIGTERM,), marks=SLOW),
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
 def test_a_signal_ends_a_busy_program_and_its_workers(signals: tuple[signal.Signals, ...]) -> None:
-    code, printed, seconds = interrupted(SCRIPT + WORK + "opt.evaluate()", *signals)
-    assert code == (-signal.SIGTERM if signal.SIGTERM in signals else -signal.SIGINT), printed
-    assert ("KeyboardInterrupt" in printed) == (signal.SIGINT in signals)
-    assert_gone(pids(printed))
+    code, said, seconds = interrupted(SCRIPT + WORK + "opt.evaluate()", *signals)
+    assert code == -signals[0], said
+    assert ("KeyboardInterrupt" in said) == (signal.SIGINT in signals)
+    assert_gone(pids(said))
     assert seconds < 20
 
 
@@ -138,8 +118,8 @@ opt.prehook = None
 opt.load(x, y)
 print(abs(opt.evaluate().item() - expected) < 1e-6, [w.restarts for w in opt.workers])
 """
-    code, printed, _ = interrupted(SCRIPT + hooks + then + last, signal.SIGINT)
-    assert code == 0 and "CAUGHT True 1" in printed and printed.endswith("True [0, 0]\n"), printed
+    code, said, _ = interrupted(SCRIPT + hooks + then + last, signal.SIGINT)
+    assert code == 0 and "CAUGHT True 1" in said and said.endswith("True [0, 0]\n"), said
 
 
 @SLOW
@@ -158,14 +138,14 @@ right = abs(opt.evaluate().item() - expected) < 1e-6  # whoever is there first e
 opt.run_on_workers(lambda worker: None)  # waits for the other one
 print(right, [worker.restarts for worker in opt.workers])
 """
-    code, printed, _ = interrupted(SCRIPT + then, signal.SIGINT, busy=2)
-    assert code == 0 and "CAUGHT" in printed and printed.endswith("True [1, 1]\n"), printed
+    code, said, _ = interrupted(SCRIPT + then, signal.SIGINT, busy=2)
+    assert code == 0 and "CAUGHT" in said and said.endswith("True [1, 1]\n"), said
 
 
 # ---- a worker ends, or should not
 
 
-@pytest.mark.slow
+@SLOW
 def test_what_a_worker_started_ends_with_it() -> None:
     def start(worker: Worker) -> list[int]:
         """A process, and a fork that holds all files of the worker."""
@@ -223,9 +203,8 @@ def test_parameters_that_the_first_forward_writes_are_one_clear_error(hooked: bo
     data, module = (torch.rand(8, 6), torch.rand(8, 4)), Lazy(writes=True)
     hook = (lambda worker, sample: None) if hooked else None  # then nothing is measured first
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, prehook=hook) as opt:
-        with pytest.raises(
-            batchopt.WorkerLostError, match=r"in forward; called .* call the module once before"
-        ) as lost:
+        words = r"in forward; called .* call the module once before"
+        with pytest.raises(batchopt.WorkerLostError, match=words) as lost:
             opt.load(*data)
             opt.evaluate()
         assert "test_endings.py" in str(lost.value) and len(str(lost.value).splitlines()) == 1
@@ -239,9 +218,8 @@ def test_parameters_that_the_first_forward_writes_are_one_clear_error(hooked: bo
 def test_parameters_that_the_first_forward_makes_are_one_clear_error(parallelize: int) -> None:
     data = torch.rand(8, 6), torch.rand(8, 4)
     with BatchOptimizer(Lazy(writes=False), nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        with pytest.raises(
-            batchopt.WorkerError, match=r"the parameter 'extra' was made by the first forward, .* call the"
-        ):
+        words = r"the parameter 'extra' was made by the first forward, .* call the"
+        with pytest.raises(batchopt.WorkerError, match=words):
             opt.load(*data)
             opt.evaluate()
 
@@ -315,7 +293,7 @@ def test_workers_outlive_the_thread_that_made_them() -> None:
         assert [worker.restarts for worker in opt.workers] == [0, 0]
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_fork_of_the_parent_has_no_workers_and_hides_nothing() -> None:
     """Not even the parent's death: the fork holds the ends of all pipes."""
     then = """
@@ -332,23 +310,14 @@ if fork == 0:
     os._exit(0)
 opt.load(x, y)
 assert abs(opt.evaluate().item() - expected) < 1e-6
-print("FORK", fork, fork, flush=True)
+print("FORK", fork, flush=True)
 input()
 """
-    program = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + then], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with program:
-        assert program.stdout is not None
-        printed = ""
-        while "FORK" not in printed or "REFUSED" not in printed:
-            line = program.stdout.readline()
-            assert line, printed
-            printed += line
-        assert "REFUSED True" in printed
+    with running(SCRIPT + then, "FORK", "REFUSED") as (program, said):
+        assert "REFUSED True" in said
         program.kill()
-    assert_gone(pids(printed))
-    os.kill(pids(printed, "FORK")[0], signal.SIGKILL)
+    assert_gone(pids(said))
+    os.kill(pids(said, "FORK")[0], signal.SIGKILL)
 
 
 def test_a_second_thread_is_refused_while_the_first_is_at_it() -> None:
@@ -395,8 +364,7 @@ def test_a_worker_may_have_workers_of_its_own() -> None:
 @SLOW
 def test_threads_of_the_parent_do_not_freeze_workers() -> None:
     busy = "import torch\ntorch.set_num_threads(4)\n(torch.randn(500, 500) @ torch.randn(500, 500)).sum()\n"
-    ended = python("-c", busy + SCRIPT)
-    assert ended.returncode == 0, ended.stderr
+    printed(busy + SCRIPT)
 
 
 # ---- between steps
@@ -436,26 +404,27 @@ def test_workers_that_cannot_be_added_leave_those_that_there_are() -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
-def test_a_killed_program_goes_on_from_its_checkpoint_with_other_workers(tmp_path: Path, optimizer: str) -> None:
+def test_a_killed_program_goes_on_from_its_checkpoint_with_other_workers(tmp_path: Path) -> None:
     script = f"""
 import os, sys, torch, batchopt
 from tests.workloads import mlp
-def run(parallelize, first, last, kill):
-    case = mlp()
-    sgd = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
-    lbfgs = lambda p: torch.optim.LBFGS(p, max_iter=4)
-    options = dict(optimizer={optimizer}, chunk_size=5, parallelize=parallelize)
-    with batchopt.BatchOptimizer(case.module, case.criterion, **options) as opt:
-        if first:
-            opt.load_checkpoint({str(tmp_path / "run")!r})
-        for step in range(first, last):
-            opt.step(case.inputs, case.targets)
-            if kill:
-                opt.save({str(tmp_path / "run")!r})
-        if kill:
-            os.kill(os.getpid(), 9)
-        return opt.fingerprint()
+optimizers = [lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lambda p: torch.optim.LBFGS(p, max_iter=4)]
+def run(parallelize, first, last, save):
+    found = []
+    for i, optimizer in enumerate(optimizers):
+        case, path = mlp(), {str(tmp_path / "run")!r} + str(i)
+        options = dict(optimizer=optimizer, chunk_size=5, parallelize=parallelize)
+        with batchopt.BatchOptimizer(case.module, case.criterion, **options) as opt:
+            if first:
+                opt.load_checkpoint(path)
+            for step in range(first, last):
+                opt.step(case.inputs, case.targets)
+                if save:
+                    opt.save(path)
+            if save and i == 1:
+                os.kill(os.getpid(), 9)
+            found.append(opt.fingerprint())
+    return found
 if sys.argv[1] == "killed":
     run(2, 0, 3, True)
 print(run(3, 3, 6, False) == run(1, 0, 6, False))

@@ -14,7 +14,6 @@ import textwrap
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
 
 import numpy
 import psutil
@@ -25,7 +24,7 @@ from torch import nn
 from batchopt import BatchOptimizer, Worker, WorkerStartError
 from batchopt.backends.process import forkserver
 from batchopt_workers.process.forkserver import REPLY, REQUEST, Command, CommandMessage
-from tests.backends.test_life import assert_gone, pids, python
+from tests.backends.scripts import assert_gone, pids, printed, python, running
 
 
 def small() -> BatchOptimizer:
@@ -39,15 +38,7 @@ def latest() -> psutil.Process:
     return psutil.Process(forkserver._latest._process.pid)
 
 
-def test_it_is_kept_for_the_next_workers() -> None:
-    with small():
-        first = latest()
-    with small() as opt:
-        assert latest() == first
-        assert {psutil.Process(worker.pid).ppid() for worker in opt.workers} == {first.pid}
-
-
-def test_it_is_kept_when_it_has_ended_what_workers_left() -> None:
+def test_it_is_kept_for_the_next_workers_when_it_has_ended_what_workers_left() -> None:
     def leave(worker: Worker) -> int:
         return subprocess.Popen(["sleep", "100"], start_new_session=True).pid
 
@@ -57,12 +48,18 @@ def test_it_is_kept_when_it_has_ended_what_workers_left() -> None:
     assert not left
     ended, _ = psutil.wait_procs([first], timeout=1)  # ten times as long as between two looks at what was left
     assert not ended
+    with small() as opt:
+        assert latest() == first
+        assert {psutil.Process(worker.pid).ppid() for worker in opt.workers} == {first.pid}
 
 
 @pytest.mark.slow
 def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def look(worker: Worker) -> tuple[str | None, str, str, list[str]]:
         return os.environ.get("BATCHOPT_TEST_THING"), os.getcwd(), sys.path[-1], sys.argv
+
+    def draw(worker: Worker) -> tuple[float, float]:
+        return random.random(), numpy.random.rand()
 
     with small():
         first = latest()
@@ -76,17 +73,12 @@ def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, 
             assert latest() != first  # some library may read the variable when it loads
             expected = ("new", str(tmp_path), "/nowhere", ["program", "argument"])
             assert opt.run_on_workers(look) == [expected, expected]
+            one, other = opt.run_on_workers(draw)
+            assert one[0] != other[0] and one[1] != other[1]
     finally:
         sys.path.remove("/nowhere")
     _, left = psutil.wait_procs([first], timeout=10)
     assert not left
-
-
-@pytest.mark.slow
-def test_each_worker_draws_its_own_random_numbers() -> None:
-    with small() as opt:
-        numbers = opt.run_on_workers(lambda worker: (random.random(), numpy.random.rand()))
-    assert numbers[0][0] != numbers[1][0] and numbers[0][1] != numbers[1][1]
 
 
 @pytest.mark.slow
@@ -129,18 +121,12 @@ def test_it_ends_with_its_parent() -> None:
         pass
     if os.fork() == 0:  # holds the parent's end of everything
         import time; time.sleep(60)
-    print(forkserver._latest._process.pid, flush=True)
+    print("PIDS", forkserver._latest._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, start_new_session=True
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+    with running(textwrap.dedent(script), "PIDS", start_new_session=True) as (parent, said):
         try:
-            if psutil.pid_exists(pid):
-                _, left = psutil.wait_procs([psutil.Process(pid)], timeout=10)
-                assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+            assert_gone(pids(said))
         finally:
             os.killpg(parent.pid, signal.SIGKILL)  # the fork
 
@@ -186,9 +172,7 @@ opt.step(x, y)
 opt.run_on_workers(lambda worker: None)  # waits for the new one
 print("PIDS", server_pid, forkserver._latest._process.pid)
 """
-    ended = python("-c", SMALL + STOP + then)
-    assert ended.returncode == 0, ended.stderr
-    stopped, new = pids(ended.stdout)
+    stopped, new = pids(printed(SMALL + STOP + then))
     assert stopped != new
     assert_gone([stopped, new])
 
@@ -203,36 +187,22 @@ forkserver.anticipate(2, None)
 first = forkserver._latest._process.pid
 os.kill(first, signal.SIGSTOP)
 """
-    ended = python("-c", first + SMALL + "print('PIDS', first, server_pid)")
-    assert ended.returncode == 0, ended.stderr
-    stopped, new = pids(ended.stdout)
+    stopped, new = pids(printed(first + SMALL + "print('PIDS', first, server_pid)"))
     assert stopped != new
     assert_gone([stopped, new])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "last", [pytest.param("opt.close()", id="close", marks=pytest.mark.slow), pytest.param("", id="end")]
-)
+@pytest.mark.parametrize("last", ["opt.close()", ""], ids=["close", "end"])
 def test_nothing_waits_for_it_if_it_is_stopped(last: str) -> None:
-    ended = python("-c", SMALL + STOP + "print('PIDS', server_pid, opt.workers[0].pid, flush=True)\n" + last)
-    assert ended.returncode == 0, ended.stderr
-    assert_gone(pids(ended.stdout))
-
-
-def killed_when_it_says(script: str, **options: Any) -> list[int]:
-    """Run the script, kill it when it has printed two process ids, and return them."""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options) as program:
-        assert program.stdout is not None
-        try:
-            return pids(program.stdout.readline())
-        finally:
-            program.kill()
+    assert_gone(pids(printed(SMALL + STOP + "print('PIDS', server_pid, opt.workers[0].pid, flush=True)\n" + last)))
 
 
 @pytest.mark.slow
 def test_it_ends_with_its_parent_even_if_it_is_stopped() -> None:
-    assert_gone(killed_when_it_says(SMALL + STOP + "print('PIDS', server_pid, server_pid, flush=True)\ninput()"))
+    with running(SMALL + STOP + "print('PIDS', server_pid, flush=True)\ninput()", "PIDS") as (_, said):
+        pass
+    assert_gone(pids(said))
 
 
 @pytest.mark.slow
@@ -240,19 +210,18 @@ def test_it_ends_with_its_parent_even_while_it_imports(tmp_path: Path) -> None:
     slow = """
 import os, sys, time
 if "--multiprocessing-fork" in sys.orig_argv:
-    print("PIDS", os.getpid(), os.getpid(), flush=True)
+    print("PIDS", os.getpid(), flush=True)
     time.sleep(60)
 """
     (tmp_path / "sitecustomize.py").write_text(slow)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    assert_gone(killed_when_it_says(SMALL, env=environment))
+    with running(SMALL, "PIDS", env=environment) as (_, said):
+        pass
+    assert_gone(pids(said))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "closed",
-    [*(pytest.param(c, marks=pytest.mark.slow) for c in (">&-", "<&-", "2>&-", "<&- >&-")), "<&- >&- 2>&-"],
-)
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SMALL + "opt.close()\nopen(sys.argv[1], 'w').write('END')")
     command = f'exec "$0" program.py said {closed}'
@@ -315,17 +284,12 @@ def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(killed: bool
 @pytest.mark.slow
 @needs_adoption
 @pytest.mark.parametrize(
-    "last",
-    [
-        pytest.param("", id="ended", marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", id="killed"),
-    ],
+    "last, code", [("", 0), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)], ids=["ended", "killed"]
 )
-def test_what_a_worker_started_in_a_session_of_its_own_ends_with_the_program(last: str) -> None:
+def test_what_a_worker_started_in_a_session_of_its_own_ends_with_the_program(last: str, code: int) -> None:
     start = f"{inspect.getsource(start_apart).replace('Worker', 'object')}\nimport subprocess\n"
-    ended = python("-c", SMALL + start + "print('PIDS', *opt.run_on_workers(start_apart), flush=True)\n" + last)
-    assert ended.returncode == (-signal.SIGKILL if last else 0), ended.stderr
-    assert_gone(pids(ended.stdout))
+    script = SMALL + start + "print('PIDS', *opt.run_on_workers(start_apart), flush=True)\n" + last
+    assert_gone(pids(printed(script, code)))
 
 
 @needs_adoption
@@ -337,11 +301,9 @@ def test_what_a_worker_names_in_shared_memory_goes_with_it() -> None:
         return [memory.name, semaphore._semlock.name.lstrip("/")]  # type: ignore[attr-defined]
 
     with small() as opt:
-        names = [f"{name}" for taken in opt.run_on_workers(take) for name in taken]
+        names = [name for taken in opt.run_on_workers(take) for name in taken]
         replace(opt)
     until = time.monotonic() + 10
-    while (left := [entry for entry in os.listdir("/dev/shm") if any(name in entry for name in names)]) and (
-        time.monotonic() < until
-    ):
+    while any(name in entry for name in names for entry in os.listdir("/dev/shm")):
+        assert time.monotonic() < until
         time.sleep(0.01)
-    assert not left

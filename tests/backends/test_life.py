@@ -22,59 +22,13 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Worker
 from batchopt.backends.process import paces as deadlines
+from tests.backends.scripts import SCRIPT, assert_gone, pids, printed, python, running
 from tests.conftest import is_fork_server, listening, shared_memory
 from tests.workloads import Mlp, mlp
 
-SCRIPT = """
-import sys, torch, batchopt
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 2)
-    def forward(self, x):
-        return helper(self.layer(x))
-
-def helper(x):
-    return torch.tanh(x)
-
-torch.manual_seed(0)
-x, y = torch.randn(9, 3), torch.randn(9, 2)
-net = Net()
-criterion = torch.nn.MSELoss()
-expected = criterion(net(x), y).item()
-indices = lambda worker, sample: list(sample.indices)
-opt = batchopt.BatchOptimizer(net, criterion, parallelize=2, optimizer=None, posthook=indices)
-opt.load(x, y)
-assert abs(opt.evaluate().item() - expected) < 1e-6
-assert sum(opt.hook_results, []) == list(range(9))
-print("PIDS", *[worker.pid for worker in opt.workers], flush=True)
-"""
-
-
-def python(*arguments: str, script: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run this interpreter to its end, with all warnings shown."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", *arguments], input=script, text=True, capture_output=True, timeout=60, cwd=cwd
-    )
-
-
-def pids(output: str, name: str = "PIDS") -> list[int]:
-    """The two process ids that the script printed after `name`: of its workers."""
-    line = next(line for line in output.splitlines() if line.startswith(name))
-    _, first, second = line.split()
-    return [int(first), int(second)]
-
-
-def assert_gone(processes: list[int]) -> None:
-    """Each process ends within two seconds, or has ended."""
-    living = [psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(living, timeout=2)
-    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stdin", "-c", "-m"))])
+@pytest.mark.parametrize("way", ["file", "stdin", "-c", "-m"])
 def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     arguments = {"file": ["program.py"], "stdin": ["-"], "-c": ["-c", SCRIPT], "-m": ["-m", "program"]}[way]
@@ -87,7 +41,7 @@ def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path,
 @pytest.mark.slow
 def test_a_notebook_works(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("nbclient")
     cells = [nbformat.v4.new_code_cell(part) for part in SCRIPT.split("torch.manual_seed")]
     cells[1].source = "torch.manual_seed" + cells[1].source
     book = nbformat.v4.new_notebook(cells=[*cells, nbformat.v4.new_code_cell("opt.close()")])
@@ -101,22 +55,18 @@ def test_a_notebook_works(tmp_path: Path) -> None:
     # In a process of its own: the client's event loop and threads stay out of the other tests.
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
-    printed = "".join(o.get("text", "") for cell in nbformat.read(ran, 4).cells for o in cell.get("outputs", []))
-    assert_gone(pids(printed))
-    assert nbclient is not None
-
-
-@pytest.mark.slow  # the first so ends the program above
-@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise RuntimeError('on purpose')", "del opt"])
-def test_workers_end_with_the_program(ending: str) -> None:
-    ended = python("-c", SCRIPT + ending)
-    expected = 3 if "3" in ending else 1 if "raise" in ending else 0
-    assert ended.returncode == expected, ended.stderr
-    assert_gone(pids(ended.stdout))
+    outputs = [output for cell in nbformat.read(ran, 4).cells for output in cell.get("outputs", [])]
+    assert_gone(pids("".join(output.get("text", "") for output in outputs)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("ending, code", [("sys.exit(3)", 3), ("raise RuntimeError('on purpose')", 1), ("del opt", 0)])
+def test_workers_end_with_the_program(ending: str, code: int) -> None:
+    assert_gone(pids(printed(SCRIPT + ending, code)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
 def test_workers_and_what_they_started_end_when_the_parent_is_killed(busy: bool) -> None:
     then = """
 def start(worker):
@@ -126,22 +76,12 @@ def work(worker):
     import time
     print("BUSY", flush=True)
     time.sleep(60)
-print("CHILDREN", *opt.run_on_workers(start))
-print("READY", flush=True)
+print("CHILDREN", *opt.run_on_workers(start), flush=True)
 """
-    last = "opt.run_on_workers(work)" if busy else "input()"
-    program = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + then + last], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with program:
-        assert program.stdout is not None
-        printed = ""
-        while ("BUSY" if busy else "READY") not in printed:
-            line = program.stdout.readline()
-            assert line, "the program ended"
-            printed += line
+    last, word = ("opt.run_on_workers(work)", "BUSY") if busy else ("input()", "CHILDREN")
+    with running(SCRIPT + then + last, word) as (program, said):
         program.kill()
-    assert_gone([*pids(printed), *pids(printed, "CHILDREN")])
+    assert_gone([*pids(said), *pids(said, "CHILDREN")])
 
 
 def test_a_worker_that_dies_in_a_function_is_an_error_at_once_and_is_replaced() -> None:
@@ -177,37 +117,17 @@ def test_what_cannot_be_pickled_is_refused_before_a_worker_starts() -> None:
     assert set(own.children(recursive=True)) <= forking
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_evaluation_leaves_the_workers_usable() -> None:
-    case = mlp()
-
-    def slowly(worker: Worker, sample: object) -> None:
-        if worker.rank == 0:
-            os.kill(worker.state["parent"], signal.SIGINT)
-        import time
-
-        time.sleep(0.2)  # so that the parent waits when the signal comes
-
-    with BatchOptimizer(case.module, case.criterion, parallelize=2, optimizer="sgd") as opt:
-        opt.run_on_workers(lambda worker, pid: worker.state.update(parent=pid), os.getpid())
-        opt.prehook = slowly
-        before = opt.parameters.clone()
-        with pytest.raises(KeyboardInterrupt):
-            opt.step(case.inputs, case.targets)
-        assert torch.equal(opt.parameters, before)
-        opt.prehook = None
-        opt.load(case.inputs, case.targets)
-        assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
-
-
-def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(worker: Worker) -> tuple[bool, int, str, int, bool]:
+def test_a_worker_has_a_group_threads_and_the_callers_recursion_limit_and_none_of_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look(worker: Worker) -> tuple[bool, int, str, int, bool, int]:
         return (
             "batchopt" in sys.modules,
             torch.get_num_threads(),
             os.environ["OMP_NUM_THREADS"],
             os.getpgrp() - os.getpid(),
             signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            sys.getrecursionlimit(),
         )
 
     monkeypatch.setenv("BATCHOPT_TEST_BARE", "1")
@@ -215,12 +135,14 @@ def test_a_worker_has_its_own_group_threads_and_none_of_the_parents_package(monk
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    before, limit = dict(os.environ), sys.getrecursionlimit()
     try:
-        before = dict(os.environ)
+        sys.setrecursionlimit(limit + 500)
         with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2, threads_per_worker=3) as opt:
-            assert opt.run_on_workers(look) == [(False, 3, "3", 0, True)] * 2
+            assert opt.run_on_workers(look) == [(False, 3, "3", 0, True, limit + 500)] * 2
         assert dict(os.environ) == before
     finally:
+        sys.setrecursionlimit(limit)
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
@@ -233,14 +155,12 @@ opt.step(torch.ones(4, 2), torch.ones(4, 1))
 print(multiprocessing.get_start_method(allow_none=True))
 multiprocessing.set_start_method("spawn")
 """
-    ended = python("-c", script)
-    assert ended.returncode == 0 and ended.stdout == "None\n", ended.stderr
+    assert printed(script) == "None\n"
     case = mlp()
     with BatchOptimizer(case.module, case.criterion, parallelize=2) as opt:
         opt.step(case.inputs, case.targets)
-        opt.step(
-            torch.cat([case.inputs] * 9), torch.cat([case.targets] * 9)
-        )  # a larger block is sent to living workers
+        # a larger block is sent to living workers
+        opt.step(torch.cat([case.inputs] * 9), torch.cat([case.targets] * 9))
         everyone = [os.getpid(), *(worker.pid for worker in opt.workers)]
         children = psutil.Process().children(recursive=True)
         assert {child.pid for child in children if not is_fork_server(child)} == set(everyone[1:])
@@ -344,7 +264,7 @@ def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(para
 def test_what_was_closed_holds_no_memory_and_no_descriptor() -> None:
     """Whether or not Python's collector runs: it runs when many objects were made, and these are few and large."""
     script = """
-import gc, os, torch, batchopt
+import gc, os, signal, torch, batchopt
 gc.disable()
 
 def use():
@@ -369,29 +289,19 @@ before = held()
 for _ in range(3):
     use()
 assert held() == before, (held(), before)
-"""
-    ended = python("-c", script)
-    assert ended.returncode == 0, ended.stderr
 
-
-@pytest.mark.slow
-def test_what_was_closed_holds_no_memory_of_a_worker_that_was_late() -> None:
-    script = """
-import gc, os, signal, torch, batchopt
-gc.disable()
+# nor where a worker was late
 x, y = torch.zeros(64, 4), torch.zeros(64, 1)
-with batchopt.BatchOptimizer(
-    torch.nn.Linear(4, 1), torch.nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=8
-) as opt:
+options = dict(optimizer=None, parallelize=2, chunk_size=8)
+with batchopt.BatchOptimizer(torch.nn.Linear(4, 1), torch.nn.MSELoss(), **options) as opt:
     opt.load(x, y)
     opt.evaluate()
     os.kill(opt.workers[0].pid, signal.SIGSTOP)
     opt.evaluate()
-with open("/proc/self/maps") as maps:
-    assert not [line for line in maps if "memfd:batchopt" in line]
+mappings, _ = held()
+assert mappings == 0, mappings
 """
-    ended = python("-c", script)
-    assert ended.returncode == 0, ended.stderr
+    printed(script)
 
 
 @pytest.mark.slow
@@ -416,9 +326,7 @@ def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="names of shared memory are no files here")
 def test_names_that_other_programs_make_are_not_ours() -> None:
     """Of what `tests/conftest.py` looks for after each test."""
-    make = (
-        "import mmap, sys; file = open(sys.argv[1], 'w+b'); file.write(b'x'); file.flush(); print(flush=True); input()"
-    )
+    make = "import sys; file = open(sys.argv[1], 'w+b'); print(flush=True); input()"
     name = f"batchopt-test-{os.getpid()}"
     path = Path("/dev/shm") / name
     before = shared_memory()
@@ -430,14 +338,7 @@ def test_names_that_other_programs_make_are_not_ours() -> None:
     reader, writer = os.pipe()
     held, leave = os.pipe()
     starter = subprocess.run(  # which ends at once, so that what it starts is no descendant
-        [
-            sys.executable,
-            "-c",
-            "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)",
-            "-c",
-            make,
-            str(path),
-        ],
+        [sys.executable, "-c", "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)", "-c", make, path],
         stdin=held,
         stdout=writer,
     )
@@ -453,34 +354,20 @@ def test_names_that_other_programs_make_are_not_ours() -> None:
         path.unlink(missing_ok=True)
 
 
-def test_workers_have_the_callers_limit_of_recursion() -> None:
-    before = sys.getrecursionlimit()
-    try:
-        sys.setrecursionlimit(before + 500)
-        with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2) as opt:
-            assert opt.run_on_workers(lambda worker: sys.getrecursionlimit()) == [before + 500] * 2
-    finally:
-        sys.setrecursionlimit(before)
-
-
 @pytest.mark.slow
 def test_workers_start_where_no_affinity_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", forbidden, raising=False)
-    monkeypatch.setattr(os, "open", without_dev_fd(os.open))
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2) as opt:
-        assert len(opt.run_on_workers(lambda worker: worker.rank)) == 2
+    """In a sandbox, which has no /dev/fd either."""
+    real: Callable[..., int] = os.open
 
-
-def forbidden(*_: object) -> None:
-    raise PermissionError("not in this sandbox")
-
-
-def without_dev_fd(real: Callable[..., int]) -> Callable[..., int]:
-    """`os.open` in a sandbox that has no /dev/fd."""
+    def forbidden(*_: object) -> None:
+        raise PermissionError("not in this sandbox")
 
     def opened(path: Any, *arguments: Any, **options: Any) -> int:
         if str(path).startswith("/dev/fd"):
             raise FileNotFoundError(path)
         return real(path, *arguments, **options)
 
-    return opened
+    monkeypatch.setattr(os, "sched_getaffinity", forbidden, raising=False)
+    monkeypatch.setattr(os, "open", opened)
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2) as opt:
+        assert len(opt.run_on_workers(lambda worker: worker.rank)) == 2

@@ -28,6 +28,10 @@ def roster(workers: int = 2, restarts: int = 2) -> Roster:
     return made
 
 
+def end(made: Roster, rank: int, joined: bool = False, in_users_code: bool = False) -> None:
+    made.ended(rank, f"worker {rank} ended", joined=joined, in_users_code=in_users_code)
+
+
 def test_everybody_is_started_and_the_first_start_is_no_restart() -> None:
     made = Roster(0)
     made.resize(infos(0, 1, 2))
@@ -40,43 +44,38 @@ def test_everybody_is_started_and_the_first_start_is_no_restart() -> None:
 
 def test_who_is_missing_is_started_again_while_restarts_are_left() -> None:
     made = roster(restarts=1)
-    made.ended(1, "worker 1 ended", joined=True, in_users_code=False)
+    end(made, 1, joined=True)
     assert made.is_amiss([0]) and not made.infos[1].alive
     assert list(made.start([0])) == [1]
     made.started(1, 201)
     assert made.infos[1].restarts == 1 and made.infos[1].pid == 201
     made.joined(1)
-    made.ended(0, "worker 0 ended", joined=True, in_users_code=False)
+    end(made, 0, joined=True)
     assert list(made.start([1])) == []
     assert isinstance(made.given_up[0], WorkerLostError) and "worker 0 ended" in str(made.given_up[0])
     assert not made.is_amiss([1]) and made.is_complete([1])
     assert list(made.start([1])) == [] and made.infos[0].lost and not made.infos[1].lost
 
 
-def test_who_ends_before_it_can_work_is_given_up_after_some_attempts() -> None:
+def test_who_ends_before_it_can_work_is_given_up_after_some_attempts_in_a_row() -> None:
     made = roster(restarts=100)
+    for _ in range(3):
+        for _ in range(ATTEMPTS - 1):
+            end(made, 1)
+        made.joined(1)
     for attempt in range(ATTEMPTS):
         assert 1 not in made.given_up
         assert list(made.start([0])) == [1]
         made.started(1, 300 + attempt)
-        made.ended(1, "it ended", joined=False, in_users_code=False)
+        end(made, 1)
     assert isinstance(made.given_up[1], WorkerStartError)
-
-
-def test_to_join_clears_the_count_of_failures() -> None:
-    made = roster(restarts=100)
-    for _ in range(3):
-        for _ in range(ATTEMPTS - 1):
-            made.ended(1, "it ended", joined=False, in_users_code=False)
-        made.joined(1)
-    assert not made.given_up
 
 
 @pytest.mark.parametrize("restarts, for_good", [(0, True), (1, False)])
 def test_who_ends_in_the_users_code_the_first_time_is_not_tried_again(restarts: int, for_good: bool) -> None:
     made = roster()
     made.infos[0].restarts = restarts
-    made.ended(0, "it ended", joined=False, in_users_code=True)
+    end(made, 0, in_users_code=True)
     assert (0 in made.given_up) == for_good
 
 
@@ -108,36 +107,30 @@ def test_more_and_fewer_workers() -> None:
     assert list(made.start([0, 1])) == [2, 3]
     assert made.resize(made.infos[:1]) == ([], {1, 2, 3})
     assert list(made.start([0])) == []
-
-
-def test_a_rank_that_was_given_up_is_tried_again_when_it_is_new() -> None:
     made = roster(2, restarts=0)
-    made.ended(1, "it ended", joined=True, in_users_code=False)
+    end(made, 1, joined=True)
     assert list(made.start([0])) == [] and 1 in made.given_up
-    made.resize([made.infos[0], *infos(1)])
+    made.resize([made.infos[0], *infos(1)])  # a new one of a rank that was given up
     assert list(made.start([0])) == [1] and not made.given_up
 
 
 def test_nobody_is_left() -> None:
     made = roster(2, restarts=0)
     for rank in (0, 1):
-        made.ended(rank, f"worker {rank} ended", joined=True, in_users_code=False)
+        end(made, rank, joined=True)
     assert list(made.start([])) == []
     with pytest.raises(AllWorkersLostError, match="worker 1 ended"):
         made.check_workers_are_left([])
     Roster(0).check_workers_are_left([])  # where nobody should be
 
 
-def test_who_gives_no_sign_for_too_long_hangs() -> None:
+def test_who_gives_no_sign_for_too_long_hangs_and_who_was_killed_is_waited_for_and_then_dead() -> None:
     slow, quick = BusyWorker(0, 10.0, 5.0), BusyWorker(1, 12.0, 100.0)
     assert check([slow, quick], 14.9) == ([], [], 15.0)
     found = check([slow, quick], 15.0)
     assert found.hung == [slow] and not found.dead and found.look_at == 15.0 + INTERVAL
     assert check([], 3.0).look_at == 3.0 + INTERVAL
     assert check([BusyWorker(0, 0.0, math.inf)], 1e9).hung == []
-
-
-def test_who_was_killed_is_waited_for_and_then_taken_for_dead() -> None:
     killed = BusyWorker(0, 10.0, 5.0, killed_at=20.0)
     assert check([killed], 20.0 + 0.9 * REAPING)[:2] == ([], [])
     assert check([killed], 20.0 + REAPING)[:2] == ([], [0])

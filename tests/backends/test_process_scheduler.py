@@ -32,12 +32,6 @@ from batchopt.backends.process.scheduler import (
 from batchopt_workers.map.tree import Fold, Node
 
 
-def current(scheduler: WorkerScheduler, worker: int) -> int | None:
-    """The chunk that the worker is at, as far as one knows."""
-    found = scheduler.current(worker)
-    return None if found is None else found[0]
-
-
 def unknown(worker: int, chunk: int) -> float | None:
     """Nobody knows how long anything takes."""
     return None
@@ -48,10 +42,18 @@ def pace(*seconds: float | None) -> ChunkEstimate:
     return lambda worker, chunk: seconds[worker]
 
 
-def begun(*runs: tuple[int, int] | None, now: float = 0.0) -> WorkerScheduler:
-    """Every worker has begun the run planned for it."""
+SECOND = pace(1.0, 1.0, 1.0)
+
+
+def planned(*runs: tuple[int, int] | None, copies: bool = True) -> WorkerScheduler:
+    """A run for each worker, and nobody has begun."""
     chunks = max(run[1] for run in runs if run is not None)
-    scheduler = WorkerScheduler([None if run is None else ChunkRun(*run) for run in runs], chunks)
+    return WorkerScheduler([None if run is None else ChunkRun(*run) for run in runs], chunks, copies=copies)
+
+
+def begun(*runs: tuple[int, int] | None, now: float = 0.0, copies: bool = True) -> WorkerScheduler:
+    """Every worker has begun the run planned for it."""
+    scheduler = planned(*runs, copies=copies)
     scheduler.decide([worker for worker, run in enumerate(runs) if run is not None], unknown, now)
     return scheduler
 
@@ -59,19 +61,11 @@ def begun(*runs: tuple[int, int] | None, now: float = 0.0) -> WorkerScheduler:
 # ---- the run planned for a worker, and runs that nobody evaluates
 
 
-def test_each_worker_first_gets_the_run_planned_for_it() -> None:
-    scheduler = WorkerScheduler([ChunkRun(0, 2), ChunkRun(2, 3), ChunkRun(3, 6)], 6)
-    commands = scheduler.decide([2, 0, 1], unknown, 0.0)
-    assert sorted(commands) == [Assign(0, 0, 2), Assign(1, 2, 3), Assign(2, 3, 6)]
-
-
-def test_a_run_goes_to_its_own_worker_even_if_one_without_a_run_is_asked_first() -> None:
-    scheduler = WorkerScheduler([None, ChunkRun(0, 2)], 2)
-    assert scheduler.decide([0, 1], pace(1e-4, 1e-4), 0.0) == [Assign(1, 0, 2)]
-
-
-def test_the_run_of_a_worker_that_is_busy_with_something_else_goes_to_one_that_has_none() -> None:
-    scheduler = WorkerScheduler([ChunkRun(0, 2), ChunkRun(2, 4), None], 4)
+def test_a_planned_run_goes_to_its_worker_and_that_of_a_busy_one_to_a_worker_that_has_none() -> None:
+    each = [Assign(0, 0, 2), Assign(1, 2, 3), Assign(2, 3, 6)]
+    assert sorted(planned((0, 2), (2, 3), (3, 6)).decide([2, 0, 1], unknown, 0.0)) == each
+    assert planned(None, (0, 2)).decide([0, 1], pace(1e-4, 1e-4), 0.0) == [Assign(1, 0, 2)]
+    scheduler = planned((0, 2), (2, 4), None)
     assert scheduler.decide([0, 2], unknown, 0.0) == [Assign(0, 0, 2), Assign(2, 2, 4)]
     assert scheduler.decide([1], pace(1e-4, 1e-4, 1e-4), 0.0) == []
 
@@ -84,7 +78,7 @@ def test_what_a_dead_worker_left_is_taken_before_anything_is_stolen() -> None:
 
 
 def test_the_chunk_that_a_worker_died_at_is_tried_last() -> None:
-    scheduler = WorkerScheduler([ChunkRun(0, 2), ChunkRun(2, 4), None], 4)
+    scheduler = planned((0, 2), (2, 4), None)
     scheduler.decide([0], unknown, 0.0)
     scheduler.lost(0)
     for first, last in [(1, 2), (2, 4), (0, 1)]:
@@ -96,86 +90,66 @@ def test_the_chunk_that_a_worker_died_at_is_tried_last() -> None:
 def test_an_evaluation_without_chunks_is_complete() -> None:
     scheduler = WorkerScheduler([None, None], 0)
     assert scheduler.missing == 0
-    assert scheduler.decide([0, 1], pace(1.0, 1.0), 0.0) == []
-    assert scheduler.next_late(pace(1.0, 1.0)) == math.inf
+    assert scheduler.decide([0, 1], SECOND, 0.0) == []
+    assert scheduler.next_late(SECOND) == math.inf
 
 
 # ---- stealing
 
 
-@pytest.mark.parametrize("last, middle", [(2, 1), (3, 2), (4, 2), (5, 3), (9, 5)])
-def test_the_second_half_of_what_is_left_is_taken_and_its_owner_told_first(last: int, middle: int) -> None:
-    scheduler = begun((0, last), None)
-    assert scheduler.decide([1], pace(1.0, 1.0), 0.0) == [Limit(0, middle), Assign(1, middle, last)]
+@pytest.mark.parametrize(
+    "last, owner, thief, now, middle",
+    [
+        (2, 1.0, 1.0, 0.0, 1),  # half of what was not begun
+        (3, 1.0, 1.0, 0.0, 2),
+        (5, 1.0, 1.0, 0.0, 3),
+        (9, 1.0, 1.0, 0.0, 5),
+        (1, 100.0, 0.01, 1.0, None),  # the chunk at hand is not stolen
+        (2, None, None, 0.0, 1),  # nobody knows how long it takes
+        # a slow thief takes only what it does sooner
+        (4, 1.0, 1.0, 0.0, 2),
+        (2, 1.0, 10.0, 0.0, None),  # the owner has done both before it
+        (6, 1.0, 10.0, 0.0, None),
+        (12, 1.0, 10.0, 0.0, 11),  # 11 seconds, where it would be 12
+        (12, 1.0, 10.0, 0.9, 11),
+        (11, 1.0, 10.0, 0.0, 10),
+        (11, 1.0, 10.0, 0.9, 10),
+        (11, 1.0, 10.0, 1.0, None),  # the owner will have done ten in ten seconds
+        (24, 1.0, 10.0, 0.0, 22),
+        (9, 1.0, 2.0, 0.0, 6),
+        (9, 1.0, 0.1, 0.0, 5),  # half at most: its next turn comes soon enough
+        # what is behind a late chunk is taken, by whomever
+        (5, 1.0, 1.0, LATE - 1e-6, 3),
+        (2, 1.0, 10.0, LATE, 1),
+        (2, 1e-5, 1e-5, PATIENCE - 1e-6, None),
+        (2, 1e-5, 1e-5, PATIENCE, 1),
+        # else it has to be worth a message, alone or together
+        (2, WORTHWHILE, WORTHWHILE, 0.0, 1),
+        (2, 0.9 * WORTHWHILE, 0.9 * WORTHWHILE, 0.0, None),
+        (4, WORTHWHILE / 3.5, WORTHWHILE / 3.5, 0.0, None),
+        (5, WORTHWHILE / 3.5, WORTHWHILE / 3.5, 0.0, 3),
+    ],
+)
+def test_how_much_is_stolen(
+    last: int, owner: float | None, thief: float | None, now: float, middle: int | None
+) -> None:
+    """The owner has begun the first chunk, and is told first."""
+    expected = [] if middle is None else [Limit(0, middle), Assign(1, middle, last)]
+    assert begun((0, last), None).decide([1], pace(owner, thief), now) == expected
 
 
 def test_half_of_what_is_left_is_half_of_what_was_not_reported() -> None:
     scheduler = begun((0, 8), None)
     scheduler.reported(0, 4, 0.1)
-    assert scheduler.decide([1], pace(1.0, 1.0), 0.1) == [Limit(0, 6), Assign(1, 6, 8)]
+    assert scheduler.decide([1], SECOND, 0.1) == [Limit(0, 6), Assign(1, 6, 8)]
 
 
-def test_the_one_with_the_most_seconds_of_work_before_it_is_relieved() -> None:
-    slow_with_few, quick_with_many = (0, 4), (4, 20)
-    scheduler = begun(slow_with_few, quick_with_many, None)
-    assert scheduler.decide([2], pace(1.0, 0.1, 0.1), 0.0) == [Limit(0, 2), Assign(2, 2, 4)]
-    scheduler = begun(slow_with_few, quick_with_many, None)
-    assert scheduler.decide([2], pace(0.1, 0.1, 0.1), 0.0) == [Limit(1, 12), Assign(2, 12, 20)]
-
-
-def test_several_idle_workers_halve_on() -> None:
-    scheduler = begun((0, 8), None, None)
-    commands = scheduler.decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
+def test_the_one_with_the_most_seconds_of_work_before_it_is_relieved_and_several_halve_on() -> None:
+    few_and_many = (0, 4), (4, 20)
+    assert begun(*few_and_many, None).decide([2], pace(1.0, 0.1, 0.1), 0.0) == [Limit(0, 2), Assign(2, 2, 4)]
+    assert begun(*few_and_many, None).decide([2], pace(0.1, 0.1, 0.1), 0.0) == [Limit(1, 12), Assign(2, 12, 20)]
+    commands = begun((0, 8), None, None).decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
     assert commands == [Limit(0, 4), Assign(1, 4, 8), Limit(0, 2), Assign(2, 2, 4)]
-
-
-@pytest.mark.parametrize(
-    "last, seconds, now, middle",
-    [
-        (4, 1.0, 0.0, 2),
-        (2, 10.0, 0.0, None),  # the owner has done both before it
-        (6, 10.0, 0.0, None),
-        (12, 10.0, 0.0, 11),  # 11 seconds, where it would be 12
-        (12, 10.0, 0.9, 11),
-        (11, 10.0, 0.0, 10),
-        (11, 10.0, 0.9, 10),
-        (11, 10.0, 1.0, None),  # the owner will have done ten in ten seconds
-        (24, 10.0, 0.0, 22),
-        (9, 2.0, 0.0, 6),
-        (9, 0.1, 0.0, 5),  # half at most: its next turn comes soon enough
-    ],
-)
-def test_a_slow_thief_takes_only_what_it_does_sooner(last: int, seconds: float, now: float, middle: int | None) -> None:
-    """The owner takes one second for each, of which it has begun the first."""
-    scheduler = begun((0, last), None)
-    expected = [] if middle is None else [Limit(0, middle), Assign(1, middle, last)]
-    assert scheduler.decide([1], pace(1.0, seconds), now) == expected
-
-
-def test_a_slow_thief_does_help_one_that_is_late() -> None:
-    scheduler = begun((0, 2), None)
-    assert scheduler.decide([1], pace(1.0, 10.0), LATE) == [Limit(0, 1), Assign(1, 1, 2)]
-
-
-def test_the_chunk_at_hand_is_not_stolen() -> None:
-    scheduler = begun((0, 1), None)
-    assert scheduler.decide([1], pace(100.0, 0.01), 1.0) == []
-
-
-@pytest.mark.parametrize("each, worth", [(WORTHWHILE, True), (0.9 * WORTHWHILE, False)])
-def test_only_work_that_is_worth_a_message_is_stolen(each: float, worth: bool) -> None:
-    scheduler = begun((0, 2), None)
-    assert bool(scheduler.decide([1], pace(each, each), 0.0)) == worth
-
-
-def test_many_short_chunks_are_worth_a_message_together() -> None:
-    each = WORTHWHILE / 3.5
-    assert begun((0, 4), None).decide([1], pace(each, each), 0.0) == []
-    assert begun((0, 5), None).decide([1], pace(each, each), 0.0) == [Limit(0, 3), Assign(1, 3, 5)]
-
-
-def test_a_chunk_of_unknown_length_is_worth_a_message() -> None:
-    assert begun((0, 2), None).decide([1], unknown, 0.0) == [Limit(0, 1), Assign(1, 1, 2)]
 
 
 # ---- late chunks
@@ -184,10 +158,11 @@ def test_a_chunk_of_unknown_length_is_worth_a_message() -> None:
 @pytest.mark.parametrize("each", [0.001, PATIENCE / LATE, 1.0])
 def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
     due = 5.0 + max(PATIENCE, LATE * each)
-    scheduler = begun((0, 1), None, now=5.0)
-    assert scheduler.next_late(pace(each, each)) == due
-    assert scheduler.decide([1], pace(each, each), due - 1e-6) == []
-    assert scheduler.decide([1], pace(each, each), due) == [Assign(1, 0, 1)]
+    scheduler = begun((0, 1), None, None, now=5.0)
+    estimate = pace(each, each, each)
+    assert scheduler.next_late(estimate) == due
+    assert scheduler.decide([1], estimate, due - 1e-6) == []
+    assert scheduler.decide([1, 2], estimate, due) == [Assign(1, 0, 1)]
 
 
 def test_of_a_late_worker_all_that_it_has_not_begun_is_taken_and_then_its_chunk_is_copied() -> None:
@@ -197,23 +172,12 @@ def test_of_a_late_worker_all_that_it_has_not_begun_is_taken_and_then_its_chunk_
     assert scheduler.decide([1], estimate, LATE) == [Limit(0, 2), Assign(1, 2, 6)]
     scheduler.reported(1, 6, LATE)
     assert scheduler.decide([2], estimate, LATE) == [Assign(2, 1, 2)]
-
-
-def test_of_a_worker_that_is_not_late_yet_half_is_taken() -> None:
-    scheduler = begun((0, 5), None)
-    assert scheduler.decide([1], pace(1.0, 1.0), LATE - 1e-6) == [Limit(0, 3), Assign(1, 3, 5)]
-
-
-def test_what_is_behind_a_late_chunk_is_taken_however_little_it_is() -> None:
-    scheduler = begun((0, 2), None)
-    estimate = pace(1e-5, 1e-5)
-    assert scheduler.decide([1], estimate, PATIENCE - 1e-6) == []
-    assert scheduler.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
+    both_at_once = begun((0, 3), None, None).decide([1, 2], pace(1e-5, 1e-5, 1e-5), 1.0)
+    assert both_at_once == [Limit(0, 1), Assign(1, 1, 3), Assign(2, 0, 1)]
 
 
 def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk() -> None:
-    scheduler = WorkerScheduler([ChunkRun(0, 2), None], 2, copies=False)
-    scheduler.decide([0], unknown, 0.0)
+    scheduler = begun((0, 2), None, copies=False)
     estimate = pace(1e-5, 1e-5)
     assert scheduler.next_late(estimate) == PATIENCE
     assert scheduler.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
@@ -225,12 +189,6 @@ def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk(
     assert scheduler.decide([1], estimate, 1000.0) == [Assign(1, 0, 1)]
 
 
-def test_two_idle_workers_share_what_a_late_one_has() -> None:
-    scheduler = begun((0, 3), None, None)
-    estimate = pace(1e-5, 1e-5, 1e-5)
-    assert scheduler.decide([1, 2], estimate, 1.0) == [Limit(0, 1), Assign(1, 1, 3), Assign(2, 0, 1)]
-
-
 def test_a_chunk_is_copied_again_only_if_late_with_all_who_are_at_it() -> None:
     scheduler = begun((0, 1), None, None)
     estimate = pace(1.0, 2.0, 1.0)
@@ -240,15 +198,11 @@ def test_a_chunk_is_copied_again_only_if_late_with_all_who_are_at_it() -> None:
     assert scheduler.decide([2], estimate, 9.0) == [Assign(2, 0, 1)]
 
 
-def test_one_turn_copies_a_late_chunk_once() -> None:
-    scheduler = begun((0, 1), None, None)
-    assert scheduler.decide([1, 2], pace(1.0, 1.0, 1.0), 50.0) == [Assign(1, 0, 1)]
-
-
-def test_what_is_late_longest_is_copied_first() -> None:
-    scheduler = begun((0, 1), (1, 2), None)
-    assert scheduler.decide([2], pace(2.0, 1.0, 1.0), 50.0) == [Assign(2, 1, 2)]
-    assert scheduler.next_late(pace(2.0, 1.0, 1.0)) == LATE * 2.0
+def test_what_is_late_first_is_known_and_copied_first() -> None:
+    scheduler, estimate = begun((0, 1), (1, 2), None), pace(2.0, 1.0, 1.0)
+    assert scheduler.next_late(estimate) == LATE * 1.0
+    assert scheduler.decide([2], estimate, 50.0) == [Assign(2, 1, 2)]
+    assert scheduler.next_late(estimate) == LATE * 2.0
 
 
 def test_nothing_is_late_while_nobody_knows_how_long_it_takes() -> None:
@@ -257,107 +211,12 @@ def test_nothing_is_late_while_nobody_knows_how_long_it_takes() -> None:
     assert scheduler.decide([1], unknown, 1e6) == []
 
 
-def test_a_report_starts_the_clock_of_the_next_chunk() -> None:
-    scheduler = begun((0, 2), None)
-    scheduler.reported(0, 1, 7.0)
-    assert scheduler.next_late(pace(1.0, 1.0)) == 7.0 + LATE
-
-
-def test_a_report_of_nothing_new_starts_no_clock() -> None:
+def test_a_report_starts_the_clock_of_the_next_chunk_unless_it_has_nothing_new() -> None:
     scheduler = begun((0, 2), None)
     scheduler.reported(0, 0, 7.0)
-    assert scheduler.next_late(pace(1.0, 1.0)) == LATE
-
-
-def test_the_next_chunk_to_be_late_is_the_first_of_all() -> None:
-    scheduler = begun((0, 1), (1, 2))
-    assert scheduler.next_late(pace(5.0, 2.0)) == LATE * 2.0
-
-
-# ---- poison
-
-
-def lose(scheduler: WorkerScheduler, worker: int, now: float) -> int | None:
-    """The worker takes what there is, and dies in it."""
-    scheduler.decide([worker], unknown, now)
-    return scheduler.lost(worker)
-
-
-def test_the_chunk_that_three_workers_died_at_is_named() -> None:
-    scheduler = begun((0, 2))
-    scheduler.reported(0, 1, 0.0)
-    assert POISONOUS == 3
-    assert scheduler.lost(0) is None
-    assert lose(scheduler, 0, 1.0) is None
-    assert lose(scheduler, 0, 2.0) == 1
-
-
-def test_a_signal_from_outside_counts_half() -> None:
-    scheduler = begun((0, 1))
-    found = [scheduler.lost(0, Death.OUTSIDE)]
-    while found[-1] is None:
-        scheduler.decide([0], unknown, 0.0)
-        found.append(scheduler.lost(0, Death.OUTSIDE))
-    assert found == [None] * 5 + [0]
-    assert scheduler.ledger.losses[0] == 6
-
-
-def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
-    scheduler = begun((0, 1), None, None)
-    known = pace(1.0, 1.0, 1.0)
-    assert scheduler.patience(0) == 1.0
-    assert scheduler.decide([1], known, 10.0) == [Assign(1, 0, 1)]  # it is late
-    for worker in (0, 1):
-        scheduler.lost(worker, Death.HANG)
-        assert scheduler.patience(0) == 2.0
-    scheduler.decide([2], known, 20.0)
-    scheduler.lost(2, Death.HANG)
-    assert scheduler.patience(0) == 4.0
-
-
-def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
-    """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time,
-    and with four times as much: the three may all have had too little."""
-    scheduler = begun((0, 1), None, None)
-    known = pace(1.0, 1.0, 1.0)
-    for worker in (1, 2):
-        assert scheduler.decide([worker], known, 10.0 * worker) == [Assign(worker, 0, 1)]
-    assert [scheduler.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
-    assert scheduler.decide([0, 1, 2], known, 40.0) == [Assign(0, 0, 1)]
-    assert scheduler.decide([1, 2], known, 1e6) == [] and scheduler.next_late(known) == math.inf
-    assert scheduler.patience(0) == 2.0 and scheduler.lost(0, Death.HANG) is None
-    assert scheduler.decide([0, 1, 2], known, 80.0) == [Assign(0, 0, 1)]
-    assert scheduler.patience(0) == 4.0 and scheduler.lost(0, Death.HANG) == 0
-
-
-# ---- what is known of a worker
-
-
-@pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9)])
-def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> None:
-    scheduler = begun((2, 4), None, (4, 8))
-    scheduler.reported(2, 6, 0.0)
-    with pytest.raises(ValueError, match=f"worker {worker} reports chunk {done - 1}, which it was not given"):
-        scheduler.reported(worker, done, 0.0)
-    assert scheduler.missing == 4
-
-
-def test_a_report_after_the_order_ended_is_an_error() -> None:
-    scheduler = begun((0, 2))
-    scheduler.ended(0)
-    with pytest.raises(ValueError, match="not given"):
-        scheduler.reported(0, 1, 0.0)
-
-
-def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
-    scheduler = begun((0, 8), (8, 16), None)
-    assert scheduler.decide([2], pace(1.0, 1e-4, 1.0), 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
-    with pytest.raises(ValueError, match="worker 0 reports chunk 8, which it was not given"):
-        scheduler.reported(0, 9, 0.0)
-    scheduler.reported(0, 8, 0.0)
-    with pytest.raises(ValueError, match="worker 2 reports chunk 15, which it was not given"):
-        scheduler.reported(2, 16, 0.0)
-    assert scheduler.missing == 8
+    assert scheduler.next_late(SECOND) == LATE
+    scheduler.reported(0, 1, 7.0)
+    assert scheduler.next_late(SECOND) == 7.0 + LATE
 
 
 def test_it_is_known_when_what_is_behind_a_chunk_that_was_done_elsewhere_can_be_taken() -> None:
@@ -372,6 +231,73 @@ def test_it_is_known_when_what_is_behind_a_chunk_that_was_done_elsewhere_can_be_
     assert scheduler.decide([0], estimate, 0.007) == []
     assert scheduler.missing == 1
     assert scheduler.next_late(estimate) == PATIENCE
+
+
+# ---- poison
+
+
+@pytest.mark.parametrize("death, deaths", [(Death.FAULT, 3), (Death.OUTSIDE, 6)])
+def test_the_chunk_that_three_workers_died_at_is_named_and_a_signal_from_outside_counts_half(
+    death: Death, deaths: int
+) -> None:
+    scheduler = begun((0, 2))
+    scheduler.reported(0, 1, 0.0)
+    found = []
+    for _ in range(deaths):
+        found.append(scheduler.lost(0, death))
+        scheduler.decide([0], unknown, 0.0)
+    assert found == [None] * (deaths - 1) + [1]
+    assert scheduler.ledger.losses[1] == deaths
+
+
+def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
+    scheduler = begun((0, 1), None, None)
+    assert scheduler.patience(0) == 1.0
+    assert scheduler.decide([1], SECOND, 10.0) == [Assign(1, 0, 1)]  # it is late
+    for worker in (0, 1):
+        scheduler.lost(worker, Death.HANG)
+        assert scheduler.patience(0) == 2.0
+    scheduler.decide([2], SECOND, 20.0)
+    scheduler.lost(2, Death.HANG)
+    assert scheduler.patience(0) == 4.0
+
+
+def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
+    """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time,
+    and with four times as much: the three may all have had too little."""
+    scheduler = begun((0, 1), None, None)
+    for worker in (1, 2):
+        assert scheduler.decide([worker], SECOND, 10.0 * worker) == [Assign(worker, 0, 1)]
+    assert [scheduler.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
+    assert scheduler.decide([0, 1, 2], SECOND, 40.0) == [Assign(0, 0, 1)]
+    assert scheduler.decide([1, 2], SECOND, 1e6) == [] and scheduler.next_late(SECOND) == math.inf
+    assert scheduler.patience(0) == 2.0 and scheduler.lost(0, Death.HANG) is None
+    assert scheduler.decide([0, 1, 2], SECOND, 80.0) == [Assign(0, 0, 1)]
+    assert scheduler.patience(0) == 4.0 and scheduler.lost(0, Death.HANG) == 0
+
+
+# ---- what is known of a worker
+
+
+@pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9), (3, 9)])
+def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> None:
+    scheduler = begun((2, 4), None, (4, 8), (8, 9))
+    scheduler.reported(2, 6, 0.0)
+    scheduler.ended(3)
+    with pytest.raises(ValueError, match=f"worker {worker} reports chunk {done - 1}, which it was not given"):
+        scheduler.reported(worker, done, 0.0)
+    assert scheduler.missing == 5
+
+
+def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
+    scheduler = begun((0, 8), (8, 16), None)
+    assert scheduler.decide([2], pace(1.0, 1e-4, 1.0), 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
+    with pytest.raises(ValueError, match="worker 0 reports chunk 8, which it was not given"):
+        scheduler.reported(0, 9, 0.0)
+    scheduler.reported(0, 8, 0.0)
+    with pytest.raises(ValueError, match="worker 2 reports chunk 15, which it was not given"):
+        scheduler.reported(2, 16, 0.0)
+    assert scheduler.missing == 8
 
 
 # ---- all together
@@ -697,9 +623,8 @@ class Evaluations(RuleBasedStateMachine):
         self._plan(self.cuts)
 
     def _round(self, hanging: set[int]) -> None:
-        for rank in (
-            hanging & self.sent.keys()
-        ):  # of a suspect nobody has a copy: one waits until the pool has killed it
+        # of a suspect nobody has a copy: one waits until the pool has killed it
+        for rank in hanging & self.sent.keys():
             if self.deaths[self.sent[rank].first] >= POISONOUS - 1:
                 self._lose(rank)
         self._direct(self._idle())
@@ -734,8 +659,9 @@ class Evaluations(RuleBasedStateMachine):
     def it_knows_who_is_at_what(self) -> None:
         assert set(self.scheduler.workers) == self.sent.keys() <= self.hands.keys()
         for rank in range(RANKS):
-            run = self.sent.get(rank)
-            assert current(self.scheduler, rank) == (run.first if run is not None and run.first < run.last else None)
+            run, found = self.sent.get(rank), self.scheduler.current(rank)
+            expected = run.first if run is not None and run.first < run.last else None
+            assert (None if found is None else found[0]) == expected
 
     @invariant()
     def once_all_have_begun_only_what_is_late_is_given_out(self) -> None:

@@ -23,41 +23,32 @@ PAGE = 2**12
 
 
 class Worker:
-    """Whoever writes to it."""
+    """Whoever writes to it, and this process's standard error."""
 
-    def __init__(self) -> None:
-        self.stderr = Stderr()
+    def __init__(self, ours: pytest.CaptureFixture[str]) -> None:
+        self.stderr, self._ours = Stderr(), ours
 
-    def write(self, data: bytes) -> None:
-        """All of it."""
-        assert os.write(self.stderr.writer, data) == len(data)
+    def write(self, *pieces: bytes) -> None:
+        """Each of them, and pass it on."""
+        for data in pieces:
+            assert os.write(self.stderr.writer, data) == len(data)
+            self.stderr.pass_on()
 
     def size(self) -> int:
         """How many bytes of memory the file takes."""
         return os.fstat(self.stderr.fd).st_blocks * 512
 
+    def passed_on(self) -> str:
+        """What has come to our standard error since the last call, to the present."""
+        self.stderr.pass_on()
+        return self._ours.readouterr().err
+
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker()
+def worker(capsys: pytest.CaptureFixture[str]) -> Iterator[Worker]:
+    worker = Worker(capsys)
     yield worker
     worker.stderr.close_writer()
-
-
-class Ours:
-    """This process's standard error."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def taken(self) -> str:
-        """What was written there since the last call."""
-        return self._capsys.readouterr().err
-
-
-@pytest.fixture
-def ours(capsys: pytest.CaptureFixture[str]) -> Ours:
-    return Ours(capsys)
 
 
 def equal(text: str, expected: str) -> bool:
@@ -65,157 +56,95 @@ def equal(text: str, expected: str) -> bool:
     return text == expected
 
 
-def test_what_was_written_is_passed_on_once(worker: Worker, ours: Ours) -> None:
-    worker.write(b"one\n")
-    worker.write(b"two\n")
-    worker.stderr.pass_on()
-    assert ours.taken() == "one\ntwo\n"
-    worker.stderr.pass_on()
-    assert ours.taken() == ""
+def test_what_was_written_is_passed_on_once(worker: Worker, capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.passed_on() == "" and worker.stderr.tail == ""
+    os.write(worker.stderr.writer, b"one\n")
+    os.write(worker.stderr.writer, b"two\n")
+    other = Worker(capsys)  # which has a file of its own
+    assert other.passed_on() == "" and other.stderr.tail == ""
+    other.stderr.close_writer()
+    assert worker.passed_on() == "one\ntwo\n"
+    assert worker.passed_on() == ""
     worker.write(b"half a line")
-    worker.stderr.pass_on()
-    assert ours.taken() == "half a line"
+    assert worker.passed_on() == "half a line"
 
 
 def test_what_is_passed_on_is_seen_at_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(seen, "utf-8"))
     worker.write(b"half a line")
-    worker.stderr.pass_on()
     assert seen.getvalue() == b"half a line"
 
 
-def test_nothing_is_passed_on_of_a_worker_that_is_silent(worker: Worker, ours: Ours) -> None:
-    worker.stderr.pass_on()
-    assert ours.taken() == ""
-    assert worker.stderr.tail == ""
-
-
-def test_two_workers_have_a_file_each(worker: Worker, ours: Ours) -> None:
-    other = Worker()
-    worker.write(b"of one")
-    other.stderr.pass_on()
-    other.stderr.close_writer()
-    assert ours.taken() == ""
-    assert other.stderr.tail == ""
-
-
-def test_the_tail_is_what_was_passed_on_last(worker: Worker, ours: Ours) -> None:
-    worker.write(b"first\nsecond\n\n")
+def test_the_tail_is_what_was_passed_on_last_and_no_longer_than_is_useful(worker: Worker) -> None:
+    os.write(worker.stderr.writer, b"first\nsecond\n\n")
     assert worker.stderr.tail == ""
     worker.stderr.pass_on()
     assert worker.stderr.tail == "first\nsecond"
     worker.write(b"third\n")
-    worker.stderr.pass_on()
     assert worker.stderr.tail == "first\nsecond\n\nthird"
+    for data, tail in (
+        (b"a" * TAIL, "a" * TAIL),
+        (b"b" * 10, "a" * (TAIL - 10) + "b" * 10),
+        (b"c" * TAIL, "c" * TAIL),
+    ):
+        worker.write(data)
+        assert worker.stderr.tail == tail
 
 
-def test_the_tail_is_no_longer_than_is_useful(worker: Worker, ours: Ours) -> None:
-    worker.write(b"a" * TAIL)
-    worker.stderr.pass_on()
-    assert worker.stderr.tail == "a" * TAIL
-    worker.write(b"b" * 10)
-    worker.stderr.pass_on()
-    assert worker.stderr.tail == "a" * (TAIL - 10) + "b" * 10
-    worker.write(b"c" * TAIL)
-    worker.stderr.pass_on()
-    assert worker.stderr.tail == "c" * TAIL
-
-
-def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(worker: Worker, ours: Ours) -> None:
-    worker.write(b"x" * MUCH + b"y")
-    worker.stderr.pass_on()
-    assert equal(ours.taken(), "x" * MUCH + "y")
-    assert worker.size() <= PAGE
-    assert worker.stderr.tail == "x" * (TAIL - 1) + "y"
-
-
-def test_it_goes_on_after_memory_was_given_back(worker: Worker, ours: Ours) -> None:
+def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(worker: Worker) -> None:
     for _ in range(3):
         worker.write(b"x" * MUCH + b"y")
-        worker.stderr.pass_on()
-        ours.taken()
+        assert equal(worker.passed_on(), "x" * MUCH + "y")
+        assert worker.size() <= PAGE
+        assert worker.stderr.tail == "x" * (TAIL - 1) + "y"
         worker.write(b"more\n")
-        worker.stderr.pass_on()
-        assert ours.taken() == "more\n"
-    worker.stderr.pass_on()
-    assert ours.taken() == ""
+        assert worker.passed_on() == "more\n"
+    assert worker.passed_on() == ""
     assert worker.stderr.tail.endswith("xymore")
 
 
-def test_many_small_pieces_do_not_pile_up(worker: Worker, ours: Ours) -> None:
+def test_many_small_pieces_do_not_pile_up(worker: Worker) -> None:
     piece = b"z" * (MUCH // 8)
     for _ in range(40):
         worker.write(piece)
-        worker.stderr.pass_on()
         assert worker.size() <= MUCH + len(piece)
-    assert equal(ours.taken(), "z" * (40 * len(piece)))
+    assert equal(worker.passed_on(), "z" * (40 * len(piece)))
 
 
 def test_what_is_written_while_memory_is_given_back_is_passed_on(
-    worker: Worker, ours: Ours, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = os.pread
 
     def meanwhile(fd: int, length: int, at: int) -> bytes:
         found = read(fd, length, at)
-        worker.write(b"Traceback\n")
+        os.write(worker.stderr.writer, b"Traceback\n")
         monkeypatch.undo()
         return found
 
-    worker.write(b"x" * MUCH + b"y")
     monkeypatch.setattr(os, "pread", meanwhile)
-    worker.stderr.pass_on()
-    worker.stderr.pass_on()
-    assert ours.taken()[-11:] == "yTraceback\n"
+    worker.write(b"x" * MUCH + b"y")
+    assert worker.passed_on()[-11:] == "yTraceback\n"
 
 
-def test_bytes_that_are_no_text_are_marked(worker: Worker, ours: Ours) -> None:
-    worker.write(b"ab\xff\xfecd \xc3\xa9\n")
-    worker.stderr.pass_on()
-    assert ours.taken() == "ab\ufffd\ufffdcd \u00e9\n"
-    assert worker.stderr.tail == "ab\ufffd\ufffdcd \u00e9"
+@pytest.mark.parametrize(
+    "pieces, text",
+    [
+        ([b"ab\xff\xfecd \xc3\xa9\n"], "ab\ufffd\ufffdcd \u00e9\n"),  # what is no text is marked
+        ([b"\xe2\x82", b"\xac\n"], "\u20ac\n"),  # a character that comes in two pieces is one
+    ],
+)
+def test_bytes_are_text(worker: Worker, pieces: list[bytes], text: str) -> None:
+    worker.write(*pieces)
+    assert worker.passed_on() == text
+    assert worker.stderr.tail == text.rstrip()
 
 
-def test_a_tail_that_begins_within_a_character_is_readable(worker: Worker, ours: Ours) -> None:
+def test_a_tail_that_begins_within_a_character_is_readable(worker: Worker) -> None:
     worker.write("\u20ac".encode() * TAIL)
-    worker.stderr.pass_on()
     assert set(worker.stderr.tail) == {"\u20ac", "\ufffd"}
     assert worker.stderr.tail.count("\u20ac") == TAIL // 3
-
-
-def test_a_character_that_comes_in_two_pieces_is_one(worker: Worker, ours: Ours) -> None:
-    for piece in (b"\xe2\x82", b"\xac\n"):
-        worker.write(piece)
-        worker.stderr.pass_on()
-    assert ours.taken() == "\u20ac\n"
-
-
-def test_where_there_is_no_standard_error_the_tail_is_kept(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    worker.write(b"why it ended\n")
-    worker.stderr.pass_on()
-    assert worker.stderr.tail == "why it ended"
-
-
-def test_where_there_is_no_standard_error_nothing_goes_to_standard_output_instead(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stdout = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(sys, "stderr", None)
-    worker.write(b"why it ended\n")
-    worker.stderr.pass_on()
-    assert stdout.getvalue() == ""
-
-
-def test_where_standard_error_is_closed_the_tail_is_kept(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stderr", closed)
-    worker.write(b"why it ended\n")
-    worker.stderr.pass_on()
-    assert worker.stderr.tail == "why it ended"
 
 
 class Sink:
@@ -232,14 +161,6 @@ class Sink:
         """Nothing."""
 
 
-def test_standard_error_may_be_anything_that_can_be_printed_to(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = Sink()
-    monkeypatch.setattr(sys, "stderr", sink)
-    worker.write(b"why it ended\n")
-    worker.stderr.pass_on()
-    assert sink.text == "why it ended\n"
-
-
 class Broken(io.StringIO):
     """The reader of the pipe is gone, or the disk is full."""
 
@@ -247,13 +168,19 @@ class Broken(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_standard_error_that_cannot_be_written_is_no_error_of_ours(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["none", "closed", "broken", "anything that can be printed to"])
+def test_the_tail_is_kept_whatever_our_standard_error_is(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", Broken())
+    closed, sink, stdout = io.StringIO(), Sink(), io.StringIO()
+    closed.close()
+    stderr = {"none": None, "closed": closed, "broken": Broken()}.get(kind, sink)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
     worker.write(b"why it ended\n")
-    worker.stderr.pass_on()
     assert worker.stderr.tail == "why it ended"
+    assert stdout.getvalue() == ""  # it does not go there instead
+    assert sink.text == ("why it ended\n" if stderr is sink else "")
 
 
 SAYS_AND_WAITS = """
@@ -270,64 +197,48 @@ def started(stderr: Stderr, code: str) -> subprocess.Popen[bytes]:
     """A process with that standard error, which has gone as far as saying a line."""
     arguments: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr.writer}
     process = subprocess.Popen([sys.executable, "-S", "-c", code], **arguments)
-    stderr.close_writer()
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process
 
 
-def test_the_last_words_of_a_process_that_is_killed_are_read(ours: Ours) -> None:
-    stderr = Stderr()
-    with started(stderr, SAYS_AND_WAITS) as process:
-        process.kill()
-        assert process.wait(10) == -signal.SIGKILL
-    stderr.pass_on()
-    assert ours.taken() == "written\nprinted\n"
-    assert stderr.tail == "written\nprinted"
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_words_of_a_process_are_read_while_it_lives_and_after_it_was_killed(worker: Worker, lives: bool) -> None:
+    with started(worker.stderr, SAYS_AND_WAITS) as process:
+        if not lives:
+            process.kill()
+            assert process.wait(10) == -signal.SIGKILL
+        assert worker.passed_on() == "written\nprinted\n"
+        assert worker.stderr.tail == "written\nprinted"
 
 
-def test_a_process_that_lives_is_passed_on_already(ours: Ours) -> None:
-    stderr = Stderr()
-    with started(stderr, SAYS_AND_WAITS):
-        stderr.pass_on()
-        assert ours.taken() == "written\nprinted\n"
-
-
-def test_a_process_that_writes_much_does_not_wait_for_a_reader(ours: Ours) -> None:
-    stderr = Stderr()
-    with started(stderr, "import os; print('ready', os.write(2, b'x' * 3_000_000) and '', sep='', flush=True)"):
+def test_a_process_that_writes_much_does_not_wait_for_a_reader(worker: Worker) -> None:
+    with started(worker.stderr, "import os; print('ready', os.write(2, b'x' * 3_000_000) and '', sep='', flush=True)"):
         pass
-    stderr.pass_on()
-    assert equal(ours.taken(), "x" * 3_000_000)
+    assert equal(worker.passed_on(), "x" * 3_000_000)
 
 
-def test_whoever_else_has_the_file_is_not_overwritten(worker: Worker, ours: Ours) -> None:
-    worker.write(b"a" * MUCH)
+def test_whoever_else_has_the_file_is_not_overwritten(worker: Worker) -> None:
+    os.write(worker.stderr.writer, b"a" * MUCH)
     other = os.open(f"/dev/fd/{worker.stderr.writer}", os.O_WRONLY | os.O_APPEND)  # as /dev/stderr in the worker
     os.write(other, b"b")
     worker.write(b"c")
-    worker.stderr.pass_on()
     assert worker.size() <= PAGE
-    assert equal(ours.taken(), "a" * MUCH + "bc")
+    assert equal(worker.passed_on(), "a" * MUCH + "bc")
     os.write(other, b"d")
-    worker.write(b"e")
+    os.write(worker.stderr.writer, b"e")
     os.close(other)
-    worker.stderr.pass_on()
-    assert ours.taken() == "de"
+    assert worker.passed_on() == "de"
 
 
-def test_its_descriptor_is_closed_when_it_is_forgotten() -> None:
+def test_its_descriptors_are_not_inherited_and_closed_when_it_is_forgotten() -> None:
     stderr = Stderr()
+    assert not os.get_inheritable(stderr.fd) and not os.get_inheritable(stderr.writer)
     stderr.close_writer()
     fd = stderr.fd
     del stderr
     with pytest.raises(OSError):
         os.fstat(fd)
-
-
-def test_no_other_process_inherits_it(worker: Worker) -> None:
-    assert not os.get_inheritable(worker.stderr.fd)
-    assert not os.get_inheritable(worker.stderr.writer)
 
 
 # ---- warnings
@@ -378,13 +289,11 @@ def mean(module: nn.Module, inputs: torch.Tensor, _: None) -> torch.Tensor:
     return found
 
 
-def test_a_warning_that_is_half_written_waits_for_its_rest(worker: Worker, ours: Ours) -> None:
+def test_a_warning_that_is_half_written_waits_for_its_rest(worker: Worker) -> None:
     line = b'\x1ebatchopt ["builtins", "UserWarning", "ripe", "file.py", 3]\x1e\n'
     worker.write(b"before\n" + line[:30])
-    worker.stderr.pass_on()
-    assert ours.taken() == "before\n"
-    worker.write(line[30:] + b"after\n")
+    assert worker.passed_on() == "before\n"
     with pytest.warns(UserWarning, match="ripe"):
-        worker.stderr.pass_on()
-    assert ours.taken() == "after\n"
+        worker.write(line[30:] + b"after\n")
+    assert worker.passed_on() == "after\n"
     assert worker.stderr.tail == "before\nafter"

@@ -12,12 +12,9 @@ from tests.ignite.test_resume import run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [(2, 5), (4, 8)])
-def test_from_this_process_to_a_cluster_to_worker_processes(
-    two_nodes: Cluster, killed: tuple[int, int], tmp_path: Path
-) -> None:
+def test_from_this_process_to_a_cluster_to_worker_processes(two_nodes: Cluster, tmp_path: Path) -> None:
     expected = run(tmp_path / "whole")
-    for backend, parallelize, last in (("process", 1, killed[0]), ("ray", 3, killed[1])):
+    for backend, parallelize, last in (("process", 1, 2), ("ray", 3, 5)):
         with pytest.raises(Killed):
             run(tmp_path / "run", parallelize=parallelize, killed=last, backend=backend)
     assert run(tmp_path / "run", parallelize=2) == expected

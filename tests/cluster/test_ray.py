@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 import torch
 from ray.cluster_utils import Cluster
 from torch import nn
@@ -76,27 +74,21 @@ def test_a_node_that_is_killed_in_mid_step(start: Start, undisturbed: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["the actor is killed", "the actor is stopped", "a worker is killed"])
-def test_a_process_that_ends_or_stops_in_mid_step(
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_an_actor_that_ends_or_stops_in_mid_step(
     two_nodes: Cluster, undisturbed: str, tmp_path: Path, way: str
 ) -> None:
-    stopped: list[psutil.Process] = []
+    found: list[psutil.Process] = []
 
     def disturb(pid: int) -> None:
-        if way == "a worker is killed":
-            os.kill(pid, signal.SIGKILL)
-        elif way == "the actor is killed":
-            host_of(pid).kill()
-        else:
-            stopped.append(host_of(pid))
-            stopped[0].suspend()
+        found.append(host_of(pid))
+        found[0].kill() if way == "killed" else found[0].suspend()
 
     with Disturbance(tmp_path, 20, disturb) as disturbance:
         assert steps("ray", 4, prehook=disturbance.hook, timeout=2.0) == undisturbed
     assert (tmp_path / "done").exists()
-    for process in stopped:
-        if process.is_running():
-            process.kill()
+    if found[0].is_running():
+        found[0].kill()
 
 
 @pytest.mark.slow
@@ -163,14 +155,10 @@ def test_a_module_that_the_nodes_lack_is_named(two_nodes: Cluster, tmp_path: Pat
 
         with pytest.raises(WorkerError, match=r"No module named 'only_here'.*runtime_env"):
             BatchOptimizer(only_here.Net(2, 1), nn.MSELoss(), backend="ray", parallelize=2)
+        paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+        options = {"runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
         with BatchOptimizer(
-            only_here.Net(2, 1),
-            nn.MSELoss(),
-            backend="ray",
-            parallelize=2,
-            ray_options={
-                "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}}
-            },
+            only_here.Net(2, 1), nn.MSELoss(), backend="ray", parallelize=2, ray_options=options
         ) as opt:
             opt.step(torch.ones(4, 2), torch.ones(4, 1))
 
@@ -203,12 +191,3 @@ def test_nodes_without_torch_are_an_error_soon(two_nodes: Cluster, tmp_path: Pat
     with pytest.raises(batchopt.WorkerStartError, match=r"workers do not start: (.|\n)*not the one you want"):
         BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2, ray_options=options)
     assert time.monotonic() - began < 30
-
-
-def test_a_cluster_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    began = time.monotonic()
-    with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:9"):
-        BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2)
-    assert time.monotonic() - began < 10

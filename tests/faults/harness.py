@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,17 @@ import torch
 
 HERE = Path(__file__).parent
 LIMIT = 60.0
+# What is raised in the last chunk by worker 1, and how the error begins.
+ERRORS = {
+    "raise ValueError('bad')": "WorkerError: ValueError in worker 1, samples 40..47: bad",
+    "raise Untold": "WorkerError: Untold in worker 1, samples 40..47: <its __str__ raised KeyError>",
+    "raise SystemExit(0)": "WorkerError: SystemExit in worker 1, samples 40..47: 0",
+    "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt in worker 1, samples 40..47: ",
+    "raise GeneratorExit": "WorkerError: GeneratorExit in worker 1, samples 40..47: ",
+    "raise StopIteration": "WorkerError: ",
+    "raise MemoryError": "WorkerError: MemoryError in worker 1, samples 40..47:  (a smaller chunk_size",
+    "raise ValueError('x' * 10**7)": "WorkerError: ValueError in worker 1, samples 40..47: xxx",
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,9 @@ def play(folder: Path, faults: Sequence[Fault], host: Host | None = None, **case
     outcome = torch.load(folder / "outcome", weights_only=True) if (folder / "outcome").exists() else {}
     fired = [len(list(folder.glob(f"fired-{i}-*"))) for i in range(len(faults))]
     return Ended(outcome, returncode, stderr, Counter(int(chunk) for _, _, chunk in lines), fired, pids)
+
+
+Play = Callable[..., Ended]
 
 
 def gone(pids: set[int], seconds: float = 2.0) -> None:

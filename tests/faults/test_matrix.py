@@ -3,53 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import Ended, Fault, Host, play, same_bits
+from tests.faults.harness import ERRORS, Ended, Fault, Host, Play, play, same_bits
 from tests.pairs import paired
-
-Play = Callable[..., Ended]
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Plays the cases; what they are forked from is there before the first one, which would seem to leave it."""
-    folder = tmp_path_factory.mktemp("host")
-    host = Host(folder)
-    play(folder / "first", [], host, optimizer="sgd", parallelize=2)
-    yield host
-    host.end()
-
-
-@pytest.fixture
-def run(tmp_path: Path, host: Host) -> Play:
-    """Plays a case in a folder of its own; `alone`: in processes of its own, too."""
-
-    def play_case(*faults: Fault, alone: bool = False, **case: Any) -> Ended:
-        case = {"optimizer": "sgd", "parallelize": 2, **case}
-        return play(tmp_path / "run", faults, None if alone else host, **case)
-
-    return play_case
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, host: Host) -> Callable[[str], Ended]:
-    """The run without faults, in one process: the oracle."""
-    known: dict[str, Ended] = {}
-
-    def oracle(optimizer: str) -> Ended:
-        if optimizer not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            known[optimizer] = play(folder / "run", [], host, optimizer=optimizer, backend="serial")
-            assert "error" not in known[optimizer].outcome, known[optimizer].outcome
-        return known[optimizer]
-
-    return oracle
 
 
 def kill(point: str, **where: Any) -> Fault:
@@ -72,41 +33,25 @@ DEATHS = {
     "after the report": kill("worker.sent", chunk=5, nth=2),
     "after a first report": kill("worker.sent", chunk=3, nth=2),
 }
-WAYS = [
-    "SIGTERM",
-    "SIGABRT",
-    "segfault",
-    "os._exit(0)",
-    "os._exit(3)",
-    "C exit",
-    "hang",
-    "hold the GIL",
-    "SIGSTOP",
-    "close the pipe",
-]
+WAYS = ["SIGTERM", "SIGABRT", "segfault", "os._exit(0)", "os._exit(3)", "C exit", "hang", "hold the GIL", "SIGSTOP"]
+WAYS += ["close the pipe"]
 LIES = ["garbage", "a wrong number", "a row that is not there"]
 SLOW = pytest.mark.slow
 
 
 def expected_extra(fault: Fault) -> dict[int, int]:
     """Which chunks are evaluated once more for the fault."""
-    done_before_it_counts = fault.point in (
-        "worker.forward",
-        "worker.backward",
-        "worker.collect",
-        "worker.merge",
-        "worker.send",
-    )
-    return {fault.chunk: 1} if done_before_it_counts and fault.chunk is not None else {}
+    lost = {f"worker.{what}" for what in ("forward", "backward", "collect", "merge", "send")}
+    return {fault.chunk: 1} if fault.point in lost and fault.chunk is not None else {}
 
 
-def check(ended: Ended, oracle: Ended, fault: Fault, extra: dict[int, int], repeats: bool = False) -> None:
+def check(ended: Ended, whole: Ended, fault: Fault, extra: dict[int, int], repeats: bool = False) -> None:
     """The fault fired once, the bits are those of the oracle, and no chunk was evaluated but what was lost; where it is
     an evaluation that `repeats`, that is all of it at most."""
     assert ended.returncode == 0, ended.stderr
     assert "error" not in ended.outcome, ended.outcome["error"]
     assert ended.fired == [1]
-    same_bits(ended.outcome, oracle.outcome)
+    same_bits(ended.outcome, whole.outcome)
     evaluations = ended.outcome["evaluations"]
     if repeats:
         assert set(ended.chunks) == set(range(6))
@@ -133,13 +78,13 @@ def deaths() -> list[Any]:
 
 @pytest.mark.parametrize("when, optimizer, parallelize, repeat", deaths())
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
-    run: Play, undisturbed: Callable[[str], Ended], when: str, optimizer: str, parallelize: int, repeat: int
+    run: Play, oracle: Play, when: str, optimizer: str, parallelize: int, repeat: int
 ) -> None:
     fault, repeats = replace(DEATHS[when], nth=repeat) if repeat else DEATHS[when], bool(repeat)
     # a death is noticed as such, not as a hang
     options = {"timeout": 1000.0}
     ended = run(fault, parallelize=parallelize, optimizer=optimizer, options=options, repeats=repeats)
-    check(ended, undisturbed(optimizer), fault, expected_extra(fault), repeats)
+    check(ended, oracle(optimizer), fault, expected_extra(fault), repeats)
 
 
 @SLOW
@@ -153,7 +98,7 @@ def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     ),
 )
 def test_whatever_happens_in_a_repeat_the_bits_are_the_same(
-    run: Play, undisturbed: Callable[[str], Ended], point: str, way: str, optimizer: str, nth: int
+    run: Play, oracle: Play, point: str, way: str, optimizer: str, nth: int
 ) -> None:
     if point in ("worker.forward", "worker.merge"):
         nth += 3  # chunks of the first evaluation, which is ordered
@@ -165,7 +110,7 @@ def test_whatever_happens_in_a_repeat_the_bits_are_the_same(
         assert ended.outcome["restored"]
     else:
         assert "error" not in ended.outcome, ended.outcome["error"]
-    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+    same_bits(ended.outcome, oracle(optimizer).outcome)
 
 
 def ways() -> list[Any]:
@@ -179,42 +124,40 @@ def ways() -> list[Any]:
 @SLOW
 @pytest.mark.parametrize("way, parallelize, when", ways())
 def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
-    run: Play, undisturbed: Callable[[str], Ended], way: str, parallelize: int, when: str
+    run: Play, oracle: Play, way: str, parallelize: int, when: str
 ) -> None:
     repeats, nth = when != "ordered", 5 if when == "repeat 5" else 2
     fault = Fault("worker.send" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=nth)
     ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0}, repeats=repeats)
-    check(ended, undisturbed("lbfgs"), fault, {5: 1}, repeats)
+    check(ended, oracle("lbfgs"), fault, {5: 1}, repeats)
     assert sum(ended.outcome["restarts"]) == 1 or parallelize > 1  # else nobody else could have done it
 
 
 @SLOW
 @pytest.mark.parametrize("lie", LIES)
-def test_a_worker_that_talks_nonsense_is_replaced(run: Play, undisturbed: Callable[[str], Ended], lie: str) -> None:
+def test_a_worker_that_talks_nonsense_is_replaced(run: Play, oracle: Play, lie: str) -> None:
     fault = Fault("worker.send", lie, chunk=5, nth=2)
     ended = run(fault, options={"timeout": 2.0})  # garbage begins like a long message, whose end is waited for
-    check(ended, undisturbed("sgd"), fault, {5: 1})
+    check(ended, oracle("sgd"), fault, {5: 1})
 
 
 @SLOW
-def test_what_is_said_twice_counts_once(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+def test_what_is_said_twice_counts_once(run: Play, oracle: Play) -> None:
     fault = Fault("worker.send", "twice", chunk=5, nth=2)
     ended = run(fault)
-    check(ended, undisturbed("sgd"), fault, {})
+    check(ended, oracle("sgd"), fault, {})
     assert ended.outcome["restarts"] == [0, 0]
 
 
 @SLOW
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 @pytest.mark.parametrize("parallelize", [1, 2, 3])
-def test_all_workers_die_at_once(
-    run: Play, undisturbed: Callable[[str], Ended], parallelize: int, optimizer: str
-) -> None:
+def test_all_workers_die_at_once(run: Play, oracle: Play, parallelize: int, optimizer: str) -> None:
     faults = [kill("worker.backward", who=rank, nth=2) for rank in range(parallelize)]
     ended = run(*faults, parallelize=parallelize, optimizer=optimizer)
     assert "error" not in ended.outcome, ended.outcome["error"]
     assert ended.fired == [1] * parallelize
-    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+    same_bits(ended.outcome, oracle(optimizer).outcome)
     assert sum(ended.chunks.values()) == 6 * ended.outcome["evaluations"] + parallelize
 
 
@@ -223,59 +166,60 @@ def test_all_workers_die_at_once(
 def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, host: Host, when: str) -> None:
     point = DEATHS[when].point
     case: dict[str, Any] = {"optimizer": "lbfgs", "parallelize": 2, "options": {"chunk_size": None}}
-    oracle = play(tmp_path / "oracle", [], host, **case)
+    whole = play(tmp_path / "whole", [], host, **case)
     ended = play(tmp_path / "run", [kill(point, chunk=1, nth=2)], host, **case)
     assert ended.fired == [1]
-    same_bits(ended.outcome, oracle.outcome)
+    same_bits(ended.outcome, whole.outcome)
 
 
 @SLOW
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
-def test_a_worker_that_fails_while_speeds_are_measured_is_left_out(
-    run: Play, undisturbed: Callable[[str], Ended], way: str
-) -> None:
+def test_a_worker_that_fails_while_speeds_are_measured_is_left_out(run: Play, oracle: Play, way: str) -> None:
     ended = run(
         Fault("worker.forward", way, who=1), optimizer="lbfgs", late=True, options={"speeds": None, "timeout": 20.0}
     )
     assert ended.fired == [1]
-    same_bits(ended.outcome, undisturbed("lbfgs").outcome)
+    same_bits(ended.outcome, oracle("lbfgs").outcome)
 
 
 @SLOW
-def test_a_stopped_worker_is_not_waited_for(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+def test_a_stopped_worker_is_not_waited_for(run: Play, oracle: Play) -> None:
     """Its chunk is copied long before it counts as hung; what it says when it goes on is of no interest."""
     ended = run(Fault("worker.backward", "stop and continue", chunk=5, nth=2), optimizer="lbfgs", late=True)
     assert ended.fired == [1]
-    same_bits(ended.outcome, undisturbed("lbfgs").outcome)
+    same_bits(ended.outcome, oracle("lbfgs").outcome)
     assert ended.outcome["restarts"] == [0, 0]
     assert ended.outcome["seconds"] < 20
 
 
 @pytest.mark.slow
-def test_while_the_parent_is_stopped_no_worker_is_silent(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+def test_while_the_parent_is_stopped_no_worker_is_silent(run: Play, oracle: Play) -> None:
     """For twice as long as a worker may make no progress; all of them go on meanwhile."""
     ended = run(Fault("worker.forward", "stop the parent", chunk=5, times=3), options={"timeout": 1.0})
     assert ended.fired == [3]
-    same_bits(ended.outcome, undisturbed("sgd").outcome)
+    same_bits(ended.outcome, oracle("sgd").outcome)
     assert ended.outcome["restarts"] == [0, 0]
 
 
 @SLOW
-def test_a_slow_worker_is_not_killed(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+def test_a_slow_worker_is_not_killed(run: Play, oracle: Play) -> None:
     ended = run(Fault("worker.backward", "delay", who=1, times=1000), late=True)
-    same_bits(ended.outcome, undisturbed("sgd").outcome)
+    same_bits(ended.outcome, oracle("sgd").outcome)
     assert ended.outcome["restarts"] == [0, 0]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("lbfgs", marks=SLOW)])
 @pytest.mark.parametrize("way, deaths", [("segfault", 3), ("SIGKILL", 6)])
-def test_a_chunk_that_ends_workers_again_and_again_is_poison(run: Play, optimizer: str, way: str, deaths: int) -> None:
+def test_a_chunk_that_ends_workers_again_and_again_is_poison_and_the_step_can_be_made_again(
+    run: Play, oracle: Play, optimizer: str, way: str, deaths: int
+) -> None:
     """A signal that may come from somebody else counts half."""
-    ended = run(Fault("worker.backward", way, chunk=2, times=1000), optimizer=optimizer)
+    ended = run(Fault("worker.backward", way, chunk=2, times=deaths), optimizer=optimizer, again=True)
     assert ended.outcome["error"].startswith(f"PoisonChunkError: chunk 2 (samples 16..23) ended {deaths} workers")
     assert ("out of memory, perhaps" in ended.outcome["error"]) == (way == "SIGKILL")
     assert ended.fired == [deaths]
     assert ended.outcome["restored"]
+    same_bits(ended.outcome, oracle(optimizer).outcome)
 
 
 def test_a_chunk_that_hangs_is_poison_and_the_error_names_timeout(run: Play) -> None:
@@ -283,17 +227,6 @@ def test_a_chunk_that_hangs_is_poison_and_the_error_names_timeout(run: Play) -> 
     assert ended.outcome["error"].startswith("PoisonChunkError: chunk 2 (samples 16..23) ended 3 workers")
     assert "timeout=" in ended.outcome["error"]
     assert ended.fired == [3]
-
-
-@SLOW
-@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
-def test_a_step_that_was_poisoned_can_be_made_again(
-    run: Play, undisturbed: Callable[[str], Ended], optimizer: str
-) -> None:
-    ended = run(kill("worker.backward", chunk=2, times=6), optimizer=optimizer, again=True)
-    assert ended.outcome["error"].startswith("PoisonChunkError")
-    assert ended.outcome["restored"]
-    same_bits(ended.outcome, undisturbed(optimizer).outcome)
 
 
 @SLOW
@@ -306,10 +239,10 @@ def test_when_no_worker_is_left_that_is_an_error(run: Play, parallelize: int) ->
 
 
 @SLOW
-def test_a_survivor_goes_on_alone(run: Play, undisturbed: Callable[[str], Ended]) -> None:
+def test_a_survivor_goes_on_alone(run: Play, oracle: Play) -> None:
     fault = kill("worker.backward", chunk=5, nth=2)
     ended = run(fault, options={"max_restarts": 0})
-    check(ended, undisturbed("sgd"), fault, {5: 1})
+    check(ended, oracle("sgd"), fault, {5: 1})
     assert ended.outcome["restarts"] == [0, 0]
 
 
@@ -336,12 +269,10 @@ def test_a_process_to_fork_workers_from_that_never_starts_is_an_error(run: Play,
 
 
 @SLOW
-def test_a_process_to_fork_workers_from_that_ends_once_is_replaced(
-    run: Play, undisturbed: Callable[[str], Ended]
-) -> None:
+def test_a_process_to_fork_workers_from_that_ends_once_is_replaced(run: Play, oracle: Play) -> None:
     ended = run(Fault("forkserver.start", "SIGKILL"), alone=True)
     assert ended.fired == [1]
-    same_bits(ended.outcome, undisturbed("sgd").outcome)
+    same_bits(ended.outcome, oracle("sgd").outcome)
     assert ended.outcome["restarts"] == [0, 0]
 
 
@@ -356,23 +287,11 @@ def test_a_module_that_cannot_arrive_is_tried_once(run: Play, way: str) -> None:
     assert ended.fired[0] <= 2
 
 
-ERRORS = {
-    "raise ValueError('bad')": "WorkerError: ValueError in worker 1, samples 40..47: bad",
-    "raise Untold": "WorkerError: Untold in worker 1, samples 40..47: <its __str__ raised KeyError>",
-    "raise SystemExit(0)": "WorkerError: SystemExit in worker 1, samples 40..47: 0",
-    "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt in worker 1, samples 40..47: ",
-    "raise GeneratorExit": "WorkerError: GeneratorExit in worker 1, samples 40..47: ",
-    "raise StopIteration": "WorkerError: ",
-    "raise MemoryError": "WorkerError: MemoryError in worker 1, samples 40..47:  (a smaller chunk_size",
-    "raise ValueError('x' * 10**7)": "WorkerError: ValueError in worker 1, samples 40..47: xxx",
-}
-
-
 @SLOW
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_exception_arrives_and_the_step_can_be_made_again(
-    run: Play, undisturbed: Callable[[str], Ended], error: str, optimizer: str
+    run: Play, oracle: Play, error: str, optimizer: str
 ) -> None:
     """Parameters, counters and the optimizer's state are as before the step: then it has the bits of the first try."""
     ended = run(Fault("worker.backward", error, chunk=5, nth=3), optimizer=optimizer, again=True)
@@ -381,22 +300,20 @@ def test_an_exception_arrives_and_the_step_can_be_made_again(
     assert len(ended.outcome["error"]) < 200_000
     assert ended.outcome["restored"]
     assert ended.outcome["restarts"] == [0, 0]
-    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+    same_bits(ended.outcome, oracle(optimizer).outcome)
 
 
 @SLOW
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 @pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.rung", "parent.reduce"])
-def test_an_interrupt_in_the_parent_undoes_the_step(
-    run: Play, undisturbed: Callable[[str], Ended], point: str, optimizer: str
-) -> None:
+def test_an_interrupt_in_the_parent_undoes_the_step(run: Play, oracle: Play, point: str, optimizer: str) -> None:
     nth = 2 if optimizer == "sgd" or point == "parent.rung" else 7
     repeats = point == "parent.rung"
     ended = run(Fault(point, "SIGINT", who="parent", nth=nth), optimizer=optimizer, again=True, repeats=repeats)
     assert ended.fired == [1]
     assert ended.outcome["error"].startswith("KeyboardInterrupt")
     assert ended.outcome["restored"]
-    same_bits(ended.outcome, undisturbed(optimizer).outcome)
+    same_bits(ended.outcome, oracle(optimizer).outcome)
     assert ended.outcome["restarts"] == [0, 0]
 
 

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import Ended, Fault, Host, equal, play
+from tests.faults.harness import ERRORS, Ended, Fault, Play, equal
 from tests.pairs import paired
 
-Play = Callable[..., Ended]
 SLOW = pytest.mark.slow
 LAST = 5  # the chunk; chunks are 6 in all
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Plays the cases; what they are forked from is there before the first one, which would seem to leave it."""
-    folder = tmp_path_factory.mktemp("host")
-    host = Host(folder)
-    play(folder / "first", [], host, optimizer="sgd", parallelize=2)
-    yield host
-    host.end()
+@pytest.fixture
+def run(run: Play) -> Play:
+    """Plays functions of the batch."""
+    return partial(run, tasks=True)
 
 
 @pytest.fixture
-def run(tmp_path: Path, host: Host) -> Play:
-    """Plays a case in a folder of its own; `alone`: in processes of its own, too."""
-
-    def play_case(*faults: Fault, alone: bool = False, **case: Any) -> Ended:
-        case = {"optimizer": "sgd", "parallelize": 2, "tasks": True, **case}
-        return play(tmp_path / "run", faults, None if alone else host, **case)
-
-    return play_case
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, host: Host) -> Ended:
-    """The run without faults, in one process: the oracle."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    found = play(folder / "run", [], host, optimizer="sgd", backend="serial", tasks=True)
-    assert "error" not in found.outcome and len(found.outcome["results"]) == 5, found.outcome
+def undisturbed(oracle: Play) -> Ended:
+    """The run without faults."""
+    found = oracle(tasks=True)
+    assert len(found.outcome["results"]) == 5
     return found
 
 
@@ -161,20 +143,10 @@ def test_a_chunk_that_ends_workers_again_and_again_is_poison(
     assert equal(result, undisturbed.outcome["results"][BEFORE[task]])
 
 
-ERRORS = {
-    "raise ValueError('bad')": "WorkerError: ValueError in worker 1, samples 40..47: bad",
-    "raise Untold": "WorkerError: Untold in worker 1, samples 40..47: <its __str__ raised KeyError>",
-    "raise SystemExit(0)": "WorkerError: SystemExit in worker 1, samples 40..47: 0",
-    "raise KeyboardInterrupt": "WorkerError: KeyboardInterrupt in worker 1, samples 40..47: ",
-    "raise StopIteration": "WorkerError: ",
-    "raise MemoryError": "WorkerError: MemoryError in worker 1, samples 40..47:  (a smaller chunk_size",
-}
-
-
 @SLOW
-@TASKS
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("point", ["worker.forward", "worker.merge"])
+@pytest.mark.parametrize(
+    "error, point, task", paired(itertools.product(ERRORS, ("worker.forward", "worker.merge"), BEFORE))
+)
 def test_an_exception_arrives_and_the_task_can_be_done_again(
     run: Play, undisturbed: Ended, task: str, point: str, error: str
 ) -> None:
@@ -188,9 +160,7 @@ def test_an_exception_arrives_and_the_task_can_be_done_again(
 @SLOW
 @pytest.mark.parametrize(
     "point, what, task",
-    paired(
-        itertools.product(("parent.dispatched", "parent.heard", "parent.answers"), ("SIGINT", "SIGKILL"), BEFORE),
-    ),
+    paired(itertools.product(("parent.dispatched", "parent.heard", "parent.answers"), ("SIGINT", "SIGKILL"), BEFORE)),
 )
 def test_an_interrupt_in_the_parent_leaves_everything_as_it_was(
     run: Play, undisturbed: Ended, task: str, point: str, what: str
@@ -199,8 +169,8 @@ def test_an_interrupt_in_the_parent_leaves_everything_as_it_was(
     nth = {"parent.heard": (5, 12), "parent.dispatched": (1, 2), "parent.answers": (1, 1)}[point]
     killed = what == "SIGKILL"  # when both workers have evaluated something
     fault = Fault(point, what, who="parent", nth=nth[killed])
-    ended = run(fault, calls=[task, "last"], again=True, alone=what == "SIGKILL")
-    if what == "SIGKILL":
+    ended = run(fault, calls=[task, "last"], again=True, alone=killed)
+    if killed:
         assert ended.returncode == -9 and len(ended.pids) == 2
         return
     assert ended.fired == [1] and ended.outcome["at"] == task

@@ -28,17 +28,10 @@ def alone(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [20, pytest.param(30_000, marks=pytest.mark.slow)])
-def test_bits_are_those_of_one_process(width: int) -> None:
+@pytest.mark.parametrize("width, size", [(20, 2), (30_000, 2), (3000, 1), (3000, 3), (3000, 5)])
+def test_bits_are_those_of_one_process_with_any_number_of_ranks(width: int, size: int) -> None:
     """Short vectors, which go whole, and long ones, in slices."""
-    expected = alone(width)
-    assert set(program("bits", "1,2", "ranks", width)) == {expected}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_bits_of_any_number_of_ranks(size: int) -> None:
-    assert set(program("bits", "1,2,1", "ranks", 3000, size=size)) == {alone(3000)}
+    assert set(program("bits", "1,2,1", "ranks", width, size=size)) == {alone(width)}
 
 
 @pytest.mark.sampled
@@ -46,11 +39,9 @@ def test_bits_of_any_number_of_ranks(size: int) -> None:
     ("how", "words"),
     [
         ("seed", "X [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1; batch of 210 samples"),
-        pytest.param("batch", "batch of 210 samples .* on rank 0, of 210", marks=pytest.mark.slow),
-        pytest.param("order", "batch of 210 samples .* on rank 0, of 210", marks=pytest.mark.slow),
-        pytest.param("lists", "batch of 210 samples .* on rank 0, of 210", marks=pytest.mark.slow),
-        pytest.param("frozen", "frozen parameters and buffers [0-9a-f]+ on rank 0", marks=pytest.mark.slow),
-        pytest.param("draws", "seed 0 on rank 0, 1 on rank 1", marks=pytest.mark.slow),
+        *((how, "batch of 210 samples .* on rank 0, of 210") for how in ("batch", "order", "lists")),
+        ("frozen", "frozen parameters and buffers [0-9a-f]+ on rank 0"),
+        ("draws", "seed 0 on rank 0, 1 on rank 1"),
         ("calls", "call evaluate on rank 0, run_on_workers on rank 1"),
     ],
 )
@@ -68,7 +59,7 @@ def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("when", ["in", pytest.param("before", marks=pytest.mark.slow), "after"])
+@pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
     began = time.monotonic()
     for line in program("lost", "kill", when, 60, size=3 if when == "in" else 2, lacking=1):
@@ -104,23 +95,30 @@ def test_a_group_that_the_user_has_made() -> None:
     assert set(program("grouped")) == {alone()}
 
 
-def launch(command: list[str], *arguments: str, **variables: str) -> list[str]:
-    """The fingerprints that are printed by what a launcher starts."""
+def environment(**variables: str) -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
-    found = subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
+
+
+def launch(*command: object) -> str:
+    """What is printed by what a launcher starts."""
+    arguments = [*map(str, command)]
+    found = subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150)
     assert found.returncode == 0, found.stderr[-4000:]
-    return re.findall(r"[0-9a-f]{64}", found.stdout)
+    return found.stdout
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+def fingerprints(printed: str) -> list[str]:
+    return re.findall(r"[0-9a-f]{64}", printed)
+
+
+def torchrun() -> list[str]:
+    options = ["--nproc-per-node", "2", "--max-restarts", "2", f"--master-port={free_port()}"]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 PROGRAMS = ["-m", "tests.ranks.programs"]
 
 
@@ -130,83 +128,61 @@ def test_a_rank_that_is_killed_and_started_again_by_torchrun_ends_with_the_same_
     for killed in ("", "killed"):
         folder = tmp_path / (killed or "undisturbed")
         folder.mkdir()
-        port = f"--master-port={free_port()}"
-        found += launch([*TORCHRUN, port, *PROGRAMS, "trained", str(folder), *[killed] * bool(killed)])
+        found += fingerprints(launch(*torchrun(), *PROGRAMS, "trained", folder, *[killed] * bool(killed)))
         assert len((folder / "log.jsonl").read_text().splitlines()) == 4
     assert (tmp_path / "killed" / "killed").exists()
     assert len(found) == 4 and len(set(found)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
+@needs_mpirun
 def test_mpirun() -> None:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *PROGRAMS, "bits"]
-    assert launch(command) == [alone().split()[1]] * 2
+    assert fingerprints(launch(*MPIRUN, *PROGRAMS, "bits")) == [alone().split()[1]] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_the_program_of_the_page_about_clusters(launcher: str, tmp_path: Path) -> None:
-    if shutil.which("mpirun") is None and launcher == "mpirun":
-        pytest.skip("Open MPI is not installed")
     (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-    command = mpirun if launcher == "mpirun" else [*TORCHRUN, f"--master-port={free_port()}"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
-    found = subprocess.run(
-        [*command, str(tmp_path / "train.py")],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
-    losses = [float(line.split()[-1]) for line in found.stdout.splitlines()]
+    printed = launch(*(MPIRUN if launcher == "mpirun" else torchrun()), tmp_path / "train.py")
+    losses = [float(line.split()[-1]) for line in printed.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0] / 100
 
 
 @pytest.mark.slow
 def test_what_srun_sets() -> None:
-    port = str(free_port())
-    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
+    common = environment(SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_NODELIST="localhost")
+    common["MASTER_PORT"], command = str(free_port()), [sys.executable, *PROGRAMS, "bits"]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, *PROGRAMS, "bits"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'workers'}", "SLURM_PROCID": str(i), **common},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen(command, cwd=ROOT, env={**common, "SLURM_PROCID": str(i)}, stdout=subprocess.PIPE, text=True)
         for i in range(2)
     ]
     assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [alone()] * 2
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"),
+    ("says", "found"),
     [
         (
-            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
+            "RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=5",
             Launch(1, 4, 2, "a", 5, "0"),
         ),
         (
-            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4(x2)", "SLURM_JOB_ID": "7"}
-            | {"SLURM_STEP_NODELIST": "node[07-12,15],other"},
+            "SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_NTASKS_PER_NODE=4(x2) SLURM_JOB_ID=7 "
+            "SLURM_STEP_NODELIST=node[07-12,15],other",
             Launch(3, 8, 4, "node07", 23613, "0"),
         ),
         (
-            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-            | {"MASTER_PORT": "9"},
+            "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=9",
             Launch(0, 2, 2, "127.0.0.1", 9, "0"),
         ),
     ],
 )
-def test_what_launchers_say(environment: dict[str, str], found: Launch) -> None:
-    read = read_launch(environment)
+def test_what_launchers_say(says: str, found: Launch) -> None:
+    read = read_launch(dict(variable.split("=") for variable in says.split()))
     assert read._replace(port=0) == found._replace(port=0)
-    assert read.port == found.port or "SLURM_JOB_ID" in environment
+    assert read.port == found.port or "SLURM_JOB_ID" in says
 
 
 def test_without_a_launcher_or_without_an_address() -> None:

@@ -33,24 +33,15 @@ def test_a_structure_keeps_its_types_and_what_is_no_tensor() -> None:
     assert [type(found[key]) for key in data] == [list, tuple, Pair]
 
 
-def test_a_slice_of_columns_views_their_memory() -> None:
+def test_a_slice_of_columns_views_their_memory_and_has_their_structure() -> None:
     data = DATA.clone()
-    part = Columns(data).slice(2, 4)
-    assert part.tolist() == [[4, 5], [6, 7]]
-    part.zero_()
-    assert data.tolist() == [[0, 1], [2, 3], [0, 0], [0, 0], [8, 9], [10, 11]]
-
-
-def test_a_slice_of_columns_has_their_structure() -> None:
-    found = Columns({"x": DATA, "more": Pair(DATA[:, 0], [DATA.long()])}).slice(1, 3)
+    columns = Columns({"x": data, "more": Pair(data[:, 0], [data.long()])})
+    found, one = columns.slice(1, 3), columns.sample(3)
     assert found["x"].tolist() == [[2, 3], [4, 5]]
-    assert found["more"].first.tolist() == [2, 4]
-    assert found["more"].second[0].tolist() == [[2, 3], [4, 5]]
-
-
-def test_a_sample_of_columns_lacks_their_first_dimension() -> None:
-    found = Columns((DATA, DATA[:, 0])).sample(3)
-    assert [tensor.tolist() for tensor in found] == [[6, 7], 6]
+    assert found["more"].first.tolist() == [2, 4] and found["more"].second[0].tolist() == [[2, 3], [4, 5]]
+    assert one["x"].tolist() == [6, 7] and one["more"].first.tolist() == 6
+    found["x"].zero_()
+    assert data.tolist() == [[0, 1], [0, 0], [0, 0], [6, 7], [8, 9], [10, 11]]
 
 
 NAMES = ["a", "b", "c", "d", "e", "f"]
@@ -125,24 +116,14 @@ def test_what_is_cut_out_is_a_leaf_whose_gradient_stays_out_of_the_batch(require
     assert data.grad is None
 
 
-def test_a_batch_has_the_size_of_its_weighting() -> None:
-    assert Part(Columns(DATA), None, None, MEAN).size == 6
-
-
 def test_columns_go_through_one_forward() -> None:
     batch = Part(Columns(DATA), Columns(DATA[:, 0]), list("abcdef"), MEAN)
+    assert batch.size == 6
     (piece,) = batch.pieces(2, 5)
     assert piece.inputs.tolist() == DATA[2:5].tolist()
     assert piece.targets.tolist() == [4, 6, 8]
     assert piece.options == ["c", "d", "e"]
     assert piece.indices == range(2, 5)
-
-
-def test_a_batch_without_targets_and_options_has_none_in_its_pieces() -> None:
-    for inputs in (Columns(DATA), Samples(list(DATA))):
-        for piece in Part(inputs, None, None, MEAN).pieces(0, 6):
-            assert piece.targets is None
-            assert piece.options is None
 
 
 @pytest.mark.parametrize("targets", [Columns(torch.arange(6)), Samples(list(torch.arange(6)))])
@@ -153,6 +134,12 @@ def test_a_list_takes_one_forward_a_sample(targets: Columns | Samples) -> None:
     assert [piece.targets.item() for piece in pieces] == [1, 2, 3]
     assert [piece.options for piece in pieces] == [["b"], ["c"], ["d"]]
     assert [piece.indices for piece in pieces] == [range(1, 2), range(2, 3), range(3, 4)]
+
+
+def test_what_a_batch_does_not_have_its_pieces_lack() -> None:
+    for inputs in (Columns(DATA), Samples(list(DATA))):
+        pieces = [*Part(inputs, None, None, MEAN).pieces(0, 6)]
+        assert {(piece.targets, piece.options, *piece.attributes) for piece in pieces} == {(None, None)}
 
 
 def padded(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,12 +155,8 @@ def test_a_collate_makes_one_forward_of_a_list() -> None:
     assert piece.targets.tolist() == [1, 2]
     assert piece.options == ["b", "c"]
     assert piece.indices == range(1, 3)
-
-
-def test_without_targets_a_collate_is_given_the_inputs_alone() -> None:
     (piece,) = Part(Samples(list(DATA)), None, None, MEAN, torch.stack).pieces(2, 4)
-    assert piece.inputs.tolist() == [[4, 5], [6, 7]]
-    assert piece.targets is None
+    assert piece.inputs.tolist() == [[4, 5], [6, 7]] and piece.targets is None  # it was given the inputs alone
 
 
 @given(st.sampled_from(["columns", "list", "collated"]), st.integers(0, 6), st.integers(0, 6))
@@ -207,13 +190,6 @@ def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
     assert other.inputs.tolist() == (-DATA[:2]).tolist()
 
 
-@pytest.mark.parametrize("inputs", [Columns(DATA), Samples(list(DATA))])
-def test_without_a_weight_of_samples_pieces_have_none(inputs: Columns | Samples) -> None:
-    assert [piece.attributes for piece in Part(inputs, None, None, MEAN).pieces(0, 2)] == [{}] * (
-        1 if isinstance(inputs, Columns) else 2
-    )
-
-
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     found = realigned(Columns(tensor)).data
     assert isinstance(found, torch.Tensor)
@@ -227,72 +203,51 @@ def is_laid_out(tensor: torch.Tensor) -> bool:
 
 
 IMAGES = torch.rand(16, 4, 4, 4)
-LAID_OUT: dict[str, torch.Tensor] = {
-    "contiguous": IMAGES,
-    "rows from a cache line on": IMAGES[1:],
-    "permuted": IMAGES.permute(0, 2, 3, 1),
-    "channels last": IMAGES.to(memory_format=torch.channels_last),
-    "0-dim": torch.tensor(1.0),
-    "empty": torch.rand(0, 3),
+LAID_OUT: dict[str, tuple[torch.Tensor, bool]] = {
+    "contiguous": (IMAGES, True),
+    "rows from a cache line on": (IMAGES[1:], True),
+    "permuted": (IMAGES.permute(0, 2, 3, 1), True),
+    "channels last": (IMAGES.to(memory_format=torch.channels_last), True),
+    "0-dim": (torch.tensor(1.0), True),
+    "empty": (torch.rand(0, 3), True),
+    "rows from within a cache line on": (torch.rand(65)[1:], False),
+    "one class of many": (IMAGES[:, 1], False),
+    "permuted and cut": (IMAGES.permute(0, 2, 3, 1)[..., 1:], False),
+    "expanded": (torch.rand(5, 1).expand(5, 3), False),
+    "integers": (torch.arange(9)[1:], False),
 }
-ELSEWHERE: dict[str, torch.Tensor] = {
-    "rows from within a cache line on": torch.rand(65)[1:],
-    "one class of many": IMAGES[:, 1],
-    "every second row": IMAGES[::2],
-    "permuted and cut": IMAGES.permute(0, 2, 3, 1)[..., 1:],
-    "expanded": torch.rand(5, 1).expand(5, 3),
-    "integers": torch.arange(9)[1:],
-}
-
-
-@pytest.mark.parametrize("tensor", LAID_OUT.values(), ids=LAID_OUT)
-def test_a_tensor_that_is_laid_out_as_in_shared_memory_stays_itself(tensor: torch.Tensor) -> None:
-    assert is_laid_out(tensor)
-    assert laid_out(tensor) is tensor
-
-
-@pytest.mark.parametrize("tensor", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_any_other_tensor_is_copied_to_where_it_is(tensor: torch.Tensor) -> None:
-    assert not is_laid_out(tensor)
-    found = laid_out(tensor)
-    assert is_laid_out(found)
-    assert found.dtype == tensor.dtype
-    assert torch.equal(found, tensor)
-    assert laid_out(found) is found
-
-
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.data(),
-)
-@settings(deadline=None)
-def test_whatever_the_cut_of_a_tensor_it_is_equal_and_laid_out(shape: list[int], data: st.DataObject) -> None:
-    whole = torch.rand(shape).permute(data.draw(st.permutations(range(len(shape)))))
-    part = whole[
-        tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 2))) for n in whole.shape)
-    ]
-    found = laid_out(part)
-    assert torch.equal(found, part)
-    assert is_laid_out(found)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("tensor", [torch.rand(8), torch.rand(65)[1:]], ids=["laid out", "copied"])
-def test_what_is_realigned_is_a_leaf_that_requires_grad_as_before(tensor: torch.Tensor, requires_grad: bool) -> None:
-    found = laid_out(tensor.detach().requires_grad_(requires_grad))
-    assert found.is_leaf
-    assert found.requires_grad is requires_grad
+@pytest.mark.parametrize("tensor, stays", LAID_OUT.values(), ids=LAID_OUT)
+def test_a_tensor_that_is_laid_out_as_in_shared_memory_stays_itself_and_any_other_is_copied(
+    tensor: torch.Tensor, stays: bool, requires_grad: bool
+) -> None:
+    assert is_laid_out(tensor) == stays
+    tensor = tensor.detach().requires_grad_(requires_grad and tensor.is_floating_point())
+    found = laid_out(tensor)
+    assert (found is tensor) == stays
+    assert is_laid_out(found) and laid_out(found) is found
+    assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+    assert found.is_leaf and found.requires_grad is tensor.requires_grad
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+@settings(deadline=None)
+def test_whatever_the_cut_of_a_tensor_it_is_equal_and_laid_out(shape: list[int], data: st.DataObject) -> None:
+    whole = torch.rand(shape).permute(data.draw(st.permutations(range(len(shape)))))
+    cuts = [slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 2))) for n in whole.shape]
+    part = whole[tuple(cuts)]
+    found = laid_out(part)
+    assert torch.equal(found, part)
+    assert is_laid_out(found)
 
 
 def nested(stays: torch.Tensor, moves: torch.Tensor) -> Any:
     return {"x": Pair(stays, [moves]), "more": (moves, "text", None)}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda data: Columns(data), lambda data: Samples([data, data])],
-    ids=["columns", "samples"],
-)
+@pytest.mark.parametrize("make", [Columns, lambda data: Samples([data, data])], ids=["columns", "samples"])
 def test_structures_are_realigned_tensor_by_tensor(make: Callable[[Any], Columns | Samples]) -> None:
     stays, moves = torch.rand(8), torch.rand(9)[1:]
     before = make(nested(stays, moves))

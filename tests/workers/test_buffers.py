@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.map.buffers import LARGEST_STATISTIC, Place, StepBuffers, statistics
+from batchopt_workers.map.buffers import LARGEST_STATISTIC, StepBuffers, statistics
 
 
 class Holder(nn.Module):
@@ -31,6 +31,7 @@ def by_assignment(module: nn.Module, name: str, by: float) -> None:
 
 
 WAYS = pytest.mark.parametrize("change", [in_place, by_assignment])
+SHARED = pytest.mark.parametrize("shared", [False, True])
 Change = Callable[[nn.Module, str, float], None]
 
 
@@ -40,47 +41,45 @@ def changes_of(buffers: StepBuffers, share: float = 1.0, first: bool = True) -> 
     return out
 
 
-def values_and_flags(changes: torch.Tensor) -> tuple[list[float], list[float]]:
-    values, flags = changes.view(2, -1).tolist()
+def values_and_flags(buffers: StepBuffers, share: float = 1.0, first: bool = True) -> tuple[list[float], list[float]]:
+    values, flags = changes_of(buffers, share, first).view(2, -1).tolist()
     return values, flags
 
 
 def unchanged(buffers: StepBuffers) -> bool:
-    return not any(values_and_flags(changes_of(buffers))[1])
+    return not any(values_and_flags(buffers)[1])
 
 
-def test_statistics_are_the_buffers_with_all_their_places() -> None:
-    tied = torch.zeros(2)
-    module = nn.Sequential(Holder(a=tied, none=None), Holder(b=torch.zeros(1), a=tied, c=tied))
-    found = [[(place.owner, place.name) for place in places] for places in statistics(module)]
-    assert found == [[(module[0], "a"), (module[1], "a"), (module[1], "c")], [(module[1], "b")]]
-
-
-def test_constants_too_large_for_a_statistic_and_complex_buffers_are_none() -> None:
-    module = Holder(
-        large=torch.empty(LARGEST_STATISTIC + 1),
-        spectrum=torch.zeros(2, dtype=torch.complex64),
-        largest=torch.empty(LARGEST_STATISTIC),
-    )
-    assert statistics(module) == [[Place(module, "largest")]]
-
-
-def test_the_size_is_a_value_and_a_flag_for_each_element_of_the_statistics() -> None:
-    assert StepBuffers(Holder(a=torch.zeros(2, 3), b=torch.tensor(0), c=torch.zeros(0), d=None)).size == 2 * 7
-
-
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), Holder(a=torch.zeros(0))], ids=["no buffer", "empty buffer"])
-def test_without_elements_there_is_nothing_to_report(module: nn.Module) -> None:
-    buffers = StepBuffers(module)
-    assert buffers.size == 0
+def end_step(buffers: StepBuffers) -> None:
+    """One chunk has changed them, and the step takes that over."""
     changes = changes_of(buffers)
     buffers.restore()
     buffers.take_over(changes)
-    buffers.begin_step()
+
+
+def test_statistics_are_the_buffers_with_all_their_places_but_for_what_cannot_be_one() -> None:
+    tied = torch.zeros(2)
+    module = nn.Sequential(
+        Holder(a=tied, none=None, large=torch.empty(LARGEST_STATISTIC + 1), sparse=torch.zeros(3).to_sparse()),
+        Holder(b=torch.empty(LARGEST_STATISTIC), a=tied, c=tied, spectrum=torch.zeros(2, dtype=torch.complex64)),
+        Holder(wide=torch.zeros(1).expand(3)),
+    )
+    found = [[(place.owner, place.name) for place in places] for places in statistics(module)]
+    assert found == [[(module[0], "a"), (module[1], "a"), (module[1], "c")], [(module[1], "b")]]
+    assert StepBuffers(module[0]).size == 2 * 2 and StepBuffers(module[2]).size == 0
+
+
+def test_there_is_a_value_and_a_flag_for_each_element_or_nothing_to_report() -> None:
+    assert StepBuffers(Holder(a=torch.zeros(2, 3), b=torch.tensor(0), c=torch.zeros(0), d=None)).size == 2 * 7
+    for module in (nn.Linear(2, 2), Holder(a=torch.zeros(0))):
+        buffers = StepBuffers(module)
+        assert buffers.size == 0
+        end_step(buffers)
+        buffers.begin_step()
 
 
 @WAYS
-@pytest.mark.parametrize("shared", [False, True])
+@SHARED
 def test_restore_puts_the_values_of_the_steps_start_back(change: Change, shared: bool) -> None:
     module = Holder(mean=torch.ones(2), count=torch.tensor(3))
     buffers = StepBuffers(module, shared)
@@ -101,9 +100,11 @@ def test_values_are_weighted_for_statistics_and_those_of_the_first_chunk_for_cou
     buffers = StepBuffers(module)
     change(module, "mean", 4.0)
     change(module, "count", 5)
-    module.get_buffer("flag").fill_(True)
-    assert values_and_flags(changes_of(buffers, 0.25, first=True)) == ([1.25, 1.5, 8.0, 1.0], [1.0] * 4)
-    assert values_and_flags(changes_of(buffers, 0.25, first=False)) == ([1.25, 1.5, 0.0, 0.0], [1.0] * 4)
+    module.get_buffer("flag").logical_not_()
+    assert values_and_flags(buffers, 0.25, first=True) == ([1.25, 1.5, 8.0, 1.0], [1.0] * 4)
+    assert values_and_flags(buffers, 0.25, first=False) == ([1.25, 1.5, 0.0, 0.0], [1.0] * 4)
+    end_step(buffers)
+    assert [buffer.tolist() for buffer in module.buffers()] == [[5.0, 6.0], 8, True]
 
 
 def test_only_elements_that_differ_from_the_start_are_flagged() -> None:
@@ -113,7 +114,7 @@ def test_only_elements_that_differ_from_the_start_are_flagged() -> None:
     assert unchanged(buffers)
     module.get_buffer("mean")[3:] = torch.tensor([torch.inf, 0.0, torch.nan])
     module.get_buffer("count")[1] = 5
-    assert values_and_flags(changes_of(buffers))[1] == [0, 0, 0, 1, 1, 1, 0, 1]
+    assert values_and_flags(buffers)[1] == [0, 0, 0, 1, 1, 1, 0, 1]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(-100, 100)), min_size=1, max_size=6), st.booleans())
@@ -158,17 +159,6 @@ def test_one_chunk_leaves_batch_norm_bit_for_bit_as_one_process_does(
     assert module.get_buffer("num_batches_tracked").item() == 4
 
 
-def test_a_flag_is_taken_over() -> None:
-    module = Holder(seen=torch.tensor([False, True]))
-    buffers = StepBuffers(module)
-    module.get_buffer("seen").logical_not_()
-    changes = changes_of(buffers)
-    buffers.restore()
-    assert module.get_buffer("seen").tolist() == [False, True]
-    buffers.take_over(changes)
-    assert module.get_buffer("seen").tolist() == [True, False]
-
-
 @WAYS
 def test_a_step_starts_from_what_the_module_has_then(change: Change) -> None:
     module = Holder(mean=torch.zeros(1))
@@ -177,7 +167,7 @@ def test_a_step_starts_from_what_the_module_has_then(change: Change) -> None:
     buffers.begin_step()
     assert unchanged(buffers)
     change(module, "mean", 1.0)
-    assert values_and_flags(changes_of(buffers)) == ([6.0], [1.0])
+    assert values_and_flags(buffers) == ([6.0], [1.0])
     buffers.restore()
     assert module.get_buffer("mean").tolist() == [5.0]
 
@@ -196,29 +186,22 @@ def test_shared_values_are_read_at_the_steps_start_and_never_written() -> None:
     assert unchanged(buffers)
 
 
-def test_tied_buffers_stay_tied_when_they_are_shared() -> None:
-    tied = torch.ones(2)
-    module = nn.Sequential(Holder(a=tied), Holder(b=tied, none=None))
-    buffers = StepBuffers(module, shared=True)
-    assert module[0].get_buffer("a") is module[1].get_buffer("b")
-    assert module[0].get_buffer("a") is not tied
-    in_place(module[1], "b", 1.0)
-    assert values_and_flags(changes_of(buffers)) == ([2.0, 2.0], [1.0, 1.0])
-
-
-@pytest.mark.parametrize("shared", [False, True])
+@SHARED
+@WAYS
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_tied_buffer_replaced_in_one_place_is_seen_and_restored_in_all(place: int, shared: bool) -> None:
+def test_a_tied_buffer_that_changes_in_one_place_is_seen_and_restored_in_all(
+    place: int, change: Change, shared: bool
+) -> None:
     tied = torch.ones(2)
-    module = nn.Sequential(Holder(a=tied), Holder(a=tied))
+    module = nn.Sequential(Holder(a=tied), Holder(a=tied, none=None))
     buffers = StepBuffers(module, shared)
     own = module[0].get_buffer("a")
-    by_assignment(module[place], "a", 1.0)
+    assert (own is tied) != shared
+    change(module[place], "a", 1.0)
+    assert values_and_flags(buffers) == ([2.0, 2.0], [1.0, 1.0])
     changes = changes_of(buffers)
-    assert values_and_flags(changes) == ([2.0, 2.0], [1.0, 1.0])
     buffers.restore()
-    assert module[0].get_buffer("a") is own
-    assert module[1].get_buffer("a") is own
+    assert module[0].get_buffer("a") is own and module[1].get_buffer("a") is own
     assert own.tolist() == [1.0, 1.0]
     buffers.take_over(changes)
     assert own.tolist() == [2.0, 2.0]
@@ -235,13 +218,15 @@ def summed_over(buffers: StepBuffers, chunks: int, change: Callable[[int], objec
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_is_no_finite_number_stays_while_a_neighbour_changes(chunks: int) -> None:
-    module = Holder(mean=torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]))
+def test_what_a_mean_would_spoil_stays_while_a_neighbour_changes(chunks: int) -> None:
+    """Numbers that are not finite, and integers that doubles cannot tell apart."""
+    large = [2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)]
+    module = Holder(mean=torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]), counts=torch.tensor([*large, 0]))
+    mean, counts = module.get_buffer("mean"), module.get_buffer("counts")
     buffers = StepBuffers(module)
-    summed = summed_over(buffers, chunks, lambda chunk: module.get_buffer("mean")[3:].add_(6.0))
-    buffers.take_over(summed)
-    expected = torch.tensor([torch.inf, -torch.inf, torch.nan, 7.0])
-    torch.testing.assert_close(module.get_buffer("mean"), expected, equal_nan=True)
+    buffers.take_over(summed_over(buffers, chunks, lambda i: (mean[3:].add_(6.0), counts[4:].add_(i + 1))))
+    torch.testing.assert_close(mean, torch.tensor([torch.inf, -torch.inf, torch.nan, 7.0]), equal_nan=True)
+    assert counts.tolist() == [*large, 1]
 
 
 @pytest.mark.parametrize("start", [torch.inf, -torch.inf, torch.nan])
@@ -249,28 +234,15 @@ def test_what_was_no_finite_number_becomes_the_one_that_a_chunk_made_of_it(start
     module = Holder(least=torch.tensor([start, 0.0]))
     buffers = StepBuffers(module)
     module.get_buffer("least")[0] = 1.0
-    changes = changes_of(buffers)
-    buffers.restore()
-    buffers.take_over(changes)
+    end_step(buffers)
     assert module.get_buffer("least").tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_integers_that_doubles_cannot_tell_apart_stay_while_a_neighbour_counts(chunks: int) -> None:
-    large = [2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)]
-    module = Holder(counts=torch.tensor([*large, 0]))
-    buffers = StepBuffers(module)
-    summed = summed_over(buffers, chunks, lambda chunk: module.get_buffer("counts")[4:].add_(chunk + 1))
-    buffers.take_over(summed)
-    assert module.get_buffer("counts").tolist() == [*large, 1]
 
 
 def test_elements_that_no_chunk_changed_keep_their_bits() -> None:
     start = torch.linspace(-3, 3, 50, dtype=torch.float64).exp()
     module = Holder(mean=start.clone())
     buffers = StepBuffers(module)
-    summed = summed_over(buffers, 7, lambda chunk: module.get_buffer("mean")[0].add_(chunk))
-    buffers.take_over(summed)
+    buffers.take_over(summed_over(buffers, 7, lambda chunk: module.get_buffer("mean")[0].add_(chunk)))
     assert module.get_buffer("mean")[0].item() == pytest.approx(start[0].item() + 3)
     assert torch.equal(module.get_buffer("mean")[1:], start[1:])
 
@@ -281,65 +253,46 @@ def test_buffers_whose_memory_is_in_another_order_keep_their_elements_in_place(c
     module = Holder(mean=start.clone())
     buffers = StepBuffers(module)
     change(module, "mean", 1.0)
-    changes = changes_of(buffers)
-    buffers.restore()
-    buffers.take_over(changes)
+    end_step(buffers)
     assert torch.equal(module.get_buffer("mean"), start + 1)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_buffer_that_changed_its_shape_is_named(shared: bool) -> None:
+@SHARED
+@pytest.mark.parametrize("new, words", [(torch.zeros(3), r"was \(2,\) .* replaced by \(3,\)"), (None, "became None")])
+def test_a_buffer_that_changed_its_shape_or_became_none_is_named(
+    new: torch.Tensor | None, words: str, shared: bool
+) -> None:
     module = Holder(mean=torch.zeros(2))
     buffers = StepBuffers(module, shared)
-    module.register_buffer("mean", torch.zeros(3))
-    with pytest.raises(ValueError, match=r"buffer 'mean' of Holder was \(2,\) .* replaced by \(3,\)"):
+    module.register_buffer("mean", new)
+    with pytest.raises(ValueError, match=f"buffer 'mean' of Holder {words}"):
         changes_of(buffers)
     buffers.restore()
     assert module.get_buffer("mean").tolist() == [0.0, 0.0]
 
 
-def test_a_buffer_that_became_none_is_named() -> None:
-    module = Holder(mean=torch.zeros(1))
-    buffers = StepBuffers(module)
-    module.register_buffer("mean", None)
-    with pytest.raises(ValueError, match="buffer 'mean' of Holder became None"):
-        changes_of(buffers)
-
-
 def test_an_update_with_autograd_history_is_a_value_and_no_graph_outlives_the_chunk() -> None:
-    module = torch.nn.Linear(2, 2)
+    module = nn.Linear(2, 2)
     module.register_buffer("mean", torch.zeros(2))
     mean = module.get_buffer("mean")
     buffers = StepBuffers(module)
     mean.mul_(0.5).add_(module.weight.sum(0))
-    out = torch.empty(buffers.size, dtype=torch.float64)
-    buffers.changes(out, 1.0, True)
-    assert torch.equal(out[:2].float(), module.weight.sum(0)) and out[2:].all()
+    found = changes_of(buffers)
+    assert torch.equal(found[:2].float(), module.weight.sum(0)) and found[2:].all()
     buffers.restore()
     assert module.get_buffer("mean") is mean and not mean.requires_grad and not mean.any()
 
 
-def test_a_tied_buffer_replaced_between_steps_in_one_place_is_tied_no_more() -> None:
-    shared = torch.zeros(3)
-    module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
-    for part in module:
-        part.register_buffer("value", shared)
+def test_a_buffer_replaced_between_steps_is_the_one_that_counts_and_tied_no_more() -> None:
+    shared, new = torch.zeros(3), torch.ones(5, dtype=torch.int64)
+    module: Any = nn.Sequential(Holder(value=shared), Holder(value=shared))
     buffers = StepBuffers(module)
-    new = torch.ones(3)
     module[1].value = new
     buffers.begin_step()
     assert module[0].value is shared and module[1].value is new
     assert not shared.any() and new.all()
-
-
-def test_a_buffer_replaced_by_one_of_another_kind_between_steps_is_the_one_that_counts() -> None:
-    module = torch.nn.Identity()
-    module.register_buffer("value", torch.zeros(3))
-    buffers = StepBuffers(module)
-    module.value = torch.ones(5, dtype=torch.int64)
-    buffers.begin_step()
-    module.value += 1
-    assert values_and_flags(changes_of(buffers)) == ([2.0] * 5, [1.0] * 5)
+    module[1].value += 1
+    assert values_and_flags(buffers) == ([0.0] * 3 + [2.0] * 5, [0.0] * 3 + [1.0] * 5)
 
 
 def test_what_is_named_as_state_is_restored_and_reported_whatever_it_is() -> None:
@@ -352,24 +305,11 @@ def test_what_is_named_as_state_is_restored_and_reported_whatever_it_is() -> Non
     module.wide[0] += 2
     module.frozen.data.add_(3)
     module.count += 4
-    changes = changes_of(buffers)
-    values, flags = values_and_flags(changes)
+    values, flags = values_and_flags(buffers)
     assert sorted(values) == [0, 0, 1, 1, 2, 3, 4] and sum(flags) == 7
+    changes = changes_of(buffers)
     buffers.restore()
     assert module.spectrum.tolist() == [1, 1] and not module.wide.any() and not module.frozen and not module.count
     buffers.take_over(changes)
     assert module.spectrum.tolist() == [1j, 1j] and module.wide.tolist() == [2, 2, 2]
     assert module.frozen.item() == 3 and module.count.item() == 4
-
-
-def test_state_that_is_too_large_to_be_copied_is_refused_by_name() -> None:
-    module = Holder(large=torch.zeros(LARGEST_STATISTIC + 1))
-    with pytest.raises(ValueError, match=f"forward writes 'large', which has {LARGEST_STATISTIC + 1} elements"):
-        StepBuffers(module).include(["large"])
-
-
-@pytest.mark.parametrize("buffer", [torch.zeros(3).to_sparse(), torch.zeros(1).expand(3)])
-def test_buffers_that_cannot_be_statistics_are_left_alone(buffer: torch.Tensor) -> None:
-    module = torch.nn.Identity()
-    module.register_buffer("value", buffer)
-    assert StepBuffers(module).size == 0

@@ -154,39 +154,43 @@ def test_inputs_of_any_structure() -> None:
     (block,) = jacobian.blocks(inputs, Y, 23)
     assert jacobian.one_by_one == 0
     torch.testing.assert_close(block.rows, rows(module, difference(module, inputs, Y)), rtol=1e-12, atol=1e-13)
+    mlp = module.mlp  # and a sample that is not one of several
+    (block,) = Jacobian(mlp, trained(mlp), MeanSquare(difference)).blocks(X[0], Y[0], None)
+    torch.testing.assert_close(block.rows, rows(mlp, difference(mlp, X[0], Y[0])), rtol=1e-12, atol=1e-13)
 
 
-def test_a_sample_that_is_not_one_of_several() -> None:
-    module = Mlp().double()
-    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
-    (block,) = jacobian.blocks(X[0], Y[0], None)
-    torch.testing.assert_close(block.rows, rows(module, difference(module, X[0], Y[0])), rtol=1e-12, atol=1e-13)
-
-
-def test_what_is_no_residual() -> None:
-    module = Mlp().double()
-
-    def of(residual: Any) -> list[Any]:
-        return [*Jacobian(module, trained(module), MeanSquare(residual)).blocks(X, Y, 23)]
-
-    with pytest.raises(ValueError, match=r"`residual` returned shape \(\) for 23 samples"):
-        of(lambda module, inputs, targets: module(inputs).sum())
-    with pytest.raises(TypeError, match="`residual` must return a tensor"):
-        of(lambda module, inputs, targets: [module(inputs)])
-    with pytest.raises(TypeError, match=r"got torch.complex128: return torch.view_as_real of it"):
-        of(lambda module, inputs, targets: torch.complex(module(inputs), targets))
-    with pytest.raises(ValueError, match="depend on the other samples of its chunk, or on random numbers"):
-        of(lambda module, inputs, targets: module(inputs) - module(inputs).mean())
-    with pytest.raises(ValueError, match="depend on the other samples of its chunk, or on random numbers"):
-        of(lambda module, inputs, targets: nn.functional.dropout(module(inputs)))
-    with pytest.raises(ArithmeticError, match="mine"):
-        of(raises)
-    constant = of(lambda module, inputs, targets: targets)
-    assert not any(block.rows.any() for block in constant)
+def complex_numbers(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
+    return torch.complex(module(inputs), targets)
 
 
 def raises(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
     raise ArithmeticError("mine")
+
+
+DEPENDS = "depend on the other samples of its chunk, or on random numbers"
+
+
+@pytest.mark.parametrize(
+    "residual, error, words",
+    [
+        (lambda module, x, y: module(x).sum(), ValueError, r"`residual` returned shape \(\) for 23 samples"),
+        (lambda module, x, y: [module(x)], TypeError, "`residual` must return a tensor"),
+        (complex_numbers, TypeError, "got torch.complex128: return torch.view_as_real of it"),
+        (lambda module, x, y: module(x) - module(x).mean(), ValueError, DEPENDS),
+        (lambda module, x, y: nn.functional.dropout(module(x)), ValueError, DEPENDS),
+        (raises, ArithmeticError, "mine"),
+    ],
+)
+def test_what_is_no_residual(residual: Any, error: type[Exception], words: str) -> None:
+    module = Mlp().double()
+    with pytest.raises(error, match=words):
+        [*Jacobian(module, trained(module), MeanSquare(residual)).blocks(X, Y, 23)]
+
+
+def test_a_residual_that_does_not_depend_on_the_parameters_has_rows_of_zeros() -> None:
+    module = Mlp().double()
+    constant = Jacobian(module, trained(module), MeanSquare(lambda module, x, y: y)).blocks(X, Y, 23)
+    assert not any(block.rows.any() for block in constant)
 
 
 def test_bad_samples_do_not_decide_the_way() -> None:

@@ -1,10 +1,14 @@
+"""Shared memory, and how much of it is said to be free, from files as the kernel writes them."""
+
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt_workers.data import memory
+from batchopt_workers.data.mapping import free_memory
 from batchopt_workers.data.memory import ALIGNMENT, SharedBlock, aligned
 
 
@@ -19,6 +24,25 @@ def descriptors() -> list[str]:
     """The open descriptors of this process, without those that only wait for the garbage collector."""
     gc.collect()
     return os.listdir("/proc/self/fd")
+
+
+@pytest.fixture
+def all_closed() -> Iterator[None]:
+    """The test leaves no descriptor."""
+    before = descriptors()
+    yield
+    assert descriptors() == before
+
+
+@contextmanager
+def limited(what: int, number: int) -> Iterator[None]:
+    """Under a limit of this process."""
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
 
 
 @given(st.integers(0, 2**40))
@@ -35,30 +59,21 @@ def test_a_new_block_holds_what_was_asked_for_and_is_zero(nbytes: int) -> None:
     assert not block.tensor(torch.uint8, (block.nbytes,)).any()
 
 
-def test_two_mappings_of_one_descriptor_are_the_same_memory() -> None:
+def test_two_mappings_of_one_descriptor_are_the_same_memory_from_an_offset_on() -> None:
     block = SharedBlock.create(64)
     other = SharedBlock(os.dup(block.fd))
-    block.tensor(torch.float32, (4,)).copy_(torch.arange(4.0))
     assert other.nbytes == block.nbytes
-    assert other.tensor(torch.float32, (2, 2)).tolist() == [[0.0, 1.0], [2.0, 3.0]]
-
-
-def test_a_tensor_views_the_bytes_from_its_offset_on() -> None:
-    block = SharedBlock.create(64)
+    block.tensor(torch.float32, (4,), offset=16).copy_(torch.arange(4.0))
+    assert other.tensor(torch.float32, (2, 2), offset=16).tolist() == [[0.0, 1.0], [2.0, 3.0]]
     block.tensor(torch.int64, (2,), offset=16).fill_(-1)
-    assert block.tensor(torch.uint8, (64,)).tolist() == [0] * 16 + [255] * 16 + [0] * 32
+    assert other.tensor(torch.uint8, (64,)).tolist() == [0] * 16 + [255] * 16 + [0] * 32
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
-def test_an_empty_tensor_needs_no_room(shape: tuple[int, ...]) -> None:
+def test_an_empty_tensor_needs_no_room_and_one_past_the_end_is_refused() -> None:
     block = SharedBlock.create(1)
-    tensor = block.tensor(torch.float64, shape, offset=block.nbytes)
-    assert tensor.shape == shape
-    assert tensor.dtype is torch.float64
-
-
-def test_a_tensor_past_the_end_is_refused() -> None:
-    block = SharedBlock.create(1)
+    for shape in ((0,), (3, 0, 2)):
+        tensor = block.tensor(torch.float64, shape, offset=block.nbytes)
+        assert tensor.shape == shape and tensor.dtype is torch.float64
     with pytest.raises(ValueError, match="buffer length"):
         block.tensor(torch.uint8, (block.nbytes + 1,))
 
@@ -73,47 +88,34 @@ def test_a_tensor_keeps_the_memory_when_the_block_is_gone() -> None:
     assert other.tensor(torch.float32, (3,)).tolist() == [7.0, 7.0, 7.0]
 
 
-def test_release_closes_the_descriptor_and_may_be_called_twice() -> None:
-    block = SharedBlock.create(1)
+@pytest.mark.usefixtures("all_closed")
+def test_a_descriptor_is_closed_on_release_or_when_nobody_holds_the_block_and_is_not_inherited() -> None:
+    block, other = SharedBlock.create(1), SharedBlock.create(1)
+    assert not os.get_inheritable(block.fd)
+    assert os.fstat(other.fd)
     block.release()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(block.fd)
     block.release()
 
 
-def test_a_block_that_nobody_holds_leaves_no_descriptor() -> None:
-    before = descriptors()
-    block = SharedBlock.create(1)
-    assert len(descriptors()) > len(before)
-    del block
-    assert descriptors() == before
-
-
-def test_programs_that_are_started_do_not_inherit_the_descriptor() -> None:
-    assert not os.get_inheritable(SharedBlock.create(1).fd)
-
-
-def test_a_size_that_no_machine_has_is_a_memory_error_and_leaves_no_descriptor() -> None:
-    before = descriptors()
+@pytest.mark.usefixtures("all_closed")
+def test_a_size_that_no_machine_has_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="MB of shared memory"):
         SharedBlock.create(2**63)
-    assert descriptors() == before
 
 
-def test_a_limit_of_the_length_of_files_is_named_and_no_descriptor_left() -> None:
-    before = descriptors()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-    try:
-        with pytest.raises(OSError, match=r"files of this process may have no more than 1048576: raise .*`ulimit -f`"):
-            SharedBlock.create(2_000_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert descriptors() == before
+@pytest.mark.usefixtures("all_closed")
+def test_a_limit_of_the_length_of_files_is_named() -> None:
+    with (
+        limited(resource.RLIMIT_FSIZE, 2**20),
+        pytest.raises(OSError, match=r"files of this process may have no more than 1048576: raise .*`ulimit -f`"),
+    ):
+        SharedBlock.create(2_000_000)
 
 
+@pytest.mark.usefixtures("all_closed")
 def test_more_than_is_free_is_a_memory_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = descriptors()
     monkeypatch.setattr(memory, "free_memory", lambda: 64_000_000)
     with pytest.raises(MemoryError) as caught:
         SharedBlock.create(812_000_000)
@@ -122,11 +124,7 @@ def test_more_than_is_free_is_a_memory_error_with_both_numbers(monkeypatch: pyte
         "machine or the container more memory"
     )
     assert SharedBlock.create(64_000_000).nbytes == 64_000_000
-    assert descriptors() == before
-
-
-def test_what_is_free_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: None)
+    monkeypatch.setattr(memory, "free_memory", lambda: None)  # unknown
     assert SharedBlock.create(1).nbytes > 0
     with pytest.raises(MemoryError, match=r"MB of shared memory are needed: use a smaller batch"):
         SharedBlock.create(2**63)
@@ -135,25 +133,19 @@ def test_what_is_free_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("spare", [0, 1], ids=["none", "one"])
 def test_no_descriptor_left_is_an_os_error_with_the_limit(spare: int) -> None:
     """A block needs two descriptors: its own, and that of its mapping."""
-    gc.collect()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 8
+    limit = max(map(int, descriptors())) + 8
     taken = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        with contextlib.suppress(OSError):
+    with limited(resource.RLIMIT_NOFILE, limit):
+        with suppress(OSError):
             while True:
                 taken.append(os.dup(0))
         for _ in range(spare):
             os.close(taken.pop())
-        with pytest.raises(
-            OSError, match=rf"this process may have no more than {limit}: raise .*`ulimit -n`"
-        ) as caught:
+        words = rf"this process may have no more than {limit}: raise .*`ulimit -n`"
+        with pytest.raises(OSError, match=words) as caught:
             SharedBlock.create(1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in taken:
-            os.close(descriptor)
+    for descriptor in taken:
+        os.close(descriptor)
     assert caught.value.errno == errno.EMFILE
     assert SharedBlock.create(1).nbytes > 0
 
@@ -177,3 +169,60 @@ def test_a_system_that_forbids_shared_memory_is_named(call: str, monkeypatch: py
     monkeypatch.setattr(os, call, forbidden)
     with pytest.raises(OSError, match=r"does not let the process make shared memory .*memfd_create, fallocate"):
         SharedBlock.create(1)
+
+
+# ---- what is free
+
+MEMINFO = """MemTotal:       24684084 kB
+MemFree:        10000000 kB
+MemAvailable:   12000000 kB
+SwapTotal:       2000000 kB
+SwapFree:        1000000 kB
+HugePages_Total:       0
+"""
+MACHINE = 13_000_000 * 1024
+SWAP = 1_000_000 * 1024
+
+
+def version_2(limit: str, current: str = "600\n") -> dict[str, str]:
+    stat = "anon 500\ninactive_file 60\nactive_file 40\nslab 7\n"
+    return {"memory.max": limit, "memory.current": current, "memory.stat": stat}
+
+
+def version_1(limit: int) -> dict[str, str]:
+    return {
+        "memory/memory.limit_in_bytes": f"{limit}\n",
+        "memory/memory.usage_in_bytes": "600\n",
+        "memory/memory.stat": "cache 70\ninactive_file 1\ntotal_inactive_file 60\ntotal_active_file 40\n",
+    }
+
+
+@pytest.mark.parametrize(
+    "meminfo, group, free",
+    [
+        (MEMINFO, {}, MACHINE),
+        ("MemAvailable: 5 kB\n", {}, 5 * 1024),  # no swap
+        *((text, version_2("1000\n"), None) for text in (None, "", "MemFree: 1 kB\n", "MemAvailable: none\n")),
+        ("MemAvailable\n", version_2("1000\n"), None),
+        # in a container: what is below its limit, and what only caches
+        (MEMINFO, version_2("1000\n"), 1000 - 600 + 100 + SWAP),
+        (MEMINFO, version_1(1000), 1000 - 600 + 100 + SWAP),
+        (MEMINFO, version_2("400\n"), SWAP),  # it is over its limit
+        # without a limit, or where it is not known
+        (MEMINFO, version_2("max\n"), MACHINE),
+        (MEMINFO, version_1(9223372036854771712), MACHINE),
+        (MEMINFO, version_2("400\n", "unreadable\n"), MACHINE),
+        (MEMINFO, {"memory.max": "400\n"}, MACHINE),
+    ],
+)
+def test_what_is_free(tmp_path: Path, meminfo: str | None, group: dict[str, str], free: int | None) -> None:
+    for name, text in {"meminfo": meminfo, **{f"cgroup/{name}": text for name, text in group.items()}}.items():
+        if text is not None:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path / "meminfo", tmp_path / "cgroup") == free
+
+
+def test_the_machine_at_hand_has_something_free() -> None:
+    found = free_memory()
+    assert found is None or found > 2**20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from batchopt_workers.data.memory import GrowingFile, anonymous_file
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.tasks import forms
 from batchopt_workers.tasks.forms import FileOutput, MemoryOutput, Output, rows_form, write_results
+from tests.workers.test_memory import limited
 
 ROWS = {
     "plain": torch.arange(21.0).view(7, 3),
@@ -88,16 +87,6 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         to.write(form.columns, tensors, 0, 1000, 1000)
     small, tensors = rows_form(torch.zeros(10, 10), 10)
     to.write(small.columns, tensors, 0, 10, 10)
-
-
-@contextmanager
-def limited(what: int, number: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (number, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, (soft, hard))
 
 
 def test_limits_of_this_process_are_named() -> None:

@@ -1,3 +1,5 @@
+"""Vectors of gradients: the slot of each parameter, and the rows in which gradients and changes are summed."""
+
 from __future__ import annotations
 
 import os
@@ -18,11 +20,37 @@ def layout_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> L
     return Layout.of([(f"p{i}", torch.empty(shape)) for i, shape in enumerate(shapes)], dtype)
 
 
+@given(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6))
+@settings(deadline=None)
+def test_slots_follow_one_another_without_gaps_and_views_share_the_memory_of_the_vector(
+    shapes: list[tuple[int, ...]],
+) -> None:
+    layout, end = layout_of(*shapes), 0
+    for i, (slot, shape) in enumerate(zip(layout.slots, shapes, strict=True)):
+        assert (slot.name, slot.shape, slot.offset) == (f"p{i}", shape, end)
+        assert slot.numel == torch.empty(shape).numel()
+        end += slot.numel
+    assert layout.size == end
+    vector = torch.arange(end)
+    views = layout.views(vector)
+    assert [view.shape for view in views] == shapes
+    assert [x for view in views for x in view.flatten().tolist()] == list(range(end))
+    for view in views:
+        view.fill_(-1)
+    assert vector.tolist() == [-1] * end
+
+
+def rows_of(layout: Layout, changes: int, count: int, in_block: bool) -> Rows:
+    block = SharedBlock.create(rows_nbytes(layout, changes, count)) if in_block else None
+    return Rows(layout, changes, count, block, CPU)
+
+
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 5), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_rows_neither_overlap_nor_leave_their_bytes(size: int, changes: int, count: int, in_block: bool) -> None:
     layout = layout_of((size,))
     nbytes = rows_nbytes(layout, changes, count)
+    assert nbytes == count * rows_nbytes(layout, changes, 1) and rows_nbytes(layout, changes, 0) == 0
     block = SharedBlock.create(nbytes + 64) if in_block else None
     rows = Rows(layout, changes, count, block, CPU)
     assert len(rows) == count
@@ -34,13 +62,13 @@ def test_rows_neither_overlap_nor_leave_their_bytes(size: int, changes: int, cou
         assert rows[i].changes.tolist() == [-i - 1] * changes
     if block is not None:
         assert not block.tensor(torch.uint8, (64,), nbytes).any()
+        if size and changes:
+            assert all(t.data_ptr() % ALIGNMENT == 0 for row in rows for t in (row.gradient, row.changes))
 
 
 @pytest.mark.parametrize("in_block", [False, True])
 def test_the_views_of_a_row_are_its_gradient_in_each_parameters_shape(in_block: bool) -> None:
-    layout = layout_of((2, 3), (), (4,))
-    block = SharedBlock.create(rows_nbytes(layout, 0, 1)) if in_block else None
-    row = Rows(layout, 0, 1, block, CPU)[0]
+    row = rows_of(layout_of((2, 3), (), (4,)), 0, 1, in_block)[0]
     row.gradient.copy_(torch.arange(11.0))
     assert [view.tolist() for view in row.views] == [[[0, 1, 2], [3, 4, 5]], 6, [7, 8, 9, 10]]
 
@@ -48,16 +76,18 @@ def test_the_views_of_a_row_are_its_gradient_in_each_parameters_shape(in_block: 
 @pytest.mark.parametrize("in_block", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "summed"),
-    [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
 )
 def test_sums_are_in_single_precision_at_least_and_changes_in_double(
     dtype: torch.dtype, summed: torch.dtype, in_block: bool
 ) -> None:
-    layout = layout_of((3,), dtype=dtype)
-    block = SharedBlock.create(rows_nbytes(layout, 2, 1)) if in_block else None
-    row = Rows(layout, 2, 1, block, CPU)[0]
-    assert row.gradient.dtype is summed
-    assert row.changes.dtype is torch.float64
+    row = rows_of(layout_of((3,), dtype=dtype), 2, 1, in_block)[0]
+    assert row.gradient.dtype is summed and row.changes.dtype is torch.float64
 
 
 def test_rows_over_one_block_are_the_same_memory_in_another_mapping() -> None:
@@ -70,17 +100,3 @@ def test_rows_over_one_block_are_the_same_memory_in_another_mapping() -> None:
     assert ours[1].gradient.tolist() == [0, 1, 2, 3, 4]
     assert ours[1].changes.tolist() == [0, 1, 2]
     assert not ours[0].gradient.any()
-
-
-def test_every_row_in_a_block_begins_on_a_cache_line() -> None:
-    layout = layout_of((5,))
-    rows = Rows(layout, 3, 3, SharedBlock.create(rows_nbytes(layout, 3, 3)), CPU)
-    for i in range(3):
-        assert rows[i].gradient.data_ptr() % ALIGNMENT == 0
-        assert rows[i].changes.data_ptr() % ALIGNMENT == 0
-
-
-def test_more_rows_need_no_more_than_their_share() -> None:
-    layout = layout_of((5,))
-    assert rows_nbytes(layout, 3, 7) == 7 * rows_nbytes(layout, 3, 1)
-    assert rows_nbytes(layout, 3, 0) == 0

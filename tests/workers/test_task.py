@@ -1,31 +1,48 @@
-"""What a task does with a module leaves the module as it was."""
+"""What a task does with a module leaves the module as it was; derivatives of a piece are those of plain autograd."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.batch import Batch, Columns, Part, Piece
 from batchopt_workers.data.layout import Layout, Slot
-from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings
+from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
+from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.forms import MemoryOutput
+from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings, Task
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 
-X = torch.linspace(-1.0, 1.0, 30).view(5, 6)
+X = torch.linspace(-1.0, 2.0, 30).view(5, 6).sin()
+CUT = Cut((0, 5))
 
 
-def around(module: nn.Module) -> Surroundings:
-    worker, parameters = Worker(0, 1, torch.device("cpu"), module), list(module.parameters())
-    return Surroundings(
-        worker, module, parameters, lambda: torch.zeros(()), no_residuals, 1.0, lambda cut, gradient: ((), X)
-    )
+def piece(inputs: Any = X) -> Piece:
+    return Piece(inputs, None, None, range(5), 1.0)
 
 
-def piece(targets: torch.Tensor | None = None) -> Piece:
-    return Piece(X, targets, None, range(5), 1.0)
+def around(module: nn.Module, inputs: Any = X, weight: float = 1.0) -> Surroundings:
+    """Of a loss that is the sum of the squared outputs; an evaluation returns the parameters as its gradient."""
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = module(inputs).square().sum()
+        return found
+
+    def evaluate(cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        return (loss().item(),), torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    worker = Worker(0, 1, torch.device("cpu"), module)
+    return Surroundings(worker, module, list(module.parameters()), loss, no_residuals, weight, evaluate)
 
 
 class Careful(nn.Dropout):
@@ -82,17 +99,6 @@ def test_a_module_with_a_train_of_its_own_is_asked_each_time() -> None:
     assert [part.training for part in module.modules()] == [True, True, False]
 
 
-def test_hooks_on_layers_are_gone_whatever_happens() -> None:
-    module = Mlp()
-    assert list(Applied(None, layers=("first",))(piece(), around(module))) == ["first"]
-    for function in (lambda m, inputs, targets: 1 / 0, lambda m, inputs, targets: m.first(inputs) + m.first(inputs)):
-        with pytest.raises((ArithmeticError, ValueError)):
-            Applied(function, layers=("first",))(piece(), around(module))
-    with pytest.raises(ValueError, match="layer 'second' was not called"):
-        Applied(lambda m, inputs, targets: inputs, layers=("second",))(piece(), around(module))
-    assert not any(part._forward_hooks for part in module.modules())
-
-
 def test_graphs_are_recorded_if_they_are_asked_for() -> None:
     module = Mlp()
     with torch.no_grad():
@@ -142,3 +148,109 @@ def test_rows_for_sums_keep_what_they_have_while_their_layout_is_the_same() -> N
     assert len(rows) == 3 and rows[0].gradient.tolist() == [5] * 3
     assert totals.rows(layout, 2) is rows
     assert len(totals.rows(Layout((Slot("", (2,), 0),), torch.float32), 1)) == 1
+
+
+# ---- derivatives
+
+
+def test_gradients_with_respect_to_inputs_keep_their_structure() -> None:
+    module, x = Mlp().double(), X.double()
+    given = {"x": x, "index": torch.arange(5), "unused": torch.ones(5)}
+    of_all = piece(given)
+    surroundings = around(module, weight=0.5)._replace(loss=lambda: module(of_all.inputs["x"]).square().sum())
+    found = InputGradients()(of_all, surroundings)
+    assert of_all.inputs is given and not x.requires_grad and all(p.grad is None for p in module.parameters())
+    inputs = x.clone().requires_grad_()
+    (0.5 * module(inputs).square().sum()).backward()
+    torch.testing.assert_close(found["x"], inputs.grad)
+    assert found["index"] is None and not found["unused"].any()
+    whole = piece(torch.arange(5))
+    with pytest.raises(TypeError, match="nothing to differentiate by"):
+        InputGradients()(whole, around(module))
+    assert not whole.inputs.requires_grad
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_with_several_directions(frozen: bool) -> None:
+    module = Mlp().double()
+    module.second.requires_grad_(not frozen)
+    surroundings = around(module, X.double(), 2.0)
+    size = sum(p.numel() for p in module.parameters())
+    directions = torch.linspace(-1, 1, 2 * size, dtype=torch.float64).view(2, size)
+    module.first.weight.grad = torch.ones_like(module.first.weight)
+    found = HessianProducts(directions)(piece(), surroundings)
+    assert module.first.weight.grad.eq(1).all() and module.first.bias.grad is None
+    trained = [p for p in module.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    gradients = torch.autograd.grad(surroundings.loss(), trained, create_graph=True)
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for direction, product in zip(directions, found, strict=True):
+        expected = torch.autograd.grad(2.0 * flat @ direction[:count], trained, retain_graph=True)
+        torch.testing.assert_close(product[:count], torch.cat([part.flatten() for part in expected]))
+        assert not product[count:].any()
+    assert not HessianProducts(directions)(piece(), surroundings._replace(weight=0.0)).any()
+
+
+def test_parameters_are_back_in_their_memory_after_points_whatever_happens() -> None:
+    module = Mlp()
+    memory = [p.data_ptr() for p in module.parameters()]
+    points = torch.zeros(3, sum(p.numel() for p in module.parameters()))
+    points[1] = 1.0
+    found = AtPoints(CUT, True)(piece(points), around(module))
+    assert torch.equal(found["gradients"], points) and found["losses"][0] == 0 != found["losses"][1]
+    assert list(AtPoints(CUT, False)(piece(points), around(module))) == ["losses"]
+    assert [p.data_ptr() for p in module.parameters()] == memory
+
+    def fails(cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        AtPoints(CUT, True)(piece(points), around(module)._replace(evaluate=fails))
+    assert [p.data_ptr() for p in module.parameters()] == memory
+
+
+# ---- orders of tasks, carried out chunk by chunk
+
+
+SIZE = 12
+ROWS = torch.linspace(-1, 2, SIZE * 3).sin().view(SIZE, 3)
+
+
+def carried_out(bounds: tuple[int, ...], kind: Kind, function: Any, runs: Sequence[tuple[int, int]]) -> Any:
+    """What is collected, or summed, if these runs of chunks are ordered one after the other."""
+    module = nn.Linear(3, 2)
+    program, worker = Program(module, None, (None,), 0), Worker(0, 1, torch.device("cpu"), module, None)
+    evaluator = Evaluator(program, worker, list(module.parameters()), StepBuffers(module))
+    tasks, output = evaluator.tasks, MemoryOutput()
+    part = Part(Columns(ROWS), None, None, Weighting("mean", SIZE))
+    tasks.begin(Task(Applied(function), aside=True), Batch((part,)))
+    tasks.output, tasks.loaded.cut = output, Cut(bounds)
+    for first, last in runs:
+        for done in tasks.evaluate(Order(1, 0, first, last, kind), evaluator):
+            report, form = done.report(), done.form
+    rows = tasks._rows
+    tasks.end()
+    with pytest.raises(RuntimeError, match="no task was begun"):
+        _ = tasks.loaded
+    if kind is Kind.COLLECT:
+        assert form is not None
+        return form.filled(output.tensors)
+    (summary,) = report.summaries
+    assert rows is not None
+    return rows[summary.row].views
+
+
+def sums(module: nn.Module, inputs: torch.Tensor, targets: None) -> Any:
+    return inputs.sum(0), inputs[0, 0] > 0
+
+
+@given(st.sets(st.integers(1, SIZE - 1), max_size=6), st.randoms())
+def test_runs_in_any_order_make_the_same_rows_and_the_same_sum(cuts: set[int], random: Any) -> None:
+    bounds = (0, *sorted(cuts), SIZE)
+    runs = [(chunk, chunk + 1) for chunk in range(len(bounds) - 1)]
+    in_order = carried_out(bounds, Kind.TOTAL, sums, [(0, len(runs))])
+    random.shuffle(runs)
+    assert torch.equal(carried_out(bounds, Kind.COLLECT, lambda m, inputs, targets: inputs * 2, runs), 2 * ROWS)
+    assert all(map(torch.equal, in_order, carried_out(bounds, Kind.TOTAL, sums, runs)))
+    # chunks are summed in their own dtype
+    torch.testing.assert_close(in_order[0], ROWS.double().sum(0), rtol=1e-5, atol=1e-5)

@@ -90,19 +90,6 @@ def test_chunks_in_order_leave_few_partials(count: int, data: st.DataObject) -> 
     assert len(fold) <= max(2 * (last - first).bit_length(), 1)
 
 
-@given(st.integers(1, 100), st.data())
-@settings(deadline=None)
-def test_most_held_is_an_upper_bound_that_is_reached(count: int, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, count - 1))
-    last = data.draw(st.integers(first, count))
-    fold = Fold(count, join)
-    held = [0]
-    for chunk in range(first, last):
-        held.append(len(fold) + 1)
-        fold.add(Node(0, chunk), str(chunk))
-    assert most_held(first, last, count) == max(held)
-
-
 @st.composite
 def evaluated(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     """Every chunk of a batch by at least one of up to five workers, in any order, some by several."""
@@ -129,7 +116,9 @@ def below(node: Node, count: int) -> set[int]:
 
 @given(st.integers(1, 100), st.data())
 @settings(deadline=None)
-def test_most_held_counts_what_the_worker_holds_already(count: int, data: st.DataObject) -> None:
+def test_most_held_is_an_upper_bound_that_is_reached_with_what_the_worker_holds_already(
+    count: int, data: st.DataObject
+) -> None:
     fold = Fold(count, join)
     for chunk in data.draw(st.lists(st.integers(0, count - 1), unique=True)):
         fold.add(Node(0, chunk), str(chunk))
@@ -143,29 +132,18 @@ def test_most_held_counts_what_the_worker_holds_already(count: int, data: st.Dat
     assert most_held(first, last, count, held) == max(rows)
 
 
-def test_a_worker_that_holds_two_runs_needs_a_row_for_each_and_one_to_work_in() -> None:
-    assert most_held(4, 5, 8) == 1
-    assert most_held(4, 5, 8, (Node(0, 0), Node(0, 2))) == 3
-    assert most_held(3, 3, 8, (Node(0, 0), Node(0, 2))) == 0
-
-
 @given(evaluated())
 @settings(deadline=None)
-def test_maximal_nodes_are_disjoint_and_cover_what_was_evaluated(work: tuple[int, list[list[int]]]) -> None:
+def test_maximal_nodes_are_disjoint_and_merge_into_the_whole_with_each_chunk_once(
+    work: tuple[int, list[list[int]]],
+) -> None:
     count, workers = work
-    found = [node for chunks in workers for node in nodes_of(chunks, count)]
+    found = {node: partial for chunks in workers for node, partial in nodes_of(chunks, count).items()}
     kept = maximal(found, count)
     assert kept <= set(found)
     assert sorted(chunk for node in kept for chunk in below(node, count)) == list(range(count))
-
-
-@given(evaluated())
-@settings(deadline=None)
-def test_maximal_nodes_merge_into_the_whole_with_each_chunk_once(work: tuple[int, list[list[int]]]) -> None:
-    count, workers = work
-    found = {node: partial for chunks in workers for node, partial in nodes_of(chunks, count).items()}
     whole = Fold(count, join)
-    for node in maximal(found, count):
+    for node in kept:
         whole.add(node, found[node])
     assert whole.root == reference(top(count), count)
 
@@ -190,20 +168,6 @@ def test_a_node_is_maximal_unless_another_contains_it(drawn: tuple[int, list[Nod
     assert maximal(nodes, count) == expected
 
 
-@pytest.mark.parametrize(
-    "nodes, kept",
-    [
-        ([], set()),
-        ([Node(0, 1), Node(1, 0)], {Node(1, 0)}),
-        ([Node(0, 1), Node(2, 0), Node(0, 4)], {Node(2, 0), Node(0, 4)}),
-        ([Node(0, 4), Node(2, 1)], {Node(2, 1)}),
-        ([Node(3, 0), Node(0, 0), Node(2, 1)], {Node(3, 0)}),
-    ],
-)
-def test_what_lies_below_another_is_not_maximal(nodes: list[Node], kept: set[Node]) -> None:
-    assert maximal(nodes, 5) == kept
-
-
 def test_a_partial_that_is_none_is_merged_like_any_other() -> None:
     merged: list[tuple[None, None]] = []
     fold: Fold[None] = Fold(5, lambda left, right: merged.append((left, right)))
@@ -212,12 +176,6 @@ def test_a_partial_that_is_none_is_merged_like_any_other() -> None:
     assert len(merged) == 4
     assert fold.partials == [(Node(3, 0), None)]
     assert fold.root is None
-
-
-def test_a_single_chunk_is_the_root_and_nothing_is_merged() -> None:
-    fold = Fold(1, join)
-    fold.add(Node(0, 0), "only")
-    assert fold.root == "only"
 
 
 def test_a_node_whose_sibling_is_past_the_end_is_its_own_parent() -> None:

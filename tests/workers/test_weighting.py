@@ -1,3 +1,5 @@
+"""What samples count: their part of a mean or a sum, what divides a mean, and their numbers within terms."""
+
 from __future__ import annotations
 
 import math
@@ -7,19 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.data.batch import Numbering
+from batchopt_workers.map.weighting import ClassDenominators, GivenDenominators, Weighting, class_denominators
 
 # 0 and numbers of very different magnitude, as class weights are.
 DENOMINATORS = st.lists(st.just(0.0) | st.floats(1e-6, 1e6), min_size=1, max_size=50)
+NOTHING = nn.Identity()
 
 
-def running_sum(denominators: list[float]) -> torch.Tensor:
-    return torch.tensor([0.0, *denominators], dtype=torch.float64).cumsum(0)
-
-
-def weighting_of(denominators: list[float]) -> Weighting:
-    return Weighting("mean", len(denominators), running_sum(denominators))
+def weighting_of(denominators: list[float], reduction: str = "mean", divided_once: bool = False) -> Weighting:
+    running = torch.tensor([0.0, *denominators], dtype=torch.float64).cumsum(0)
+    return Weighting(reduction, len(denominators), running, divided_once=divided_once)
 
 
 def parts_of(size: int, data: st.DataObject) -> list[tuple[int, int]]:
@@ -32,15 +34,10 @@ def test_the_whole_batch_weighs_exactly_one_for_every_size(reduction: str) -> No
     assert [size for size in range(1, 201) if Weighting(reduction, size).of(0, size) != 1.0] == []
 
 
-@given(DENOMINATORS.filter(any))
-def test_the_whole_batch_weighs_exactly_one_whatever_its_denominators(denominators: list[float]) -> None:
-    assert weighting_of(denominators).of(0, len(denominators)) == 1.0
-
-
 @given(st.integers(1, 10**6), st.data())
 def test_the_parts_of_a_mean_sum_to_one(size: int, data: st.DataObject) -> None:
     weighting = Weighting("mean", size)
-    assert sum(weighting.of(start, stop) for start, stop in parts_of(size, data)) == pytest.approx(1.0, rel=1e-13)
+    assert sum(weighting.of(*part) for part in parts_of(size, data)) == pytest.approx(1.0, rel=1e-13)
 
 
 @given(DENOMINATORS.filter(any), st.data())
@@ -48,8 +45,9 @@ def test_the_parts_of_a_mean_over_denominators_sum_to_one_and_each_counts_its_ow
     denominators: list[float], data: st.DataObject
 ) -> None:
     weighting, total = weighting_of(denominators), math.fsum(denominators)
+    assert weighting.of(0, len(denominators)) == 1.0
     parts = parts_of(len(denominators), data)
-    assert sum(weighting.of(start, stop) for start, stop in parts) == pytest.approx(1.0, rel=1e-13)
+    assert sum(weighting.of(*part) for part in parts) == pytest.approx(1.0, rel=1e-13)
     for start, stop in parts:
         share = math.fsum(denominators[start:stop]) / total
         assert weighting.of(start, stop) == pytest.approx(share, rel=1e-13, abs=1e-13)
@@ -57,29 +55,76 @@ def test_the_parts_of_a_mean_over_denominators_sum_to_one_and_each_counts_its_ow
 
 @given(DENOMINATORS, st.booleans(), st.data())
 def test_every_part_of_a_sum_weighs_one(denominators: list[float], with_running: bool, data: st.DataObject) -> None:
-    weighting = Weighting("sum", len(denominators), running_sum(denominators) if with_running else None)
-    assert {weighting.of(start, stop) for start, stop in parts_of(len(denominators), data)} == {1.0}
+    weighting = weighting_of(denominators, "sum") if with_running else Weighting("sum", len(denominators))
+    assert {weighting.of(*part) for part in parts_of(len(denominators), data)} == {1.0}
 
 
 @given(st.integers(1, 20), st.data())
 def test_where_all_denominators_are_zero_every_weight_is_no_number(size: int, data: st.DataObject) -> None:
     weighting = weighting_of([0.0] * size)
-    assert all(math.isnan(weighting.of(start, stop)) for start, stop in parts_of(size, data))
+    assert all(math.isnan(weighting.of(*part)) for part in parts_of(size, data))
 
 
-def test_samples_that_count_nothing_weigh_exactly_zero() -> None:
+def test_what_counts_nothing_weighs_exactly_zero() -> None:
     weighting = weighting_of([0.1, 0.0, 0.0, 0.7, 0.0])
-    assert [weighting.of(start, stop) for start, stop in ((1, 2), (1, 3), (4, 5))] == [0.0, 0.0, 0.0]
-
-
-def test_no_samples_weigh_exactly_zero_in_a_mean() -> None:
+    assert [weighting.of(*part) for part in ((1, 2), (1, 3), (4, 5), (2, 2), (4, 4))] == [0.0] * 5
     assert Weighting("mean", 3).of(2, 2) == 0.0
-    assert weighting_of([0.1, 0.2, 0.7]).of(2, 2) == 0.0
 
 
 def test_a_mean_divides_by_the_sum_of_its_denominators_and_a_sum_by_one() -> None:
     assert Weighting("mean", 7).divisor == 7.0
-    assert Weighting("mean", 2, running_sum([0.0, 4.0]), divided_once=True).of(0, 1) == 0.25
-    assert math.isnan(Weighting("mean", 1, running_sum([0.0]), divided_once=True).of(0, 1))
+    assert weighting_of([0.0, 4.0], divided_once=True).of(0, 1) == 0.25
+    assert math.isnan(weighting_of([0.0], divided_once=True).of(0, 1))
     assert weighting_of([0.5, 0.0, 2.0]).divisor == 2.5
     assert Weighting("sum", 7).divisor == 1.0
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 5), (9, 2, 3)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_denominators_sum_to_what_torchs_mean_divides_by(shape: tuple[int, ...], weighted: bool) -> None:
+    torch.manual_seed(0)
+    classes, weight = torch.randint(0, 4, shape), torch.rand(4).double() if weighted else None
+    outputs = torch.randn(9, 4, *shape[1:]).double()
+    mean, total = (
+        nn.functional.cross_entropy(outputs, classes, weight, ignore_index=2, reduction=reduction)
+        for reduction in ("mean", "sum")
+    )
+    each = class_denominators(classes, weight, 2)
+    assert each.shape == (9,) and each.sum().item() == pytest.approx((total / mean).item(), rel=1e-12)
+
+
+def test_denominators_of_chunks_are_those_of_the_whole() -> None:
+    classes, weight = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, 0.5, 4.0])
+    found = ClassDenominators(weight, 2)
+    each = torch.cat([found(NOTHING, None, part) for part in (classes[:3], classes[3:])])
+    assert each.tolist() == [1.0, 0.5, 0.0, 0.5]
+    assert found(NOTHING, None, torch.rand(4, 3)).isnan().all()
+    with pytest.raises(TypeError, match="need targets that are a tensor; got NoneType"):
+        found(NOTHING, None, None)
+    of_the_user = GivenDenominators(lambda x, y: [1, 2])  # any sequence
+    assert of_the_user(NOTHING, None, None).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "samples, within",
+    [
+        (range(0, 5), {"pde": range(0, 5)}),
+        (range(4, 7), {"pde": range(4, 5), "bc": range(0, 1), "data": range(0, 1)}),
+        (range(7, 9), {"data": range(1, 3)}),
+        (range(6, 6), {}),
+    ],
+    ids=["one term", "all three", "the last", "nothing"],
+)
+def test_samples_are_found_within_their_terms(samples: range, within: dict[str, range]) -> None:
+    assert Numbering(("pde", "bc", "data"), (5, 1, 3)).within(samples) == within
+    alone = Numbering((None,), (9,))
+    assert alone.within(samples) == {} and list(alone.split(range(2, 4))) == [(0, range(2, 4))]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_each_sample_is_in_one_term_and_at_its_position(sizes: list[int], data: st.DataObject) -> None:
+    numbering = Numbering(tuple(map(str, range(len(sizes)))), tuple(sizes))
+    start = data.draw(st.integers(0, sum(sizes)))
+    stop = data.draw(st.integers(start, sum(sizes)))
+    found = [numbering.position(term, part) for term, part in numbering.split(range(start, stop))]
+    assert [index for part in found for index in part] == list(range(start, stop))

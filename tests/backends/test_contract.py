@@ -1,4 +1,4 @@
-"""The serial backend keeps the contract."""
+"""The backends of this machine keep the contract."""
 
 from __future__ import annotations
 
@@ -11,3 +11,10 @@ class TestSerial(Contract):
     backend = "serial"
     parallelize = 1
     processes = False
+
+
+class TestTwoProcesses(Contract):
+    """Two workers."""
+
+    backend = "process"
+    parallelize = 2
