@@ -327,12 +327,6 @@ def test_what_differs_is_measured_by_the_parts(whole: float, one: float, two: fl
     assert differs(Drawn(whole, one, two), 1e-6) is differ
 
 
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_it_is_turned_off_by_a_bool(value: Any) -> None:
-    with pytest.raises(TypeError, match="`check_cut` must be True or False"):
-        BatchOptimizer(Mlp(), root, check_cut=value)
-
-
 class Words(nn.Module):
     """Embeds words, and counts how often each is there in the gradient."""
 

@@ -47,21 +47,6 @@ def test_the_reduction_is_the_one_given_or_the_criterions_own(
 
 
 @pytest.mark.parametrize(
-    "given_reduction, criterion, message",
-    [
-        (None, torch.nn.MSELoss(reduction="none"), r"`criterion` has reduction='none': use reduction='mean' or 'sum'"),
-        ("mean", torch.nn.MSELoss(reduction="none"), r"`criterion` has reduction='none'"),
-        ("average", None, r"`reduction` must be 'mean' or 'sum', got 'average'"),
-        ("sum", torch.nn.MSELoss(), r"`reduction` is 'sum' but the criterion's own is 'mean'"),
-        ("mean", torch.nn.MSELoss(reduction="sum"), r"`reduction` is 'mean' but the criterion's own is 'sum'"),
-    ],
-)
-def test_impossible_reductions_are_refused(given_reduction: str | None, criterion: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolve_reduction(given_reduction, criterion)
-
-
-@pytest.mark.parametrize(
     "criterion, targets",
     [
         (torch.nn.CrossEntropyLoss(), Columns(torch.tensor([0, 1, 2, 1]))),

@@ -173,22 +173,6 @@ def test_what_is_read_of_a_dataset_stays_on_the_device_if_it_is_kept(cache: bool
         assert (on_device > 0) == cache
 
 
-@pytest.mark.parametrize(
-    "devices, parallelize, error, message",
-    [
-        ("cuda:0", 1, TypeError, "one device a worker"),
-        (["cpu", "cpu"], 3, ValueError, "2 entries for 3 workers"),
-        (["cpu"], 1, ValueError, "two workers or more"),
-        (["cpu", "gpu"], 1, ValueError, "no device"),
-        (["cpu", "meta"], 1, ValueError, "got 'meta'"),
-        (["cuda:99", "cpu"], 1, ValueError, "CUDA devices"),
-    ],
-)
-def test_devices_that_cannot_work(devices: object, parallelize: int, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=devices, parallelize=parallelize)  # type: ignore[arg-type]
-
-
 def test_workers_on_devices_cannot_be_added() -> None:
     with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=["cpu", "cpu"]) as opt:
         assert len(opt.workers) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -205,125 +204,6 @@ def test_a_removed_hook_is_forgotten() -> None:
     module = torch.nn.Linear(1, 1)
     module.weight.register_hook(torch.zeros_like).remove()  # type: ignore[no-untyped-call]
     assert [name for name, _ in trainable(module)] == ["weight", "bias"]
-
-
-def layer_and(*tensors: torch.Tensor) -> torch.nn.Module:
-    """An ordinary layer, then these as parameters: a refusal that came late would have moved the layer."""
-    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ParameterList(tensors))
-
-
-def with_frozen_part_of_a_parameter() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    weight = module.get_parameter("0.weight")
-    module.register_parameter("part", torch.nn.Parameter(weight.detach()[0], requires_grad=False))
-    return module
-
-
-def with_parameter_as_buffer() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    module.register_buffer("alias", module.get_parameter("0.weight").detach())
-    return module
-
-
-def with_hook() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    module.get_parameter("1.0").register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-    return module
-
-
-def with_accumulate_hook() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    module.get_parameter("1.0").register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
-    return module
-
-
-def integers_alone() -> torch.nn.Module:
-    return torch.nn.ParameterDict({"table": torch.nn.Parameter(torch.arange(3), requires_grad=False)})
-
-
-STORAGE = torch.arange(10.0)
-
-
-def holding(*tensors: torch.Tensor, buffers: tuple[torch.Tensor, ...] = ()) -> torch.nn.Module:
-    """A module with these parameters `p0`, `p1`, ... and buffers `b0`, `b1`, ..."""
-    module = torch.nn.Module()
-    for i, tensor in enumerate(tensors):
-        module.register_parameter(f"p{i}", torch.nn.Parameter(tensor))
-    for i, buffer in enumerate(buffers):
-        module.register_buffer(f"b{i}", buffer)
-    return module
-
-
-LONG = torch.zeros(100)
-REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "sparse": (lambda: holding(torch.zeros(2), torch.eye(2).to_sparse()), "'p1' is sparse"),
-    "expanded with a wide stride": (lambda: holding(torch.zeros(2, 100)[:, :1].expand(2, 3)), "'p0' is expanded"),
-    "strides that meet": (lambda: holding(torch.zeros(20).as_strided((2, 2), (3, 3))), "'p0' is expanded"),
-    "hidden behind a buffer": (
-        lambda: holding(LONG[30:40], buffers=(LONG, LONG[10:20])),
-        "'b0' and 'p0' are different",
-    ),
-    "lazy": (
-        lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3)),
-        r"parameter '1\.weight' is uninitialised \(a lazy module\): run one forward pass first",
-    ),
-    "all frozen": (
-        lambda: torch.nn.Linear(2, 2).requires_grad_(False),
-        r"`module` has no parameter with requires_grad=True \(2 frozen\)",
-    ),
-    "no parameters": (torch.nn.ReLU, r"no parameter with requires_grad=True \(0 frozen\)"),
-    "integers": (integers_alone, r"no parameter with requires_grad=True \(1 frozen\)"),
-    "two dtypes": (
-        lambda: layer_and(torch.ones(3, dtype=torch.float64)),
-        r"dtypes \{'float32': 2, 'float64': 1\} \('1\.0' is float64\): cast the module",
-    ),
-    "complex": (
-        lambda: layer_and(torch.ones(3, dtype=torch.complex128)),
-        r"dtypes \{'float32': 2, 'complex128': 1\} \('1\.0' is complex\): beside complex64 there may be float32",
-    ),
-    "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"on the meta device.*to_empty"),
-    "two devices": (lambda: layer_and(torch.ones(3, device="meta")), r"on 2 devices \{'cpu': 2, 'meta': 1\}"),
-    "overlap": (
-        lambda: layer_and(STORAGE[:6], STORAGE[4:]),
-        r"'1\.0' and '1\.1' are different tensors over one storage",
-    ),
-    "the same memory": (lambda: layer_and(STORAGE, STORAGE), r"are different tensors over one storage: to tie two"),
-    "frozen part": (with_frozen_part_of_a_parameter, r"'0\.weight' and 'part'|'part' and '0\.weight'"),
-    "buffer": (with_parameter_as_buffer, r"'0\.weight' and 'alias'|'alias' and '0\.weight'"),
-    "expanded": (lambda: layer_and(torch.ones(1).expand(3)), r"parameter '1\.0' is expanded"),
-    "hook": (with_hook, r"parameter '1\.0' has a hook; hooks on tensors do not travel to workers"),
-    "accumulate hook": (with_accumulate_hook, r"parameter '1\.0' has a hook"),
-}
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else ()
-
-
-def registrations(module: torch.nn.Module) -> list[tuple[object, ...]]:
-    known = [p for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter)]
-    return [(id(p), *_memory(p), p._version) for p in known]
-
-
-@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_flattened_is_refused_untouched(make: Callable[[], torch.nn.Module], message: str) -> None:
-    module = make()
-    before = registrations(module)
-    with pytest.raises(ValueError, match=message):
-        flatten(module)
-    assert registrations(module) == before
-
-
-def test_a_class_is_no_module() -> None:
-    wrong: Any = torch.nn.ReLU
-    with pytest.raises(TypeError, match=r"got the class ReLU - did you mean ReLU\(\)\?"):
-        trainable(wrong)
-
-
-def test_a_function_is_no_module() -> None:
-    wrong: Any = torch.relu
-    with pytest.raises(TypeError, match=r"`module` must be a torch\.nn\.Module instance; got builtin_function"):
-        trainable(wrong)
 
 
 def test_a_parameter_transposed_in_place_is_taken_over() -> None:

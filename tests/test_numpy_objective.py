@@ -146,7 +146,7 @@ def test_a_batch_is_needed() -> None:
     with pytest.raises(BatchoptError, match="no batch was loaded"):
         objective(x)
     opt.close()
-    with pytest.raises(BatchoptError, match="closed"):
+    with pytest.raises(BatchoptError, match="this BatchOptimizer was closed: build a new one"):
         objective(x)
 
 

@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "flat": (same_elements, r"'2\.weight' was \(2, 3\) torch\.float32 on cpu .* is now \(6,\)"),
     "dtype": (
         lambda module: module.double(),
-        r"'0\.weight' was \(3, 3\) torch\.float32 .* is now \(3, 3\) torch\.float64",
+        r"'0\.weight' was \(3, 3\) torch\.float32 .* is now \(3, 3\) torch\.float64 .*: give it values",
     ),
     "device": (lambda module: module.to("meta"), r"'0\.weight' was replaced.*module\.to"),
     "replaced": (replaced, r"'0\.bias' was replaced, .*keep the Parameter .*load_state_dict without assign"),
