@@ -18,6 +18,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker
+from tests.building import loaded
 from tests.pairs import paired
 from tests.workloads import WORKLOADS, Workload, cnn, mlp
 
@@ -220,8 +221,7 @@ class Noisy(nn.Module):
 def test_without_chunks_the_draws_of_a_step_stay_though_the_speeds_change(source: str) -> None:
     """Shares would follow the speeds, and other chunks draw other numbers: so they follow with the next step."""
     work = mlp()
-    with BatchOptimizer(Noisy(source), nn.MSELoss(), optimizer=None, parallelize=2, prehook=Slowing()) as opt:
-        opt.load(work.inputs, work.targets)
+    with loaded(Noisy(source), nn.MSELoss(), work.inputs, work.targets, parallelize=2, prehook=Slowing()) as opt:
         first = opt.evaluate()
         planned = [opt._function.ready().plan.samples()]
         for _ in range(10):
@@ -243,8 +243,7 @@ def test_what_a_hook_draws_keeps_the_chunks_too(first: str) -> None:
     """Also after the loss's cut was checked, without hooks, and if a product comes first."""
     work = mlp()
     loss = nn.functional.mse_loss  # of the user's own, for all that is known
-    with BatchOptimizer(work.module, loss, optimizer=None, parallelize=2, prehook=noise) as opt:
-        opt.load(work.inputs, work.targets)
+    with loaded(work.module, loss, work.inputs, work.targets, parallelize=2, prehook=noise) as opt:
         assert opt._function.ready().movable
         if first == "product":
             opt.hvp(torch.ones_like(opt.parameters))

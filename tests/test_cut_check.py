@@ -16,6 +16,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
 from batchopt._function.checks import SAMPLES, Drawn, differs, judge, split
+from tests.building import loaded
 from tests.workloads import Mlp, mlp
 
 TOKENS, PADDING = 5, -1
@@ -246,8 +247,7 @@ def test_torchs_own_criteria_are_not_compared_unless_denominators_are_given() ->
     case, calls = mlp(), []
     module = Mlp().double()
     module.register_forward_hook(lambda *_: calls.append(1))
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=10) as opt:
-        opt.load(case.inputs, case.targets)
+    with loaded(module, nn.MSELoss(), case.inputs, case.targets, chunk_size=10) as opt:
         assert not calls
 
     def wrong(inputs: torch.Tensor, _: Any) -> torch.Tensor:
@@ -373,24 +373,21 @@ def test_gradients_by_frequency_in_a_collated_list_and_in_terms_of_one_forward_e
     with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None, collate_fn=stack) as opt:
         opt.load(list(WORDS), list(LABELS))
     terms = {"a": Term(loss), "b": Term(loss)}
-    with BatchOptimizer(Words(), terms=terms, optimizer=None) as opt:
-        opt.load({"a": (WORDS, LABELS), "b": (WORDS[:3], LABELS[:3])})
+    with loaded(Words(), None, {"a": (WORDS, LABELS), "b": (WORDS[:3], LABELS[:3])}, terms=terms) as opt:
         with pytest.raises(ValueError, match="has scale_grad_by_freq"):
             opt.load({"a": (list(WORDS), list(LABELS)), "b": (WORDS[:3], LABELS[:3])})
 
 
 def test_gradients_by_frequency_that_are_asked_for_later_are_refused_at_the_next_load() -> None:
     module = Words(by_freq=False)
-    with BatchOptimizer(module, nn.CrossEntropyLoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(WORDS, LABELS)
+    with loaded(module, nn.CrossEntropyLoss(), WORDS, LABELS, parallelize=2) as opt:
         module.words.scale_grad_by_freq = True
         with pytest.raises(ValueError, match="has scale_grad_by_freq"):
             opt.load(WORDS, LABELS)
         module.words.scale_grad_by_freq = False
         opt.load(WORDS, LABELS)
         opt.evaluate()
-    with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None) as opt:
-        opt.load(WORDS, LABELS)
+    with loaded(Words(), nn.CrossEntropyLoss(), WORDS, LABELS) as opt:
         with pytest.raises(ValueError, match="has scale_grad_by_freq"):
             opt.resize(2)
 
@@ -408,8 +405,7 @@ def test_outputs_that_meet_the_targets_of_other_samples_are_refused(kind: Any, o
         with pytest.raises(WorkerError, match=r"shape \(\d+, 1\) and the targets \(\d+,\).*targets\.unsqueeze"):
             opt.load(x, y)
             opt.evaluate()
-    with BatchOptimizer(nn.Linear(3, 1), kind(), optimizer=None, **options) as opt:
-        opt.load(x, y.unsqueeze(1))
+    with loaded(nn.Linear(3, 1), kind(), x, y.unsqueeze(1), **options) as opt:
         assert math.isfinite(opt.evaluate().item())
 
 
@@ -418,6 +414,5 @@ def test_what_is_broadcast_within_a_sample_is_not_refused() -> None:
     module, criterion = nn.Linear(3, 2).double(), nn.SmoothL1Loss()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=7) as opt:
-            opt.load(x, y)
+        with loaded(module, criterion, x, y, chunk_size=7) as opt:
             assert opt.evaluate().item() == pytest.approx(criterion(module(x), y).item(), rel=1e-12)

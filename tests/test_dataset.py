@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
 from batchopt_workers.process.messages import Order
+from tests.building import loaded
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 
@@ -131,8 +132,7 @@ def test_the_bits_are_those_of_tensors_wherever_chunks_begin(dtype: torch.dtype)
     module = nn.Linear(13, 5).to(dtype)
     x, y = torch.randn(31, 13).to(dtype), torch.randn(31, 5).to(dtype)
     for chunk_size in (1, 2, 5, 31):
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=chunk_size) as opt:
-            opt.load(x, y)
+        with loaded(module, nn.MSELoss(), x, y, chunk_size=chunk_size) as opt:
             expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
             opt.load(Pairs(x, y))
             assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
@@ -147,16 +147,15 @@ def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_pa
     case = mlp(samples=40)
     for cache, times in ((True, 1), (False, 4)):
         data = Pairs(case.inputs, case.targets, tmp_path / f"notes {cache}")
-        with BatchOptimizer(
+        with loaded(
             case.module,
             case.criterion,
-            optimizer=None,
+            data,
             chunk_size=5,
             cache=cache,
             parallelize=parallelize,
             speeds=[1.0] * parallelize,
         ) as opt:
-            opt.load(data)
             assert data.read() == []
             first = opt.evaluate().item()
             assert set(data.read()) == set(range(40))
@@ -168,8 +167,7 @@ def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_pa
 def test_shares_stay_where_what_was_read_is_kept() -> None:
     case = mlp(samples=400)
     for cache in (True, False):
-        with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, cache=cache) as opt:
-            opt.load(Pairs(case.inputs, case.targets))
+        with loaded(case.module, case.criterion, Pairs(case.inputs, case.targets), parallelize=2, cache=cache) as opt:
             opt.evaluate()
             before = opt._function.ready().plan.cut.bounds
             opt._function.workers.set_speeds(Speeds((900.0, 100.0)))  # as if one had proved to be slower
@@ -193,8 +191,7 @@ class Drawn(Dataset[Any]):
 
 
 def test_items_that_are_others_for_another_worker_are_refused() -> None:
-    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=4) as opt:
-        opt.load(Drawn())
+    with loaded(nn.Linear(3, 1), nn.MSELoss(), Drawn(), parallelize=2, chunk_size=4) as opt:
         opt.evaluate()
         workers, step = opt._function.workers, opt._function.ready()
         number, chunks = workers.number(), step.plan.cut.chunks
@@ -225,8 +222,7 @@ def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
         (Noisy(case.inputs, case.targets, tmp_path / "noisy"), None),
         (Pairs(case.inputs, case.targets, tmp_path / "written"), halve),
     ):
-        with BatchOptimizer(case.module, case.criterion, optimizer=None, chunk_size=4, prehook=hook) as opt:
-            opt.load(data)
+        with loaded(case.module, case.criterion, data, chunk_size=4, prehook=hook) as opt:
             first = opt.evaluate().item()
             assert [opt.evaluate().item() for _ in range(2)] == [first] * 2
             assert len(data.read()) == 24
@@ -239,10 +235,9 @@ def test_draws_after_reading_are_those_of_a_reading_that_draws_nothing(paralleli
     module = nn.Sequential(nn.Dropout(0.5), case.module)
     losses = []
     for cache in (True, False):
-        with BatchOptimizer(
-            module, case.criterion, optimizer=None, chunk_size=4, cache=cache, parallelize=parallelize
+        with loaded(
+            module, case.criterion, Pairs(case.inputs, case.targets), chunk_size=4, cache=cache, parallelize=parallelize
         ) as opt:
-            opt.load(Pairs(case.inputs, case.targets))
             losses += [opt.evaluate().item() for _ in range(3)]
     assert len(set(losses)) == 1
 
@@ -369,8 +364,7 @@ def test_weights_with_a_row_for_each_sample_come_with_their_samples() -> None:
 def test_the_sample_of_a_loss_that_is_not_finite_is_named() -> None:
     case = mlp(samples=20)
     case.inputs[13, 2] = torch.nan
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
-        opt.load(Pairs(case.inputs, case.targets))
+    with loaded(case.module, case.criterion, Pairs(case.inputs, case.targets), parallelize=2, chunk_size=4) as opt:
         with pytest.raises(NonFiniteError, match=r"loss is nan in chunk 3 \(sample 13\)"):
             opt.evaluate()
 
@@ -485,8 +479,7 @@ def test_terms_name_the_dataset_that_is_none() -> None:
 )
 def test_items_that_cannot_be_collated_are_one_error(parallelize: int, items: list[Any], message: str) -> None:
     speeds = [1.0, 0.0][:parallelize]
-    with BatchOptimizer(Mlp(), nn.MSELoss(), optimizer=None, parallelize=parallelize, speeds=speeds) as opt:
-        opt.load(Listed(*items))
+    with loaded(Mlp(), nn.MSELoss(), Listed(*items), parallelize=parallelize, speeds=speeds) as opt:
         with pytest.raises(WorkerError, match=message):
             opt.evaluate()
 
@@ -556,8 +549,7 @@ def test_input_gradients_where_the_denominators_count() -> None:
         loss: torch.Tensor = (each * count(x, y)).sum() / count(x, y).sum()
         return loss
 
-    with BatchOptimizer(module, loss_fn=loss_fn, denominators=count, optimizer=None, chunk_size=8) as opt:
-        opt.load(x, y)
+    with loaded(module, None, x, y, loss_fn=loss_fn, denominators=count, chunk_size=8) as opt:
         inputs = x.clone().requires_grad_()
         (expected,) = torch.autograd.grad(loss_fn(module, inputs, y), inputs)
         torch.testing.assert_close(opt.input_gradients(), expected)

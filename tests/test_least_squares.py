@@ -13,6 +13,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, resample
 from batchopt.optim import LBFGS, SSBroyden
+from tests.building import loaded
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 X = torch.linspace(-2.0, 2.0, 60 * 3, dtype=torch.float64).reshape(60, 3).sin()
@@ -65,8 +66,7 @@ class Bent(nn.Module):
 def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: int, function: Any) -> None:
     torch.manual_seed(0)
     module = Bent(function).double()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
         lm = LevenbergMarquardt(module.parameters(), dense=0, max_iter=50)
         for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(opt.closure)):
@@ -85,8 +85,7 @@ def test_products_through_attention(parallelize: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 5, 8), torch.randn(8, 5, 8)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    with BatchOptimizer(layer, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(x, y)
+    with loaded(layer, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters))
         product = opt.normal().matrix @ v.double()
         torch.testing.assert_close(opt.gauss_newton(v).double(), product, rtol=1e-4, atol=1e-6)
@@ -135,8 +134,7 @@ def test_a_list_of_samples(parallelize: int) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
     def found(inputs: Any, targets: Any) -> list[torch.Tensor]:
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-            opt.load(inputs, targets)
+        with loaded(module, nn.MSELoss(), inputs, targets, parallelize=parallelize) as opt:
             v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
             squares, x = opt.objective().least_squares(), opt.objective().x0
             by_numpy = [squares.fun(x), squares.jac(x), squares.operator(x).rmatvec(squares.fun(x))]
@@ -155,8 +153,7 @@ def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
     targets = [Y[i : i + length, :1] for i, length in enumerate(lengths)]
     terms = {"a": Term(residual=lambda module, x, y: module(x) - y, reduction="sum")}
     torch.manual_seed(0)
-    with BatchOptimizer(nn.Linear(3, 1).double(), terms=terms, optimizer=None, parallelize=parallelize) as opt:
-        opt.load({"a": (inputs, targets)})
+    with loaded(nn.Linear(3, 1).double(), None, {"a": (inputs, targets)}, terms=terms, parallelize=parallelize) as opt:
         opt.evaluate()
         torch.testing.assert_close(2 * opt.vjp(opt.residuals()), opt.grad_parameters)
         rows = torch.cat([torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in inputs])
@@ -171,8 +168,7 @@ def test_sparse_gradients(parallelize: int) -> None:
     def found(sparse: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2), nn.Tanh()).double()
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-            opt.load(torch.arange(60) % 5, Y)
+        with loaded(module, nn.MSELoss(), torch.arange(60) % 5, Y, parallelize=parallelize) as opt:
             v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
             return [opt.normal().matrix, opt.gauss_newton(v), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram()]
 

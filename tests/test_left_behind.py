@@ -17,6 +17,7 @@ from torch import nn
 
 from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
 from batchopt.ignite import Moment, fit
+from tests.building import loaded
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -123,10 +124,7 @@ OF_FUNCTIONS = {**IN_MODULE, **IN_TENSORS, **IN_BATCH, **ELSEWHERE}
 @contextmanager
 def opened(parallelize: int, **options: Any) -> Iterator[BatchOptimizer]:
     torch.manual_seed(0)
-    with BatchOptimizer(
-        Living(), nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=4, **options
-    ) as opt:
-        opt.load(X.clone(), Y.clone())
+    with loaded(Living(), nn.MSELoss(), X.clone(), Y.clone(), parallelize=parallelize, chunk_size=4, **options) as opt:
         yield opt
 
 
@@ -298,8 +296,7 @@ class Merging(nn.Module):
 def test_what_a_train_of_its_own_does_is_undone(parallelize: int) -> None:
     torch.manual_seed(0)
     module = Merging()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=4) as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=4) as opt:
         before = opt.evaluate()
         expected = module.linear(X) + X @ module.low.T * 3.0
         for _ in range(2):
@@ -377,8 +374,7 @@ def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_outputs_are_what_they_were_before_later_operations_wrote_them(parallelize: int) -> None:
     torch.manual_seed(0)
     module = InPlace()
-    with BatchOptimizer(module, squared, optimizer=None, parallelize=parallelize) as opt:
-        opt.load(X, Y)
+    with loaded(module, squared, X, Y, parallelize=parallelize) as opt:
         found = opt.collect(layers=["first"])["first"]
         assert torch.allclose(found, module.first(X)) and found.lt(0.0).any()
         opt.keep_outputs = True
@@ -404,8 +400,7 @@ def test_an_attribute_over_the_memory_of_a_parameter_is_refused(parallelize: int
     with pytest.raises(ValueError, match=r"'0.weight' and 'alias' are different tensors over one storage"):
         BatchOptimizer(module, nn.MSELoss(), parallelize=parallelize)
     del module.alias
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
         opt.evaluate()
         module.alias = module[0].weight.data.T
         if parallelize == 1:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer
+from tests.building import loaded, on
 from tests.workloads import Workload, mlp
 
 
 @pytest.fixture(params=[1, 2])
 def made(request: pytest.FixtureRequest) -> Iterator[tuple[BatchOptimizer, Workload]]:
     case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=request.param) as opt:
-        opt.load(case.inputs, case.targets)
+    with on(case, parallelize=request.param) as opt:
         yield opt, case
 
 
@@ -171,8 +171,7 @@ def first(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
 
 def test_a_parameter_that_f_does_not_depend_on_gets_nothing() -> None:
     module = nn.Sequential(nn.Linear(2, 1), nn.Linear(2, 1))
-    with BatchOptimizer(module, loss_fn=first, optimizer=None) as opt:
-        opt.load(torch.ones(4, 2))
+    with loaded(module, None, torch.ones(4, 2), loss_fn=first) as opt:
         back(opt.loss())
     assert [p.grad is not None for p in module.parameters()] == [True, True, False, False]
 

@@ -8,16 +8,15 @@ import torch
 from scipy import optimize
 from torch import nn
 
-from batchopt import BatchOptimizer
 from tests.backends.least_squares_contract import DATA, flow, reference, terms
+from tests.building import loaded
 from tests.workloads import Mlp
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own(parallelize: int) -> None:
     module = flow()
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize, chunk_size=7) as opt:
-        opt.load(DATA)
+    with loaded(module, None, DATA, terms=terms(), parallelize=parallelize, chunk_size=7) as opt:
         f = opt.objective()
         squares, x = f.least_squares(), f.x0
         r, w, j = reference(module)
@@ -35,8 +34,7 @@ def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own(paralleliz
 
 
 def test_weights_are_those_of_the_loaded_batch() -> None:
-    with BatchOptimizer(flow(), terms=terms(), optimizer=None) as opt:
-        opt.load(DATA)
+    with loaded(flow(), None, DATA, terms=terms()) as opt:
         f = opt.objective()
         opt.weights = {"pde": 50.0, "data": 0.0}  # for the batch that is loaded next
         values = f.least_squares().fun(f.x0)
@@ -46,8 +44,7 @@ def test_weights_are_those_of_the_loaded_batch() -> None:
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_what_is_frozen_between_two_calls_has_no_columns(parallelize: int) -> None:
     module = flow()
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(DATA)
+    with loaded(module, None, DATA, terms=terms(), parallelize=parallelize) as opt:
         assert opt.normal().matrix.diagonal().gt(0).all()
         module.speed.requires_grad_(False)
         opt.load(DATA)
@@ -64,8 +61,7 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
     x = torch.linspace(-1, 1, 60).double()[:, None]
     y = torch.sin(2 * x)
     y[7] = 40.0
-    with BatchOptimizer(Mlp(1, 4, 1).double(), nn.MSELoss(), optimizer=None) as opt:
-        opt.load(x, y)
+    with loaded(Mlp(1, 4, 1).double(), nn.MSELoss(), x, y) as opt:
         f = opt.objective()
         squares = f.least_squares()
         jac, more = (squares.operator, {"tr_solver": "lsmr"}) if products else (squares.jac, {})
@@ -79,8 +75,7 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
 
 
 def test_where_f_is_no_sum_of_squares() -> None:
-    with BatchOptimizer(Mlp(), nn.L1Loss(), optimizer=None) as opt:
-        opt.load(torch.randn(4, 6), torch.randn(4, 4))
+    with loaded(Mlp(), nn.L1Loss(), torch.randn(4, 6), torch.randn(4, 4)) as opt:
         f = opt.objective()
         with pytest.raises(ValueError, match="f is not known to be a sum of squares"):
             f.least_squares().fun(f.x0)

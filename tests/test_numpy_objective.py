@@ -13,16 +13,10 @@ import torch
 from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, WorkerError
+from tests.building import loaded, on
 from tests.workloads import Workload, burgers, logistic, mlp
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
-
-
-def on(work: Workload, **options: Any) -> BatchOptimizer:
-    """Evaluates the workload's module, on its batch."""
-    opt = BatchOptimizer(work.module, work.criterion, optimizer=None, **options)
-    opt.load(work.inputs, work.targets)
-    return opt
 
 
 def ridge() -> Workload:
@@ -216,8 +210,7 @@ def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str, parallelize: int) -> 
 def test_the_last_point_is_another_one_in_autocast(parallelize: int) -> None:
     module = nn.Linear(30, 8)
     options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 10}
-    with BatchOptimizer(module, lambda output: output.square().mean(), optimizer=None, **options) as opt:
-        opt.load(torch.randn(20, 30))
+    with loaded(module, lambda output: output.square().mean(), torch.randn(20, 30), **options) as opt:
         objective = opt.objective()
         x = objective.x0
         precise = objective(x)

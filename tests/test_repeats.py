@@ -23,6 +23,7 @@ from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
 from batchopt_workers.map.repeat import Repeater
+from tests.building import loaded
 
 N = 24
 X = torch.linspace(-2.0, 2.0, N * 3).reshape(N, 3).sin()
@@ -174,8 +175,7 @@ def test_whatever_comes_between_two_evaluations_is_seen(rings: list[int]) -> Non
     def mse() -> torch.Tensor:
         return nn.functional.mse_loss(module(X), Y)
 
-    with BatchOptimizer(module, criterion, optimizer=None, parallelize=2) as opt:
-        opt.load(X, Y)
+    with loaded(module, criterion, X, Y, parallelize=2) as opt:
         evaluate(opt, mse)
         assert opt.total(lambda module, inputs, targets: inputs.sum()).item() == pytest.approx(X.sum().item(), abs=1e-4)
         evaluate(opt, mse)
@@ -218,16 +218,9 @@ def test_a_posthook_that_returns_something_now_and_then(
 ) -> None:
     found: list[list[int | None]] = []
     speeds = [1] * parallelize
-    with BatchOptimizer(
-        plain(),
-        nn.MSELoss(),
-        optimizer=None,
-        parallelize=parallelize,
-        posthook=Counts(7),
-        speeds=speeds,
-        chunk_size=chunk_size,
+    with loaded(
+        plain(), nn.MSELoss(), X, Y, parallelize=parallelize, posthook=Counts(7), speeds=speeds, chunk_size=chunk_size
     ) as opt:
-        opt.load(X, Y)
         for _ in range(9):
             opt.evaluate()
             found.append(opt.hook_results)
@@ -249,10 +242,7 @@ def ones(worker: Worker, sample: Sample) -> Any:
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_a_posthook_that_returns_arrays(parallelize: int) -> None:
     speeds = [1] * parallelize
-    with BatchOptimizer(
-        plain(), nn.MSELoss(), optimizer=None, parallelize=parallelize, posthook=ones, speeds=speeds
-    ) as opt:
-        opt.load(X, Y)
+    with loaded(plain(), nn.MSELoss(), X, Y, parallelize=parallelize, posthook=ones, speeds=speeds) as opt:
         for _ in range(5):
             opt.evaluate()
             assert [found.tolist() for found in opt.hook_results] == [[1.0, 1.0]] * parallelize
@@ -300,8 +290,7 @@ def test_a_buffer_without_elements_is_put_back() -> None:
     halves = [
         nn.functional.mse_loss(module.linear(x - x.mean(0)), y).item() for x, y in ((X[:12], Y[:12]), (X[12:], Y[12:]))
     ]
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=12, check_cut=False) as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, chunk_size=12, check_cut=False) as opt:
         for _ in range(4):
             assert opt.evaluate().item() == pytest.approx(sum(halves) / 2)
         assert module.cache.numel() == 0
@@ -334,8 +323,7 @@ def test_terms_and_their_weights(rings: list[int]) -> None:
 
 def test_an_infinite_loss_is_said_so(rings: list[int]) -> None:
     module = plain()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, on_nonfinite="return") as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=2, on_nonfinite="return") as opt:
         before = [opt.evaluate().item() for _ in range(3)]
         kept = opt.parameters.clone()
         opt.parameters.fill_(torch.inf)
@@ -345,8 +333,7 @@ def test_an_infinite_loss_is_said_so(rings: list[int]) -> None:
 
 
 def test_workers_and_timelines_show_repeats() -> None:
-    with BatchOptimizer(plain(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(X, Y)
+    with loaded(plain(), nn.MSELoss(), X, Y, parallelize=2) as opt:
         opt.evaluate()
         before = sum(worker.samples for worker in opt.workers)
         with opt.timeline() as timeline:
@@ -382,8 +369,7 @@ def test_a_collate_function_that_is_given_tensors(rings: list[int]) -> None:
 
 
 def test_other_speeds_after_a_resize() -> None:
-    with BatchOptimizer(plain(), nn.MSELoss(), optimizer=None, parallelize=2, speeds=[1, 3]) as opt:
-        opt.load(X, Y)
+    with loaded(plain(), nn.MSELoss(), X, Y, parallelize=2, speeds=[1, 3]) as opt:
         opt.evaluate()
         opt.resize(2, speeds=[1, 1])
         opt.load(X, Y)
@@ -466,10 +452,14 @@ def least(call: Callable[[], object]) -> int:
 
 
 def of_evaluation(parallelize: int, chunk_size: int | None = None) -> int:
-    with BatchOptimizer(
-        nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size
+    with loaded(
+        nn.Linear(1, 1),
+        nn.MSELoss(),
+        torch.ones(64, 1),
+        torch.ones(64, 1),
+        parallelize=parallelize,
+        chunk_size=chunk_size,
     ) as opt:
-        opt.load(torch.ones(64, 1), torch.ones(64, 1))
         return least(opt.evaluate)
 
 
@@ -498,10 +488,15 @@ def test_frames_of_an_evaluation_that_repeats(rings: list[int]) -> None:
 
 
 def test_frames_of_a_worker_that_is_rung_for(rings: list[int]) -> None:
-    with BatchOptimizer(
-        nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=2, precode=count_frames, speeds=[1, 1]
+    with loaded(
+        nn.Linear(1, 1),
+        nn.MSELoss(),
+        torch.ones(64, 1),
+        torch.ones(64, 1),
+        parallelize=2,
+        precode=count_frames,
+        speeds=[1, 1],
     ) as opt:
-        opt.load(torch.ones(64, 1), torch.ones(64, 1))
         for _ in range(12):
             opt.evaluate()
         found = opt.run_on_workers(lambda worker: min(worker.state["frames"]))

@@ -23,6 +23,7 @@ import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt_workers.process import loop
+from tests.building import loaded
 from tests.workloads import Mlp, once
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
@@ -398,8 +399,7 @@ def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
 
 def test_a_call_is_four_messages_to_a_worker() -> None:
     """The function with its file, the cut, the order, and that it is over."""
-    with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(torch.ones(8, 3), torch.ones(8, 2))
+    with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
         opt.predict()
         opt.run_on_workers(lambda worker: None)  # which has answered all
         backend = opt._function.workers.backend
@@ -417,8 +417,7 @@ def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
         kept: torch.Tensor = vars(nn.functional).setdefault("_kept_by_the_test", own)
         return kept.expand(len(inputs), -1).clone()
 
-    with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(torch.ones(8, 3), torch.ones(8, 2))
+    with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
         for value in (1.0, 2.0, 3.0):
             found = opt.collect(partial(keep, own=torch.full((5,), value)))
             assert torch.equal(found, torch.ones(8, 5))

@@ -14,6 +14,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, LevenbergMarquardt, NonFiniteError, Term, Weighted
 from batchopt_workers.map.squares import LOSSES, ROBUST, MeanSquare
+from tests.building import loaded
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 ROBUST_LOSSES = pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "linear"])
@@ -111,8 +112,7 @@ CASES: dict[str, tuple[Any, torch.Tensor, int, Callable[[torch.Tensor, torch.Ten
 def test_criteria(parallelize: int, chunk_size: int | None, case: str) -> None:
     criterion, targets, outputs, loss = CASES[case]
     module = network(outputs)
-    with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
-        opt.load(Weighted(X, W), targets)
+    with loaded(module, criterion, Weighted(X, W), targets, parallelize=parallelize, chunk_size=chunk_size) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()
         reference = network(outputs)
         close(found, loss(reference(X), targets), reference)
@@ -131,8 +131,9 @@ def test_forms_of_batches(parallelize: int, form: str) -> None:
     inputs: Any = {"list": [*X], "dataset": Items(), "array": X.numpy()}[form]
     targets: Any = {"list": [*Y], "dataset": None, "array": Y.numpy()}[form]
     module, reference = network(), network()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=9) as opt:
-        opt.load(Weighted(inputs, W.tolist()), targets)
+    with loaded(
+        module, nn.MSELoss(), Weighted(inputs, W.tolist()), targets, parallelize=parallelize, chunk_size=9
+    ) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()
     close(found, mean(F.mse_loss)(reference(X), Y), reference)
 
@@ -161,8 +162,7 @@ def test_bits_do_not_depend_on_the_number_of_workers() -> None:
 
 def test_products_and_input_gradients_have_the_weights() -> None:
     module = network()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=8) as opt:
-        opt.load(Weighted(X, W), Y)
+    with loaded(module, nn.MSELoss(), Weighted(X, W), Y, chunk_size=8) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
         product, slopes = opt.hvp(v), opt.input_gradients()
     reference, inputs = network(), X.clone().requires_grad_()
@@ -233,8 +233,9 @@ def test_weights_are_given_once() -> None:
 def test_samples_of_different_numbers_of_residuals(weights: list[float] | None, loss: str) -> None:
     inputs, targets = [X[:1], X[1:4], X[4:6]], [Y[:1], Y[1:4], Y[4:6]]
     terms = {"one": Term(residual=residual, loss=loss, scale=0.3)}
-    with BatchOptimizer(network(), terms=terms, optimizer=None) as opt:
-        opt.load({"one": (inputs if weights is None else Weighted(inputs, weights), targets)})
+    with loaded(
+        network(), None, {"one": (inputs if weights is None else Weighted(inputs, weights), targets)}, terms=terms
+    ) as opt:
         f, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
         squares, x = opt.objective().least_squares(), opt.objective().x0
         fun, jac = squares.fun(x), squares.jac(x)
@@ -266,8 +267,14 @@ def plain(loss: str, z: torch.Tensor) -> torch.Tensor:
 def test_f_gradient_and_normal_equations(parallelize: int, loss: str, weights: torch.Tensor | None) -> None:
     module, reference, scale = network(), network(), 0.4
     terms = {"one": Term(residual=residual, loss=loss, scale=scale, weight=3.0)}
-    with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=parallelize, chunk_size=11) as opt:
-        opt.load({"one": (X if weights is None else Weighted(X, weights), Y)})
+    with loaded(
+        module,
+        None,
+        {"one": (X if weights is None else Weighted(X, weights), Y)},
+        terms=terms,
+        parallelize=parallelize,
+        chunk_size=11,
+    ) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()
         normal = opt.normal()
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
@@ -394,7 +401,8 @@ def test_robust_losses_that_are_none(options: dict[str, Any], words: str) -> Non
 def test_a_residual_that_is_not_finite_is_named() -> None:
     targets = Y.clone()
     targets[11] = math.inf
-    with BatchOptimizer(network(), terms={"one": Term(residual=residual, loss="cauchy")}, optimizer=None) as opt:
-        opt.load({"one": (Weighted(X, W), targets)})
+    with loaded(
+        network(), None, {"one": (Weighted(X, W), targets)}, terms={"one": Term(residual=residual, loss="cauchy")}
+    ) as opt:
         with pytest.raises(NonFiniteError, match="11"):
             opt.evaluate()

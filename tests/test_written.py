@@ -12,6 +12,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, WorkerError
 from batchopt_workers.map.buffers import LARGEST_STATISTIC
+from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -103,8 +104,7 @@ def test_a_failed_step_puts_state_back(way: str, parallelize: int) -> None:
             return y
 
     module = Fails(STATE[way])
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(*DATA)
+    with loaded(module, nn.MSELoss(), *DATA, parallelize=parallelize) as opt:
         first = opt.evaluate().item()
         opt.load(*DATA)
         with pytest.raises(WorkerError, match="ArithmeticError"):
@@ -194,8 +194,7 @@ def test_a_forward_may_write_what_a_collate_function_makes(parallelize: int) -> 
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
     module = Halves()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, collate_fn=collate) as opt:
-        opt.load(list(DATA[0]), list(DATA[1]))
+    with loaded(module, nn.MSELoss(), list(DATA[0]), list(DATA[1]), parallelize=parallelize, collate_fn=collate) as opt:
         expected = nn.functional.mse_loss(module(DATA[0].clone()), DATA[1]).item()
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)

@@ -12,6 +12,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt.ignite import create_trainer, fit
+from tests.building import loaded, on
 from tests.ignite.common import batches, optimizer
 from tests.workloads import mlp
 
@@ -50,16 +51,21 @@ def test_a_batch_is_unpacked_as_the_module_wants_it(call: Any, parallelize: int)
     case = mlp()
     module = TwoInputs(case.module)
     a, b = case.inputs[:, :2], case.inputs[:, 2:]
-    with BatchOptimizer(module, loss_fn=call, optimizer=None, parallelize=parallelize) as opt:
-        opt.load({"a": a, "b": b} if call is by_name else (a, b), case.targets)
+    with loaded(
+        module,
+        None,
+        {"a": a, "b": b} if call is by_name else (a, b),
+        case.targets,
+        loss_fn=call,
+        parallelize=parallelize,
+    ) as opt:
         assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
 
 
 @each_number
 def test_a_loss_that_is_scaled_and_gradients_that_are_divided_again(parallelize: int) -> None:
     case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=parallelize) as opt:
-        opt.load(case.inputs, case.targets)
+    with on(case, parallelize=parallelize) as opt:
         opt.evaluate()
         expected = opt.grad_parameters.clone()
         case.module.zero_grad()

@@ -15,6 +15,7 @@ import batchopt
 from batchopt import Batches, BatchOptimizer, Sample, Worker
 from batchopt.backends.nodes.placing import Room, spread
 from batchopt.ignite import fit
+from tests.building import on
 from tests.workloads import Mlp, cnn, mlp, reference
 
 each_number = pytest.mark.parametrize("parallelize", [1, 2])
@@ -44,8 +45,7 @@ def test_a_posthook_fills_a_confusion_matrix_of_all_samples(parallelize: int) ->
     expected = torch.zeros(10, 10, dtype=torch.long)
     for label, found in zip(case.targets, case.module(case.inputs).argmax(1), strict=True):
         expected[label, found] += 1
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=parallelize, posthook=counted) as opt:
-        opt.load(case.inputs, case.targets)
+    with on(case, parallelize=parallelize, posthook=counted) as opt:
         opt.evaluate()
         assert torch.equal(sum(opt.hook_results), expected)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, NonFiniteError, Result, Status, Term
 from tests.backends.least_squares_contract import DATA, equation, flow, misfit, terms
+from tests.building import loaded
 from tests.optim import reference
 from tests.workloads import Mlp
 
@@ -267,8 +268,7 @@ def test_products_find_what_the_matrix_finds() -> None:
 def test_accelerations_are_second_derivatives() -> None:
     module = Mlp(2, 5, 1).double()
     x, y = DATA["data"]
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=6) as opt:
-        opt.load(x, y)
+    with loaded(module, nn.MSELoss(), x, y, chunk_size=6) as opt:
         v = torch.linspace(-0.01, 0.02, len(opt.parameters), dtype=torch.float64)
         names = [name for name, _ in module.named_parameters()]
         shapes = [p.shape for p in module.parameters()]
@@ -322,8 +322,7 @@ def iterations_over(
     optimizer = LevenbergMarquardt(
         parameters, max_iter=5, callback=lambda iteration: seen.append(iteration.f), **{**EXACT, **options}
     )
-    with BatchOptimizer(module, terms=terms(), chunk_size=5, optimizer=None, parallelize=workers) as opt:
-        opt.load(DATA)
+    with loaded(module, None, DATA, terms=terms(), chunk_size=5, parallelize=workers) as opt:
         optimizer.step(opt.closure)
     return seen
 
