@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._program.flatten import flatten, trainable
-from batchopt.errors import BatchoptError
-from batchopt_workers.data.memory import SharedBlock
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SPECIALS = [-0.0, float("nan"), float("inf"), 5e-324, 1.0]
@@ -70,60 +66,42 @@ def module_trees(draw: st.DrawFn) -> torch.nn.Module:
     return root
 
 
+def others(module: torch.nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where frozen parameters and buffers are."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (t.data_ptr(), t.stride()) for name, t in named if not t.requires_grad}
+
+
 @given(module_trees())
 @settings(deadline=None)
-def test_values_keep_every_bit_and_the_vector_has_them_in_order(module: torch.nn.Module) -> None:
+def test_the_vector_has_every_bit_in_order_and_what_is_not_trained_or_tied_stays(module: torch.nn.Module) -> None:
     before = {name: (tensor.shape, bits(tensor)) for name, tensor in module.state_dict().items()}
+    identities = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    elsewhere = others(module)
     flat, parameters = flatten(module)
     assert {name: (tensor.shape, bits(tensor)) for name, tensor in module.state_dict().items()} == before
+    assert {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)} == identities
+    assert others(module) == elsewhere
     assert bits(flat.vector) == [word for parameter in parameters for word in bits(parameter)]
-    assert flat.vector.shape == (flat.layout.size,)
+    assert len({id(p) for p in parameters}) == len(parameters)  # tied ones count once
+    assert flat.vector.shape == (flat.layout.size,) == (sum(p.numel() for p in parameters),)
     assert [slot.name for slot in flat.layout.slots] == [n for n, p in module.named_parameters() if p.requires_grad]
+    again, parameters_again = flatten(module)
+    assert again.vector.data_ptr() == flat.vector.data_ptr()
+    assert all(one is two for one, two in zip(parameters, parameters_again, strict=True))
 
 
 @given(module_trees())
 @settings(deadline=None)
 def test_writes_go_both_ways(module: torch.nn.Module) -> None:
     flat, parameters = flatten(module)
-    flat.vector.copy_(torch.arange(flat.layout.size))
-    assert [value for parameter in parameters for value in parameter.flatten().tolist()] == list(
-        range(flat.layout.size)
-    )
+    numbers = list(range(flat.layout.size))
+    flat.vector.copy_(torch.tensor(numbers))
+    assert [value for parameter in parameters for value in parameter.flatten().tolist()] == numbers
     with torch.no_grad():
         for index, parameter in enumerate(parameters):
             parameter.fill_(-index)
     assert flat.vector.tolist() == [-index for index, parameter in enumerate(parameters) for _ in parameter.flatten()]
-
-
-@given(module_trees())
-@settings(deadline=None)
-def test_tied_parameters_stay_tied_and_count_once(module: torch.nn.Module) -> None:
-    before = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    flat, parameters = flatten(module)
-    assert {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)} == before
-    assert len({id(p) for p in parameters}) == len(parameters)
-    assert flat.layout.size == sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-@given(module_trees())
-@settings(deadline=None)
-def test_frozen_parameters_and_buffers_stay_where_they_are(module: torch.nn.Module) -> None:
-    def registrations() -> dict[str, tuple[int, tuple[int, ...]]]:
-        others = [*module.named_parameters(), *module.named_buffers()]
-        return {name: (t.data_ptr(), t.stride()) for name, t in others if not t.requires_grad}
-
-    before = registrations()
-    flatten(module)
-    assert registrations() == before
-
-
-@given(module_trees())
-@settings(deadline=None)
-def test_a_flat_module_keeps_its_vector(module: torch.nn.Module) -> None:
-    flat, parameters = flatten(module)
-    again, parameters_again = flatten(module)
-    assert again.vector.data_ptr() == flat.vector.data_ptr()
-    assert all(one is two for one, two in zip(parameters, parameters_again, strict=True))
 
 
 def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None:
@@ -135,63 +113,10 @@ def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None
     module.weight.data = flat.vector[:4].view(2, 2)
     module.bias.data = torch.full((2,), 7.0)
     anew, parameters = flatten(module)
+    assert not flat.holds(parameters)
     assert anew.vector.data_ptr() != flat.vector.data_ptr()
     assert anew.vector[4:].tolist() == [7.0] * 2
     assert anew.holds(parameters)
-
-
-def test_the_vector_is_memory_that_others_can_map() -> None:
-    flat, _ = flatten(torch.nn.Linear(3, 1))
-    assert flat.block is not None
-    elsewhere = SharedBlock(os.dup(flat.block.fd)).tensor(torch.float32, (4,))
-    flat.vector.copy_(torch.arange(4))
-    assert elsewhere.tolist() == [0, 1, 2, 3]
-
-
-def test_x_is_held_until_a_parameter_is_given_other_memory() -> None:
-    module = torch.nn.Linear(2, 2)
-    flat, parameters = flatten(module)
-    module.load_state_dict(torch.nn.Linear(2, 2).state_dict())
-    torch.nn.init.zeros_(module.weight)
-    assert flat.holds(parameters)
-    module.bias.data = module.bias.data.clone()
-    assert not flat.holds(parameters)
-
-
-def test_a_parameter_that_was_given_other_memory_is_taken_over() -> None:
-    module = torch.nn.Linear(2, 2)
-    flat, parameters = flatten(module)
-    flat.check(module, parameters)
-    module.weight.data = torch.full((2, 2), 3.0)
-    flat.check(module, parameters)
-    assert flat.holds(parameters)
-    assert flat.vector[:4].tolist() == [3.0] * 4
-
-
-def test_a_parameter_trained_only_now_is_noticed() -> None:
-    module = torch.nn.Linear(2, 2)
-    module.bias.requires_grad_(False)
-    flat, parameters = flatten(module)
-    flat.check(module, parameters)
-    module.bias.requires_grad_(True)
-    with pytest.raises(BatchoptError, match=r"parameter 'bias' was frozen, or another, when this"):
-        flat.check(module, parameters)
-
-
-def test_a_parameter_frozen_since_is_no_concern() -> None:
-    module = torch.nn.Linear(2, 2)
-    flat, parameters = flatten(module)
-    module.bias.requires_grad_(False)
-    flat.check(module, parameters)
-
-
-def test_gradients_reach_flat_parameters() -> None:
-    module = torch.nn.Linear(2, 1)
-    flat, _ = flatten(module)
-    before = flat.vector.clone()
-    module(torch.tensor([3.0, 5.0])).sum().backward()
-    torch.optim.SGD(module.parameters(), lr=1.0).step()
-    torch.testing.assert_close(before - flat.vector, torch.tensor([3.0, 5.0, 1.0]))
 
 
 def test_neighbours_in_one_storage_are_no_overlap() -> None:
@@ -204,17 +129,3 @@ def test_a_removed_hook_is_forgotten() -> None:
     module = torch.nn.Linear(1, 1)
     module.weight.register_hook(torch.zeros_like).remove()  # type: ignore[no-untyped-call]
     assert [name for name, _ in trainable(module)] == ["weight", "bias"]
-
-
-def test_a_parameter_transposed_in_place_is_taken_over() -> None:
-    module = torch.nn.Linear(3, 3)
-    flat, parameters = flatten(module)
-    expected = module.weight.detach().t().clone()
-    module.weight.data = module.weight.data.t()
-    assert not flat.holds(parameters)
-    flat.bind(parameters)
-    assert flat.holds(parameters)
-    module.weight.data = expected.t().clone().t()
-    flat.follow(module, parameters)
-    assert torch.equal(module.weight, expected)
-    assert module.weight.is_contiguous()

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from batchopt import BatchOptimizer
 from batchopt_workers.data import mapping
 from batchopt_workers.worker import Worker
+from tests.building import Child
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
@@ -70,30 +70,6 @@ def overwrite(module: nn.Module) -> None:
     """Write every tensor of the module in place."""
     for tensor in module.state_dict().values():
         tensor.fill_(7.0)
-
-
-class Child:
-    """A forked process that runs `function`, and what it returned or raised, as text."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._reader, writer = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                text = repr(function())
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-            finally:
-                os.write(writer, text.encode())
-                os._exit(0)
-        os.close(writer)
-
-    def said(self) -> str:
-        """Once it has ended."""
-        with open(self._reader, "rb") as pipe:
-            found = pipe.read().decode()
-        os.waitpid(self._pid, 0)
-        return found
 
 
 each_workers = pytest.mark.parametrize("workers", [1, 2])

@@ -21,6 +21,7 @@ from batchopt.backends.process import shared_program
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.pool import Pool
 from batchopt_workers.map.sums import Rows
+from tests.building import handling
 from tests.workloads import Mlp
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
@@ -193,7 +194,7 @@ class Pairs(torch.utils.data.Dataset[Any]):
         return X[index], Y[index]
 
 
-def stop(number: int, frame: FrameType | None) -> None:
+def stop() -> None:
     raise Stop
 
 
@@ -241,52 +242,40 @@ def with_lists(opt: BatchOptimizer) -> None:
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("work", [with_tensors, with_a_dataset, with_lists])
 def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimizer], None], parallelize: int) -> None:
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with make(Scaled(), parallelize=parallelize) as opt:
-            work(opt)
-            calls = []
-            for _ in range(3):  # they vary with how long the workers take
-                whole = SignalAt(-1)
-                whole.amid(lambda: work(opt))
-                calls.append(whole.calls)
-            for number in range(1, min(calls) - 100, min(calls) // 60):
-                with pytest.raises(Stop):
-                    SignalAt(number).amid(lambda: work(opt))
-            check(opt)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
+        work(opt)
+        calls = []
+        for _ in range(3):  # they vary with how long the workers take
+            whole = SignalAt(-1)
+            whole.amid(lambda: work(opt))
+            calls.append(whole.calls)
+        for number in range(1, min(calls) - 100, min(calls) // 60):
+            with pytest.raises(Stop):
+                SignalAt(number).amid(lambda: work(opt))
+        check(opt)
 
 
 @pytest.mark.slow
 def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() -> None:
     """Of the calls that say who is at work, each is interrupted once."""
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with make(Scaled(), parallelize=1) as opt:
-            for number in range(1, 40):
-                with suppress(Stop):
-                    SignalAt(number, "batchopt._machine.ownership").amid(lambda: check(opt))
-                check(opt)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handling(stop), make(Scaled(), parallelize=1) as opt:
+        for number in range(1, 40):
+            with suppress(Stop):
+                SignalAt(number, "batchopt._machine.ownership").amid(lambda: check(opt))
+            check(opt)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int) -> None:
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with make(Scaled(), parallelize=parallelize) as opt:
-            opt.load(X, Y)
-            expected = opt.evaluate().item()
-            whole = SignalAt(-1)
-            whole.amid(lambda: opt.predict(X))
-            for number in range(1, whole.calls, whole.calls // 60 + 1):
-                with suppress(Stop):
-                    SignalAt(number).amid(lambda: opt.predict(X))
-                assert opt.evaluate().item() == pytest.approx(expected)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        expected = opt.evaluate().item()
+        whole = SignalAt(-1)
+        whole.amid(lambda: opt.predict(X))
+        for number in range(1, whole.calls, whole.calls // 60 + 1):
+            with suppress(Stop):
+                SignalAt(number).amid(lambda: opt.predict(X))
+            assert opt.evaluate().item() == pytest.approx(expected)
 
 
 @pytest.mark.sampled

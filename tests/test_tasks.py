@@ -8,9 +8,10 @@ import resource
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
+from batchopt import BatchOptimizer, Worker, WorkerError
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt_workers.process import loop
+from batchopt_workers.tasks.forms import Form, rows_form
 from tests.building import loaded
 from tests.workloads import Mlp, once
 
@@ -99,29 +102,6 @@ def test_an_interrupt_leaves_the_step_as_it_was(
         assert torch.equal(TASKS[what](opt, lambda result: result), expected)
         assert opt.evaluate() == loss
         assert [worker.restarts for worker in opt.workers] == [0] * parallelize
-
-
-def test_close_in_a_signal_handler_ends_the_call() -> None:
-    parent = os.getpid()
-
-    def signals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if torch.equal(inputs[0], X[0]):
-            os.kill(parent, signal.SIGUSR1)
-            time.sleep(0.5)
-        return inputs
-
-    opt = make(2)
-    everyone = [psutil.Process(worker.pid) for worker in opt.workers]
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: opt.close())
-    try:
-        with pytest.raises(BatchoptError, match="was closed"):
-            opt.collect(signals, X, Y)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    _, left = psutil.wait_procs(everyone, timeout=10)
-    assert not left
-    with pytest.raises(BatchoptError, match="was closed"):
-        opt.predict(X)
 
 
 @EACH
@@ -421,3 +401,117 @@ def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
         for value in (1.0, 2.0, 3.0):
             found = opt.collect(partial(keep, own=torch.full((5,), value)))
             assert torch.equal(found, torch.ones(8, 5))
+
+
+# ---- on workers whose speeds differ
+
+
+MANY = torch.linspace(-2.0, 2.0, 60 * 6, dtype=torch.float64).reshape(60, 6).sin()
+
+
+def rows(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+    """Those of the samples."""
+    return inputs
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 9.0, 3.0), (0.001, 1.0, 0.001)])
+def test_results_come_in_the_order_of_samples_whatever_the_shares(speeds: tuple[float, ...]) -> None:
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=3, speeds=speeds) as opt:
+        assert torch.equal(opt.collect(rows, MANY), MANY)
+        assert torch.equal(torch.stack(opt.collect(lambda m, inputs, targets: [*inputs], MANY)), MANY)
+        torch.testing.assert_close(opt.total(lambda m, inputs, targets: inputs.sum(0), MANY), MANY.sum(0))
+
+
+def test_work_that_changes_hands_stays_in_order() -> None:
+    def late(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+        time.sleep(0.05 if inputs[0, 0] < MANY[30, 0] else 0.001)
+        return inputs
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=2) as opt:
+        assert torch.equal(opt.collect(late, MANY), MANY)
+        with opt.timeline() as timeline:
+            assert torch.equal(opt.collect(late, MANY), MANY)
+        assert "collect" in str(timeline)
+        done = {
+            lane: sum(e.details["samples"] for e in timeline.events if e.lane == lane and e.name == "collect")
+            for lane in (0, 1)
+        }
+        assert sum(done.values()) >= len(MANY) and done[1] > done[0]
+
+
+def test_tasks_share_the_work_by_what_they_have_shown() -> None:
+    def counted(module: nn.Module, inputs: torch.Tensor, targets: None) -> list[int]:
+        time.sleep(len(inputs) * (0.01 if os.environ["RANK"] == "1" else 0.002))
+        return [len(inputs)] * len(inputs)
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.run_on_workers(lambda worker: os.environ.update(RANK=str(worker.rank)))
+        first, *_, last = opt.collect(counted, MANY)
+        assert first == last == 30
+        first, *_, last = opt.collect(counted, MANY)
+        assert first + last == 60 and first > 1.5 * last
+
+
+# ---- the forms of all chunks have one reading, or the chunk that has another one is named
+
+
+def common(results: Sequence[tuple[Any, int]]) -> Form:
+    forms = {chunk: rows_form(result, samples)[0] for chunk, (result, samples) in enumerate(results)}
+    return common_form(forms, [0, *accumulate(samples for _, samples in results)])
+
+
+def columns(samples: int) -> list[torch.Tensor]:
+    return [torch.zeros(samples), torch.ones(samples)]
+
+
+def ragged(*lengths: int) -> list[torch.Tensor]:
+    return [torch.full((length,), float(length)) for length in lengths]
+
+
+def test_forms_come_in_the_order_of_chunks() -> None:
+    forms = [rows_form(torch.zeros(1, i), 1)[0] for i in range(4)]
+    answers = [
+        Answer(0, 2, 0.0, [], forms={3: forms[3], 1: forms[1]}),
+        Answer(1, 2, 0.0, [], forms={0: forms[0], 2: forms[2]}),
+    ]
+    assert list(forms_of(answers).items()) == list(enumerate(forms))
+
+
+def test_other_chunks_decide_how_a_list_is_read() -> None:
+    as_columns = common([(columns(2), 2), (columns(3), 3)])
+    assert as_columns.objects is None and len(as_columns.columns) == 2
+    for lengths in ((1, 2), (2, 3)):
+        as_objects = common([(ragged(2, 2), 2), (ragged(*lengths), 2)])
+        assert as_objects.objects is not None and [len(item) for item in as_objects.objects] == [2, 2, *lengths]
+
+
+def test_a_list_that_can_be_read_both_ways_in_all_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one tensor a sample, or one row a sample .*return a tuple"):
+        common([(columns(2), 2), (columns(2), 2)])
+    with pytest.raises(ValueError, match="one tensor a sample, or one row a sample"):
+        common([(columns(2), 2)])
+    assert len(common([(tuple(columns(2)), 2)]).columns) == 2
+
+
+def test_one_sample_alone_is_the_same_either_way() -> None:
+    assert len(common([([torch.zeros(1, 4)], 1)]).columns) == 1
+
+
+def test_objects_of_all_chunks_are_one_list() -> None:
+    assert common([([1, "a"], 2), ([None], 1), ([{}, []], 2)]).objects == [1, "a", None, {}, []]
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        (torch.zeros(2, 4), r"`result` \(4,\) torch.float32 for chunk 1 \(samples 3..4\), and `result` \(3,\)"),
+        (torch.zeros(2, 3).double(), r"torch.float64 for chunk 1 \(samples 3..4\), and `result` \(3,\) torch.float32"),
+        ((torch.zeros(2, 3),), r"`result\[0\]` .* for chunk 1"),
+        ([1, 2], "a list of objects for chunk 1"),
+    ],
+)
+def test_a_chunk_that_differs_is_named(other: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        common([(torch.zeros(3, 3), 3), (other, 2)])
+    with pytest.raises(ValueError, match="chunk"):
+        common([(other, 2), (torch.zeros(3, 3), 3)])
