@@ -1,4 +1,4 @@
-"""The user's optimizer, by name, from a factory, or made already."""
+"""The user's optimizer, by name, from a factory, or made already; `test_bad_inputs.py` has what is refused."""
 
 from __future__ import annotations
 
@@ -28,29 +28,25 @@ def matrices() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2))]
 
 
-def held(optimizer: torch.optim.Optimizer | None) -> list[int]:
-    assert optimizer is not None
-    return [id(p) for group in optimizer.param_groups for p in group["params"]]
+def chosen(choice: Any) -> torch.optim.Optimizer:
+    """The optimizer, over all of the parameters."""
+    parameters = matrices()
+    found = choose_optimizer(choice, parameters)
+    assert found is not None
+    assert [id(p) for group in found.param_groups for p in group["params"]] == [id(p) for p in parameters]
+    return found
 
 
 @pytest.mark.parametrize("name", [*OURS, "sgd", "adam", *sorted(KINDS.keys() - {"lbfgs", "sgd", "adam"})])
-def test_a_name_is_that_of_a_class_in_lower_case_ours_before_those_of_torch(name: str) -> None:
-    parameters = matrices()
-    chosen = choose_optimizer(name, parameters)
-    assert type(chosen) is {**KINDS, **OURS}[name]
-    assert held(chosen) == [id(p) for p in parameters]
+def test_a_name_is_that_of_a_class_in_any_case_ours_before_those_of_torch(name: str) -> None:
+    assert type(chosen(name)) is type(chosen(name.upper())) is {**KINDS, **OURS}[name]
 
 
-def test_lbfgs_has_a_line_search() -> None:
-    chosen = choose_optimizer("lbfgs", matrices())
-    assert chosen is not None
-    assert chosen.param_groups[0]["line_search_fn"] == "strong_wolfe"
-
-
-def test_other_names_have_the_defaults_of_torch() -> None:
-    chosen = choose_optimizer("sgd", matrices())
-    assert chosen is not None
-    assert chosen.defaults == torch.optim.SGD(matrices()).defaults
+def test_a_class_or_a_name_has_its_defaults_and_lbfgs_a_line_search() -> None:
+    for choice in ("Adam", torch.optim.Adam):
+        assert type(chosen(choice)) is torch.optim.Adam
+        assert chosen(choice).defaults == torch.optim.Adam(matrices()).defaults
+    assert chosen("lbfgs").param_groups[0]["line_search_fn"] == "strong_wolfe"
 
 
 @pytest.mark.parametrize(
@@ -59,61 +55,29 @@ def test_other_names_have_the_defaults_of_torch() -> None:
     ids=["lambda", "partial"],
 )
 def test_a_factory_is_given_the_parameters(factory: Any) -> None:
-    parameters = matrices()
-    chosen = choose_optimizer(factory, parameters)
-    assert chosen is not None
-    assert held(chosen) == [id(p) for p in parameters]
-    assert chosen.defaults["lr"] == 0.5
+    assert chosen(factory).defaults["lr"] == 0.5
 
 
-def test_an_instance_is_taken_as_it_is() -> None:
-    parameters = matrices()
-    instance = torch.optim.Adam(parameters[:1])
-    assert choose_optimizer(instance, parameters) is instance
+class Own(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"max_iter": 0})
 
 
-def test_none_is_no_optimizer() -> None:
-    assert choose_optimizer(None, matrices()) is None
-
-
-def test_frozen_parameters_of_the_optimizer_are_no_concern() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Own])
+def test_an_instance_is_taken_as_it_is_over_some_and_over_frozen_parameters(kind: Any) -> None:
     parameters = matrices()
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    instance = torch.optim.SGD([*parameters, frozen])
-    assert choose_optimizer(instance, parameters) is instance
-
-
-@pytest.mark.parametrize("choice", ["Adam", "ADAM", torch.optim.Adam])
-def test_a_name_in_any_case_or_a_class_is_made_with_its_defaults(choice: Any) -> None:
-    parameters = matrices()
-    chosen = choose_optimizer(choice, parameters)
-    assert type(chosen) is torch.optim.Adam and chosen.defaults == torch.optim.Adam(matrices()).defaults
-    assert held(chosen) == [id(p) for p in parameters]
-    assert type(choose_optimizer("LBFGS", parameters)) is OURS["lbfgs"]
-
-
-def with_options(kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-    """An optimizer of two groups, of which the second has these options; set where torch does not look."""
-    first, second = matrices()
-    groups = [first] if kind is torch.optim.LBFGS else [{"params": [first]}, {"params": [second]}]
-    optimizer = kind(groups)  # type: ignore[call-arg]
-    optimizer.param_groups[-1].update(options)
-    return optimizer
-
-
-def of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    for held in (parameters, parameters[:1], [*parameters, frozen]):
+        instance = kind(held)
+        assert choose_optimizer(instance, parameters) is instance
+    assert choose_optimizer(None, parameters) is None
 
 
 @pytest.mark.parametrize("lr", [0, 0.5, 1e9, torch.tensor(0.1), "not a number, and torch's affair"])
 def test_a_learning_rate_that_goes_somewhere_or_nowhere_is_taken(lr: Any) -> None:
-    instance = with_options(torch.optim.SGD, lr=lr)
-    assert choose_optimizer(instance, of(instance)) is instance
-
-
-def test_an_optimizer_without_a_learning_rate_is_taken() -> None:
-    class Own(torch.optim.Optimizer):
-        pass
-
-    instance = Own(matrices(), {"max_iter": 0})
-    assert choose_optimizer(instance, of(instance)) is instance
+    parameters = matrices()
+    instance = torch.optim.SGD([{"params": [parameter]} for parameter in parameters])
+    instance.param_groups[-1]["lr"] = lr
+    assert choose_optimizer(instance, parameters) is instance
