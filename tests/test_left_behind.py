@@ -236,20 +236,6 @@ def test_a_hook_that_writes_an_object_of_the_batch_is_refused(parallelize: int) 
 
 
 @pytest.mark.slow
-def test_what_the_user_changes_between_steps_is_the_same_for_all() -> None:
-    def values(parallelize: int, name: str) -> list[float]:
-        with opened(parallelize) as opt:
-            found = [opt.evaluate().item()]
-            IN_MODULE[name](opt.module, X, Y)
-            opt.load(X, Y)
-            return [*found, opt.evaluate().item(), opt.evaluate().item()]
-
-    for name in ("attribute", "array", "dropout", "mode", "statistics", "buffer"):
-        one, two, three = (values(parallelize, name) for parallelize in (1, 2, 3))
-        assert one == two == three and one[0] != one[1] == one[2]
-
-
-@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_what_a_callback_changes_is_seen_by_all(data: st.DataObject) -> None:
@@ -320,18 +306,6 @@ def test_a_training_with_validation_is_the_one_without(parallelize: int) -> None
 
 
 # ---- the module's state
-
-
-@EACH
-def test_outputs_after_a_step_are_those_of_the_module_as_it_is(parallelize: int) -> None:
-    module = Living()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
-        opt.step(X, Y)
-        assert module.norm.running_mean.ne(0.0).any()
-        assert torch.equal(opt.predict(), opt.predict(X))
-        assert torch.allclose(opt.predict(), module.eval()(X))
-        module.train()
-        assert torch.equal(opt.collect(lambda m, x, y: m(x), train=False), opt.predict(X))
 
 
 @EACH

@@ -54,20 +54,6 @@ def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torc
     return inputs.repeat(1, 1000)
 
 
-@EACH
-def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
-    def negated(module: nn.Module, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
-        array = inputs.numpy()
-        array *= -1.0
-        return inputs.clone()
-
-    with make(parallelize, backend="process") as opt:
-        for value in (1.0, 7.0, 3.0):
-            given = torch.full_like(X, value)
-            assert torch.equal(opt.collect(negated, given, Y), torch.full_like(X, -value))
-            assert torch.equal(given, torch.full_like(X, value))
-
-
 # ---- what comes in between
 
 
