@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,21 +147,6 @@ def test_what_goes_wrong_leaves_counters_and_parameters(parallelize: int) -> Non
             opt.full_gradient(failing())
         assert opt.fingerprint() == before
         assert opt.full_gradient(batches(work, 10))[0] == pytest.approx(work.reference()[0], rel=1e-12)
-
-
-def test_a_worker_that_is_killed_costs_no_bits() -> None:
-    work = mlp()
-    with BatchOptimizer(work.module, work.criterion, parallelize=2, chunk_size=3) as opt:
-        loss, gradient = opt.full_gradient(batches(work, 10))
-
-        def deadly() -> Iterator[Any]:
-            for i, batch in enumerate(batches(work, 10)):
-                if i == 2:
-                    os.kill(opt.workers[1].pid, signal.SIGKILL)
-                yield batch
-
-        again, slope = opt.full_gradient(deadly())
-        assert loss == again and torch.equal(gradient, slope)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), min_size=1), st.sampled_from(["mean", "sum"]))

@@ -16,23 +16,9 @@ from batchopt import Batches, BatchOptimizer, Sample, Worker
 from batchopt.backends.nodes.placing import Room, spread
 from batchopt.ignite import fit
 from tests.building import on
-from tests.workloads import Mlp, cnn, mlp, reference
+from tests.workloads import Mlp, cnn, mlp
 
 each_number = pytest.mark.parametrize("parallelize", [1, 2])
-
-
-@each_number
-def test_an_optimizer_outside_evaluates_batch_after_batch(parallelize: int) -> None:
-    case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=parallelize) as opt:
-        for first, last in ((0, 30), (30, 37), (5, 12)):
-            x, y = case.inputs[first:last], case.targets[first:last]
-            opt.load(x, y)
-            for _ in range(3):
-                f, gradient = reference(case.module, case.criterion, x, y)
-                assert opt.evaluate().item() == pytest.approx(f, rel=1e-12) == opt.output
-                torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
-                opt.parameters.sub_(opt.grad_parameters, alpha=0.1)
 
 
 @each_number
@@ -59,14 +45,6 @@ def test_workers_are_known_by_rank_and_process_and_take_functions_with_what_they
             (pids[0], 0),
             (pids[1], 10),
         ]
-
-
-@pytest.mark.parametrize(
-    "n, speeds, shares",
-    [(10, [1.0] * 8, [2, 2, 1, 1, 1, 1, 1, 1]), (9, [1.0] * 4, [3, 2, 2, 2]), (4, [1.0, 1.0, 1.0, 0.1], [2, 1, 1, 0])],
-)
-def test_no_worker_starves(n: int, speeds: list[float], shares: list[int]) -> None:
-    assert batchopt.split_batch(n, speeds) == shares
 
 
 def test_sixteen_workers_on_machines_of_8_16_and_4_cores() -> None:
