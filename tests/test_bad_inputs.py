@@ -27,6 +27,7 @@ import scipy.optimize
 import torch
 from torch import nn
 
+import batchopt
 from batchopt import BatchOptimizer, NonFiniteError, WorkerError
 from batchopt.backends.process import forkserver
 from batchopt.backends.process.backend import ProcessBackend
@@ -43,7 +44,7 @@ Refusals = list[tuple[Callable[[], Any], type[Exception], str]]
 
 def build(module: Any = None, criterion: Any = None, **options: Any) -> BatchOptimizer:
     """With two workers, unless told otherwise."""
-    if criterion is None and not options.keys() & {"loss_fn", "terms"}:
+    if criterion is None and not options.keys() & {"loss_fn", "terms", "residual"}:
         criterion = nn.MSELoss()
     return BatchOptimizer(Mlp() if module is None else module, criterion, **{"parallelize": 2, **options})
 
@@ -79,6 +80,19 @@ def sharing_its_weight(frozen: bool) -> nn.Module:
     return module
 
 
+class Rotation(nn.Parameter):
+    """Adds in a way of its own."""
+
+    def add_(self, *_: Any, **__: Any) -> Rotation:
+        return self
+
+
+def rotated() -> nn.Module:
+    module = nn.Linear(3, 2)
+    module.weight = Rotation(torch.ones(2, 3))
+    return module
+
+
 def hooked(register: str, hook: Callable[..., Any]) -> nn.Module:
     module = Mlp()
     getattr(module.first.weight, register)(hook)
@@ -105,6 +119,7 @@ MODULES: Refusals = [
     (lambda: Mlp, TypeError, r"`module` must be .* instance; got the class Mlp - did you mean Mlp\(\)\?"),
     (lambda: torch.relu, TypeError, r"`module` must be .* instance; got builtin_function"),
     (lambda: Mlp().requires_grad_(False), ValueError, UNTRAINED + r" \(4 frozen\)"),
+    (rotated, TypeError, r"parameter 'weight' is a Rotation, .* subclass of torch.nn.Parameter"),
     (nn.ReLU, ValueError, UNTRAINED + r" \(0 frozen\)"),
     (
         lambda: nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)]),
@@ -244,6 +259,19 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"`reduction` is 'mean' but the criterion's own is 'sum'",
     ),
     ({"criterion": nn.MSELoss(), "loss_fn": loss_fn}, ValueError, r"`criterion` and `loss_fn` are both given"),
+    *(
+        ({"residual": loss_fn, **other}, ValueError, f"`residual` and `{name}` are both given")
+        for name, other in {
+            "criterion": {"criterion": nn.MSELoss()},
+            "loss_fn": {"loss_fn": loss_fn},
+            "denominators": {"denominators": lambda x, y: torch.ones(len(x))},
+        }.items()
+    ),
+    (
+        {"residual": loss_fn, "terms": {"a": batchopt.Term(residual=loss_fn)}},
+        ValueError,
+        "`terms` and `residual` are both given",
+    ),
     ({"criterion": nn.MSELoss}, TypeError, r"got the class MSELoss - did you mean MSELoss\(\)\?"),
     ({"criterion": "mse"}, TypeError, r"`criterion` must be callable as criterion\(output, targets\); got str"),
     ({"loss_fn": "mse"}, TypeError, r"`loss_fn` must be callable as loss_fn\(module, inputs, targets\); got str 'mse'"),

@@ -36,8 +36,7 @@ EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 def make(parallelize: int, **options: Any) -> BatchOptimizer:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"optimizer": None, "parallelize": parallelize, "chunk_size": 5, **options}
-    return BatchOptimizer(Mlp().double(), nn.MSELoss(), **settings)
+    return loaded(Mlp().double(), nn.MSELoss(), X, Y, **{"parallelize": parallelize, "chunk_size": 5, **options})
 
 
 def outputs(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -79,7 +78,6 @@ def test_an_interrupt_leaves_the_step_as_it_was(
         return result
 
     with make(parallelize) as opt:
-        opt.load(X, Y)
         loss, expected = opt.evaluate(), TASKS[what](opt, lambda result: result)
         counters = opt.eval_counter, opt.batch_counter
         with pytest.raises(KeyboardInterrupt):
@@ -98,7 +96,6 @@ def test_after_an_exception_in_one_chunk_another_task_is_its_own(parallelize: in
         return inputs
 
     with make(parallelize) as opt:
-        opt.load(X, Y)
         loss = opt.evaluate()
         for _ in range(3):
             for task in (opt.collect, lambda function: opt.total(lambda m, i, t: function(m, i, t).sum(0))):
@@ -118,7 +115,6 @@ def test_a_hang_is_ended_after_timeout(nobody_late: None, tmp_path: Path) -> Non
         return inputs
 
     with make(2, timeout=0.5) as opt:
-        opt.load(X, Y)
         loss = opt.evaluate()
         assert torch.equal(opt.collect(hangs), X)
         assert sum(worker.restarts for worker in opt.workers) == 1
@@ -200,7 +196,6 @@ def test_results_of_many_batches_take_no_descriptors() -> None:
 
 def test_limits_of_workers_are_named_and_survived() -> None:
     with make(2) as opt:
-        opt.load(X, Y)
         opt.run_on_workers(limit, resource.RLIMIT_FSIZE, 2**17)
         with pytest.raises(WorkerError, match="ulimit -f"):
             opt.collect(wide)
@@ -217,7 +212,6 @@ def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch
         return [bytes(3000) for _ in inputs]
 
     with make(2) as opt:
-        opt.load(X, Y)
         opt.run_on_workers(shrink)
         with pytest.raises(WorkerError, match=r"a result of .* pickled, and .* are the most: return less at a time"):
             opt.collect(objects)
@@ -227,10 +221,8 @@ def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch
 @EACH
 def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) -> None:
     with make(parallelize) as opt:
-        opt.load(X, Y)
         expected = opt.evaluate(), opt.predict(X), opt.collect(outputs), opt.total(gram)
         with make(parallelize) as fresh:
-            fresh.load(X, Y)
             for _ in range(2):
                 with torch.inference_mode():
                     inside = fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
@@ -247,11 +239,8 @@ def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) 
 
 def held(pids: list[int]) -> list[tuple[int, int]]:
     """Descriptors of each process, and mappings of memory without a name."""
-    found = []
-    for pid in pids:
-        with open(f"/proc/{pid}/maps") as maps:
-            found.append((len(os.listdir(f"/proc/{pid}/fd")), sum("memfd" in line for line in maps)))
-    return found
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    return [(len(os.listdir(f"/proc/{pid}/fd")), text.count("memfd")) for pid, text in zip(pids, maps, strict=True)]
 
 
 @pytest.mark.nightly
@@ -297,7 +286,6 @@ def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
 @EACH
 def test_results_die_with_their_last_reference(parallelize: int) -> None:
     with make(parallelize) as opt:
-        opt.load(X, Y)
         opt.evaluate()
         gc.collect()
         gc.disable()
@@ -335,7 +323,6 @@ def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None
         return torch.ones(3000, 2000, dtype=torch.float64)
 
     with make(2) as opt:
-        opt.load(X, Y)
         small = opt.total(gram)
         before = shared_bytes()
         for _ in range(2):
@@ -349,7 +336,6 @@ def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None
 
 def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
     with make(2) as opt:
-        opt.load(X, Y)
         opt.evaluate()
         opt.total(gram)
         before = opt.run_on_workers(lambda worker: shared_bytes())

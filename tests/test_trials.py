@@ -24,9 +24,8 @@ def valley(scale: float) -> nn.Module:
     """Where line searches try points that are much worse than those they end at."""
     torch.manual_seed(0)
     module = Mlp().double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(scale)
+    for parameter in module.parameters():
+        parameter.data.mul_(scale)
     return module
 
 

@@ -62,12 +62,8 @@ def test_the_names_of_parameters_do_not_matter_to_svrg(name: str) -> None:
         torch.manual_seed(0)
         net = nn.Sequential()
         net.add_module(name, nn.Linear(6, 4).double())
-        with BatchOptimizer(
-            net,
-            case.criterion,
-            optimizer=lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.1), update_freq=1),
-            chunk_size=5,
-        ) as opt:
+        svrg: Any = lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.1), update_freq=1)  # noqa: E731
+        with BatchOptimizer(net, case.criterion, optimizer=svrg, chunk_size=5) as opt:
             fit(opt, Batches((case.inputs, case.targets), 10), epochs=3)
             return opt.parameters.clone()
 

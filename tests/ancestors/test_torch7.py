@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,23 +116,16 @@ def test_the_error_of_an_epoch_is_the_mean_over_its_samples() -> None:
 @each_number
 def test_two_optimizers_with_a_history_take_turns(parallelize: int) -> None:
     def run(turns: list[int]) -> list[str]:
-        cases = [mlp(), mlp(samples=23)]
-        made = [
-            BatchOptimizer(
-                case.module,
-                case.criterion,
-                parallelize=parallelize,
-                chunk_size=5,
-                optimizer=lambda p: batchopt.LBFGS(p, max_iter=3),
-            )
-            for case in cases
-        ]
-        for turn in turns:
-            made[turn].step(cases[turn].inputs, cases[turn].targets)
-        found = [opt.fingerprint() for opt in made]
-        for opt in made:
-            opt.close()
-        return found
+        one, other = mlp(), mlp(samples=23)
+        options: dict[str, Any] = {"optimizer": partial(batchopt.LBFGS, max_iter=3), "chunk_size": 5}
+        with (
+            on(one, parallelize=parallelize, **options) as first,
+            on(other, parallelize=parallelize, **options) as second,
+        ):
+            for turn in turns:
+                case, opt = ((one, first), (other, second))[turn]
+                opt.step(case.inputs, case.targets)
+            return [first.fingerprint(), second.fingerprint()]
 
     assert run([0, 0, 0, 1, 1, 1]) == run([0, 1, 0, 1, 1, 0])
 

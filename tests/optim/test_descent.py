@@ -302,10 +302,15 @@ def test_options_that_cannot_work(make: Make, options: dict[str, Any], error: ty
         (options.get("make") or make)(**{"params": [ONE], **{k: v for k, v in options.items() if k != "make"}})
 
 
-@every_kind
-def test_a_closure_is_needed(make: Make) -> None:
-    with pytest.raises(TypeError, match="`closure` must be a function"):
-        make([ONE]).step(None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("make", [*KINDS.values(), batchopt.LevenbergMarquardt], ids=[*KINDS, "lm"])
+def test_a_closure_is_needed_and_a_group_that_comes_later_is_refused(make: Any) -> None:
+    optimizer = make([ONE])
+    if make is not batchopt.LevenbergMarquardt:
+        with pytest.raises(TypeError, match="`closure` must be a function"):
+            optimizer.step(None)
+    with pytest.raises(ValueError, match="moves one vector"):
+        optimizer.add_param_group({"params": [OTHER]})
+    assert len(optimizer.param_groups) == 1
 
 
 @every_kind
