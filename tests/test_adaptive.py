@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, LevenbergMarquardt, Term, resample
 from tests.backends.least_squares_contract import DATA, flow, terms
+from tests.workloads import difference, size
 
 POINTS = torch.linspace(-1.0, 1.0, 200, dtype=torch.float64).unsqueeze(1)
 
@@ -22,24 +24,21 @@ def steep(module: Any, points: torch.Tensor, _: Any) -> torch.Tensor:
     return torch.cat([module(points) - points.exp(), 3 * points.square()], dim=1)
 
 
-def misfit(module: Any, points: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = module(points) - values
-    return found
-
-
-def shapeless(module: Any, points: torch.Tensor, _: Any) -> torch.Tensor:
-    found: torch.Tensor = module(points).square().mean()
-    return found
-
-
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
 def of_terms(**options: Any) -> BatchOptimizer:
-    terms = {"equation": Term(residual=steep), "initial": Term(residual=misfit), "rest": Term(shapeless)}
+    terms = {"equation": Term(residual=steep), "initial": Term(residual=difference), "rest": Term(size)}
     return BatchOptimizer(net(), terms=terms, **options)
+
+
+def of_sizes() -> BatchOptimizer:
+    """Its residuals are the inputs."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    return BatchOptimizer(module, nn.MSELoss())
 
 
 def probabilities(module: nn.Module, k: float, c: float) -> torch.Tensor:
@@ -80,13 +79,6 @@ def test_points_are_drawn_without_replacement_as_one_after_the_other() -> None:
     assert both / draws == pytest.approx(expected, abs=4 * (expected / draws) ** 0.5)
 
 
-def of_sizes() -> BatchOptimizer:
-    """Its residuals are the inputs."""
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(module.weight)
-    return BatchOptimizer(module, nn.MSELoss())
-
-
 def test_the_factors_go_from_uniform_to_the_largest() -> None:
     sizes = torch.arange(1.0, 101.0).unsqueeze(1)
     candidates = sizes, torch.zeros(100, 1)
@@ -99,21 +91,18 @@ def test_the_factors_go_from_uniform_to_the_largest() -> None:
         assert means[0] > means[1] > means[2] and abs(means[2] - 50.5) < 8
 
 
-def test_the_same_points_for_any_number_of_workers() -> None:
+def test_the_same_points_for_any_number_of_workers_and_shares() -> None:
     found = []
-    for workers in (1, 2, 3):
-        with of_terms(parallelize=workers, chunk_size=7) as opt:
-            found.append(batchopt.resample(opt, "equation", POINTS, samples=40))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    for workers in (1, 2):  # shares follow the speeds, and last bits the shares
-        with of_terms(parallelize=workers) as opt:
-            assert torch.equal(found[0], batchopt.resample(opt, "equation", POINTS, samples=40))
+    for options in ({"chunk_size": 7}, {}):  # without chunks shares follow the speeds, and last bits the shares
+        for workers in (1, 2, 3):
+            with of_terms(parallelize=workers, **options) as opt:
+                found.append(batchopt.resample(opt, "equation", POINTS, samples=40))
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_points(tmp_path: Path) -> None:
-    def draw(opt: BatchOptimizer) -> torch.Tensor:
-        points: torch.Tensor = batchopt.resample(opt, "equation", POINTS, samples=20)
-        return points
+    def draw(opt: BatchOptimizer) -> Any:
+        return batchopt.resample(opt, "equation", POINTS, samples=20)
 
     data = {"equation": POINTS, "initial": (POINTS, POINTS), "rest": POINTS}
     with of_terms(chunk_size=50) as opt:
@@ -214,17 +203,11 @@ def test_residuals_of_some_terms_alone() -> None:
             opt.residuals({"equation": POINTS, "initial": (POINTS, POINTS), "rest": POINTS})
 
 
-def adapted(parallelize: int, **options: Any) -> tuple[str, list[float]]:
+def adapted(parallelize: int) -> tuple[str, list[float]]:
     """Levenberg-Marquardt on points that are drawn anew before each step; the fingerprint and the losses."""
     candidates = torch.rand(400, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with BatchOptimizer(
-        flow(),
-        terms=terms(),
-        parallelize=parallelize,
-        chunk_size=8,
-        optimizer=lambda params: LevenbergMarquardt(params, max_iter=3, when_data_change="keep"),
-        **options,
-    ) as opt:
+    lm = functools.partial(LevenbergMarquardt, max_iter=3, when_data_change="keep")
+    with BatchOptimizer(flow(), terms=terms(), parallelize=parallelize, chunk_size=8, optimizer=lm) as opt:
         losses = [opt.step(DATA)]
         for _ in range(2):
             points = resample(opt, "pde", candidates, samples=40)

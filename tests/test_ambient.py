@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from batchopt_workers.process.torch_settings import TOP_SAVED_TENSORS_HOOKS, TorchSettings
+from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 DATA = torch.linspace(-1, 1, 24).view(8, 3), torch.linspace(0, 1, 8).view(8, 1)
@@ -68,8 +69,7 @@ AMBIENT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_settings_are_those_of_the_moment_of_an_evaluation(parallelize: int) -> None:
     torch.manual_seed(0)
     module = Probing()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(*DATA)
+    with loaded(module, nn.MSELoss(), *DATA, parallelize=parallelize) as opt:
         for name, enter in [("nothing", nullcontext), *AMBIENT.items(), ("nothing again", nullcontext)]:
             with enter():
                 expected = nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
@@ -80,8 +80,7 @@ def test_settings_are_those_of_the_moment_of_an_evaluation(parallelize: int) -> 
 def test_casts_of_parameters_follow_the_parameters(parallelize: int) -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 1)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(*DATA)
+    with loaded(module, nn.MSELoss(), *DATA, parallelize=parallelize) as opt:
         with torch.autocast("cpu", torch.bfloat16):
             before = opt.evaluate().item()
             opt.parameters.mul_(3)
@@ -116,14 +115,12 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ids=["saved tensors", "function mode", "dispatch mode"],
 )
 def test_what_cannot_be_carried_is_refused_by_name(enter: Callable[[], Any], name: str) -> None:
-    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(*DATA)
+    with loaded(nn.Linear(3, 1), nn.MSELoss(), *DATA, parallelize=2) as opt:
         before = opt.evaluate()
         with enter(), pytest.raises(ValueError, match=f"{name} is in force here, and cannot be carried to workers"):
             opt.evaluate()
         assert torch.isclose(opt.evaluate(), before)
-    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None) as opt:
-        opt.load(*DATA)
+    with loaded(nn.Linear(3, 1), nn.MSELoss(), *DATA) as opt:
         with enter():
             opt.evaluate()
 
@@ -168,8 +165,7 @@ def test_hooks_that_captured_the_module_see_it_as_it_is(parallelize: int) -> Non
 
 def test_a_program_that_cannot_be_sent_any_more_is_named_and_the_one_before_goes_on() -> None:
     module: Any = nn.Sequential(nn.Linear(3, 1))
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(*DATA)
+    with loaded(module, nn.MSELoss(), *DATA, parallelize=2) as opt:
         before = opt.evaluate()
         module[0].generator = (i for i in range(3))
         with pytest.raises(TypeError, match=r"cannot be sent to worker processes: it captures 'module\.0\.generator'"):

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker
+from tests.building import loaded, on
 from tests.pairs import paired
 from tests.workloads import WORKLOADS, Workload, cnn, mlp
 
@@ -35,23 +37,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def digest(data: Any) -> str:
     """The sha256 of all tensors and numbers in nested dicts and lists."""
-    found = hashlib.sha256()
-
-    def add(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            found.update(item.detach().contiguous().view(-1).numpy().tobytes())
-        elif isinstance(item, dict):
-            for key in sorted(item, key=str):
-                found.update(str(key).encode())
-                add(item[key])
-        elif isinstance(item, (list, tuple)):
-            for part in item:
-                add(part)
-        else:
-            found.update(repr(item).encode())
-
-    add(data)
-    return found.hexdigest()
+    if isinstance(data, torch.Tensor):
+        content = data.detach().contiguous().view(-1).numpy().tobytes()
+    elif isinstance(data, dict):
+        content = repr([(str(key), digest(data[key])) for key in sorted(data, key=str)]).encode()
+    elif isinstance(data, (list, tuple)):
+        content = repr([digest(part) for part in data]).encode()
+    else:
+        content = repr(data).encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def run(case: Workload, optimizer: str = "ours", **options: Any) -> tuple[str, str]:
@@ -96,21 +90,16 @@ def test_any_speeds_give_the_same_bits(speeds: list[float]) -> None:
     assert run(cnn(torch.float32), chunk_size=3, parallelize=3, speeds=speeds) == expected
 
 
-def test_answers_in_any_order_give_the_same_bits() -> None:
+def test_answers_in_any_order_give_the_same_bits(tmp_path: Path) -> None:
     """Each worker waits until the later ones have written that they are done, so that they answer last to first."""
-    import tempfile
-    from pathlib import Path
 
-    with tempfile.TemporaryDirectory() as folder:
+    def last_first(worker: Worker, sample: Sample) -> None:
+        (tmp_path / str(worker.rank)).touch()
+        while worker.rank + 1 < worker.world_size and not (tmp_path / str(worker.rank + 1)).exists():
+            pass
 
-        def last_first(worker: Worker, sample: Sample) -> None:
-            turn = Path(folder) / str(worker.rank)
-            turn.write_text("")
-            while worker.rank + 1 < worker.world_size and not (Path(folder) / str(worker.rank + 1)).exists():
-                pass
-
-        expected = run(mlp(torch.float32), chunk_size=8)
-        assert run(mlp(torch.float32), chunk_size=8, parallelize=2, prehook=last_first) == expected
+    expected = run(mlp(torch.float32), chunk_size=8)
+    assert run(mlp(torch.float32), chunk_size=8, parallelize=2, prehook=last_first) == expected
 
 
 def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
@@ -158,10 +147,10 @@ def test_the_fingerprint_tells_runs_apart() -> None:
         case = mlp()
         with torch.no_grad():
             next(case.module.parameters()).mul_(scale)
-        opt = BatchOptimizer(case.module, case.criterion, optimizer="sgd")
-        for _ in range(steps):
-            opt.step(case.inputs, case.targets)
-        return opt.fingerprint()
+        with BatchOptimizer(case.module, case.criterion, optimizer="sgd") as opt:
+            for _ in range(steps):
+                opt.step(case.inputs, case.targets)
+            return opt.fingerprint()
 
     assert fingerprint() == fingerprint() != fingerprint(scale=1 + 1e-15)
     assert len({fingerprint(), fingerprint(steps=2), fingerprint(steps=0)}) == 3
@@ -182,7 +171,7 @@ def test_the_optimizers_algebra_has_as_many_threads_for_any_number_of_workers(pa
     torch.set_num_threads(3)
     try:
         with BatchOptimizer(
-            case.module, case.criterion, optimizer=lambda p: Noting(p, lr=0.1), parallelize=parallelize, chunk_size=8
+            case.module, case.criterion, optimizer=Noting, parallelize=parallelize, chunk_size=8
         ) as opt:
             opt.step(case.inputs, case.targets)
         assert torch.get_num_threads() == 3
@@ -191,37 +180,37 @@ def test_the_optimizers_algebra_has_as_many_threads_for_any_number_of_workers(pa
     assert threads == [1]
 
 
-class Slowing:
-    """A worker that becomes slow: rank 1, from its fourth forward on."""
-
-    def __call__(self, worker: Worker, sample: Sample) -> None:
-        worker.state["forwards"] = worker.state.get("forwards", 0) + 1
-        if worker.rank == 1 and worker.state["forwards"] > 3:
-            time.sleep(0.05)
+def slowing(worker: Worker, sample: Sample) -> None:
+    """Rank 1 becomes slow, from its fourth forward on."""
+    worker.state["forwards"] = worker.state.get("forwards", 0) + 1
+    if worker.rank == 1 and worker.state["forwards"] > 3:
+        time.sleep(0.05)
 
 
-class Noisy(nn.Module):
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "torch": nn.functional.dropout,
+    "numpy": lambda y: y + torch.from_numpy(np.random.randn(*y.shape)),
+    "python": lambda y: y + random.gauss(0.0, 1.0),
+    "none": lambda y: y,
+}
+
+
+class Noisy(nn.Linear):
     """Draws random numbers in forward, of torch, NumPy or Python's own."""
 
     def __init__(self, source: str) -> None:
-        super().__init__()
-        self.linear, self.source = nn.Linear(6, 4).double(), source
+        super().__init__(6, 4, dtype=torch.float64)
+        self.source = source
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
-        if self.source == "torch":
-            return nn.functional.dropout(y)
-        if self.source == "numpy":
-            return y + torch.from_numpy(np.random.randn(*y.shape))
-        return y + random.gauss(0.0, 1.0) if self.source == "python" else y
+        return DRAWS[self.source](super().forward(x))
 
 
 @pytest.mark.parametrize("source", ["torch", "numpy", "python", "none"])
 def test_without_chunks_the_draws_of_a_step_stay_though_the_speeds_change(source: str) -> None:
     """Shares would follow the speeds, and other chunks draw other numbers: so they follow with the next step."""
     work = mlp()
-    with BatchOptimizer(Noisy(source), nn.MSELoss(), optimizer=None, parallelize=2, prehook=Slowing()) as opt:
-        opt.load(work.inputs, work.targets)
+    with loaded(Noisy(source), nn.MSELoss(), work.inputs, work.targets, parallelize=2, prehook=slowing) as opt:
         first = opt.evaluate()
         planned = [opt._function.ready().plan.samples()]
         for _ in range(10):
@@ -233,18 +222,16 @@ def test_without_chunks_the_draws_of_a_step_stay_though_the_speeds_change(source
         assert opt._function.ready().plan.samples()[1] < planned[0][1]
 
 
-def noise(worker: Worker, sample: Sample) -> None:
-    """A hook that draws."""
-    sample.inputs = sample.inputs + torch.randn_like(sample.inputs)
-
-
 @pytest.mark.parametrize("first", ["evaluation", "product"])
 def test_what_a_hook_draws_keeps_the_chunks_too(first: str) -> None:
     """Also after the loss's cut was checked, without hooks, and if a product comes first."""
     work = mlp()
-    loss = nn.functional.mse_loss  # of the user's own, for all that is known
-    with BatchOptimizer(work.module, loss, optimizer=None, parallelize=2, prehook=noise) as opt:
-        opt.load(work.inputs, work.targets)
+    work.criterion = nn.functional.mse_loss  # of the user's own, for all that is known
+
+    def noise(worker: Worker, sample: Sample) -> None:
+        sample.inputs = sample.inputs + torch.randn_like(sample.inputs)
+
+    with on(work, parallelize=2, prehook=noise) as opt:
         assert opt._function.ready().movable
         if first == "product":
             opt.hvp(torch.ones_like(opt.parameters))

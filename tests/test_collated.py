@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from batchopt import BatchOptimizer, WorkerError
+from tests.building import loaded
 
 INPUTS = [torch.linspace(0, 1, 3 * n).view(n, 3) for n in (1, 2, 3, 4, 5, 6)]
 TARGETS = [torch.tensor([float(n)]) for n in range(6)]
@@ -71,10 +72,9 @@ def test_what_a_prehook_does_to_a_collated_piece_is_done_to_each_anew(tmp_path: 
         rows, lengths = sample.inputs
         sample.inputs = rows + 1, lengths
 
-    with BatchOptimizer(
-        Pool(), nn.MSELoss(), optimizer=None, collate_fn=Collate(tmp_path), prehook=prehook, parallelize=2
+    with loaded(
+        Pool(), nn.MSELoss(), INPUTS, TARGETS, collate_fn=Collate(tmp_path), prehook=prehook, parallelize=2
     ) as opt:
-        opt.load(INPUTS, TARGETS)
         first = opt.evaluate().item()
         assert [opt.evaluate().item() for _ in range(4)] == pytest.approx([first] * 4, rel=1e-6)
 
@@ -103,8 +103,7 @@ def test_samples_that_are_left_out_are_refused_unless_denominators_tell_what_cou
         return torch.cat(targets) % 5 != 1
 
     options = {**options, "collate_fn": collate, "denominators": denominators}
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
-        opt.load(*data)
+    with loaded(module, nn.MSELoss(), *data, **options) as opt:
         kept = y[:, 0] % 5 != 1
         assert opt.evaluate().item() == pytest.approx(nn.MSELoss()(module(x[kept]), y[kept]).item(), rel=1e-9)
 

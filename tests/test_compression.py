@@ -108,64 +108,47 @@ def test_what_is_not_finite_is_left_as_it_is(compression: Compression, bad: floa
 # ---- the argument
 
 
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        (None, None),
-        ("fp16", HALF),
-        ("bf16", BRAIN),
-        ("2bit", TwoBit(0.5)),
-        ({"type": "2bit", "threshold": 2}, TwoBit(2.0)),
-    ],
-)
-def test_forms_of_the_argument(value: Any, found: Compression | None) -> None:
-    assert read_compress(value) == found
+def test_forms_of_the_argument() -> None:
+    assert [read_compress(value) for value in (None, "fp16", "bf16", "2bit")] == [None, HALF, BRAIN, TwoBit(0.5)]
+    assert read_compress({"type": "2bit", "threshold": 2}) == TwoBit(2.0)
+
+
+COMPARES = r"`compress` rounds gradients, and .* compares them with each other: use an"
+ONE_MACHINE = "for gradients that cross a network, got backend='{}', where none"
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "text"),
+    ("options", "kind", "text"),
     [
-        (16, TypeError, "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as .*; got int 16"),
-        ("fp8", ValueError, "`compress` must be None, .*; got 'fp8'"),
-        ({"threshold": 0.5}, ValueError, "`compress` must be None, .*; got {'threshold': 0.5}"),
-        ({"type": ["fp16"]}, ValueError, "`compress` must be None"),
+        ({"compress": 16}, TypeError, "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as .*; got int 16"),
+        ({"compress": "fp8"}, ValueError, "`compress` must be None, .*; got 'fp8'"),
+        ({"compress": {"threshold": 0.5}}, ValueError, "`compress` must be None, .*; got {'threshold': 0.5}"),
+        ({"compress": {"type": ["fp16"]}}, ValueError, "`compress` must be None"),
         (
-            {"type": "fp16", "threshold": 0.5},
+            {"compress": {"type": "fp16", "threshold": 0.5}},
             ValueError,
             r"unknown \['threshold'\]: beside 'type', 'fp16' has \[\]",
         ),
         (
-            {"type": "2bit", "size": 3},
+            {"compress": {"type": "2bit", "size": 3}},
             ValueError,
             r"unknown \['size'\]: beside 'type', '2bit' has \['threshold'\]",
         ),
-        ({"type": "2bit", "threshold": 0}, ValueError, "has threshold 0: it must be finite and > 0, about as large as"),
-        ({"type": "2bit", "threshold": -1.0}, ValueError, "has threshold -1.0"),
-        ({"type": "2bit", "threshold": math.nan}, ValueError, "has threshold nan"),
-        ({"type": "2bit", "threshold": "1"}, TypeError, "has threshold '1': it must be a number > 0"),
+        *(
+            ({"compress": {"type": "2bit", "threshold": threshold}}, kind, f"has threshold {threshold!r}{more}")
+            for threshold, kind, more in (
+                (0, ValueError, ": it must be finite and > 0, about as large as"),
+                (-1.0, ValueError, ""),
+                (math.nan, ValueError, ""),
+                ("1", TypeError, ": it must be a number > 0"),
+            )
+        ),
+        *(({"backend": name}, ValueError, ONE_MACHINE.format(name)) for name in ("serial", "process")),
+        *(({"optimizer": name}, ValueError, COMPARES) for name in ("lbfgs", "cg", "ssbroyden", torch.optim.LBFGS)),
+        ({"optimizer": lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.1))}, ValueError, COMPARES),
     ],
 )
-def test_wrong_arguments(value: Any, kind: type[Exception], text: str) -> None:
+def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    given: dict[str, Any] = {"backend": "ray", "optimizer": "sgd", "compress": "fp16", **options}
     with pytest.raises(kind, match=text):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", optimizer="sgd", compress=value)
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_nothing_crosses_a_network_on_one_machine(backend: str) -> None:
-    with pytest.raises(ValueError, match=f"for gradients that cross a network, got backend='{backend}', where none"):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend=backend, optimizer="sgd", compress="fp16")
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        "lbfgs",
-        "cg",
-        "ssbroyden",
-        lambda params: torch.optim.LBFGS(params),
-        lambda params: batchopt.SVRG(torch.optim.SGD(params, lr=0.1)),
-    ],
-)
-def test_optimizers_that_compare_gradients_are_refused(optimizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"`compress` rounds gradients, and .* compares them with each other: use an"):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", optimizer=optimizer, compress="fp16")
+        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), **given)

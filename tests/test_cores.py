@@ -23,45 +23,32 @@ def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, 
 @pytest.mark.parametrize(
     "membership, files, quota",
     [
-        pytest.param("0::/app\n", {"app/cpu.max": "250000 100000\n"}, 2.5, id="v2"),
-        pytest.param("0::/app\n", {"app/cpu.max": "max 100000\n"}, None, id="v2-unlimited"),
-        pytest.param("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5, id="v2-root"),
-        pytest.param(
+        ("0::/app\n", {"app/cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/app\n", {"app/cpu.max": "max 100000\n"}, None),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        (
             "0::/pod/app\n",
             {"pod/app/cpu.max": "400000 100000\n", "pod/cpu.max": "300000 200000\n", "cpu.max": "max 100000\n"},
             1.5,
-            id="v2-the-parent-is-tighter",
         ),
-        pytest.param(
-            "0::/host/path/unseen/inside\n",
-            {"cpu.max": "200000 100000\n"},
-            2.0,
-            id="v2-container-sees-its-group-as-root",
-        ),
-        pytest.param("0::/app\n", {"app/cpu.max": "garbage\n"}, None, id="v2-unreadable"),
-        pytest.param("0::/app\n", {"../cpu.max": "100000 100000\n"}, None, id="v2-above-the-root"),
-        pytest.param("0::/app\n", {"other/cpu.max": "100000 100000\n"}, None, id="v2-another-group"),
-        pytest.param(
+        ("0::/host/path/unseen/inside\n", {"cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/app\n", {"app/cpu.max": "garbage\n"}, None),
+        ("0::/app\n", {"../cpu.max": "100000 100000\n"}, None),
+        ("0::/app\n", {"other/cpu.max": "100000 100000\n"}, None),
+        (
             "4:cpu,cpuacct:/app\n",
             {"cpu/app/cpu.cfs_quota_us": "150000\n", "cpu/app/cpu.cfs_period_us": "100000\n"},
             1.5,
-            id="v1",
         ),
-        pytest.param(
-            "4:cpu,cpuacct:/app\n",
-            {"cpu/app/cpu.cfs_quota_us": "-1\n", "cpu/app/cpu.cfs_period_us": "100000\n"},
-            None,
-            id="v1-unlimited",
-        ),
-        pytest.param("4:cpu:/app\n", {"cpu/app/cpu.cfs_quota_us": "150000\n"}, None, id="v1-without-a-period"),
-        pytest.param("0::/app:1\n", {"app:1/cpu.max": "150000 100000\n"}, 1.5, id="v2-a-colon-in-the-name"),
-        pytest.param(
+        ("4:cpu,cpuacct:/app\n", {"cpu/app/cpu.cfs_quota_us": "-1\n", "cpu/app/cpu.cfs_period_us": "100000\n"}, None),
+        ("4:cpu:/app\n", {"cpu/app/cpu.cfs_quota_us": "150000\n"}, None),
+        ("0::/app:1\n", {"app:1/cpu.max": "150000 100000\n"}, 1.5),
+        (
             "4:cpuset:/app\n3:memory:/app\n",
             {"cpu/app/cpu.cfs_quota_us": "150000\n", "cpu/app/cpu.cfs_period_us": "100000\n"},
             None,
-            id="v1-other-controllers",
         ),
-        pytest.param(
+        (
             "4:cpu:/docker/abc\n0::/\n",
             {
                 "cpu/cpu.cfs_quota_us": "300000\n",
@@ -71,9 +58,8 @@ def groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, 
                 "cpu.max": "max 100000\n",
             },
             2.0,
-            id="both-versions",
         ),
-        pytest.param("", {"cpu.max": "100000 100000\n"}, None, id="no-membership"),
+        ("", {"cpu.max": "100000 100000\n"}, None),
     ],
 )
 def test_the_smallest_quota_up_to_the_root_counts(

@@ -16,21 +16,18 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
 from batchopt._function.checks import SAMPLES, Drawn, differs, judge, split
-from tests.workloads import Mlp, mlp
+from tests.building import loaded
+from tests.workloads import Mlp, mlp, size
 
 TOKENS, PADDING = 5, -1
 
 
-class Tagger(nn.Module):
+WAYS = pytest.mark.parametrize("options", [{"chunk_size": 4}, {"parallelize": 2}], ids=["chunks", "workers"])
+
+
+def tagger() -> nn.Module:
     """Scores of 3 classes for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
-        return y
+    return nn.Linear(4, 3).double()
 
 
 def sentences(samples: int = 21) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,17 +49,22 @@ def of_tokens_fn(module: nn.Module, x: torch.Tensor, tags: torch.Tensor) -> torc
     return of_tokens(module(x), tags)
 
 
-def present(_: Any, tags: torch.Tensor) -> torch.Tensor:
-    """What that mean divides by."""
-    return (tags != PADDING).sum(1)
-
-
-class OwnLoss(Tagger):
+class OwnLoss(nn.Linear):
     """A module that returns its loss."""
 
     def forward(self, x: torch.Tensor, tags: torch.Tensor | None = None) -> torch.Tensor:
         assert tags is not None
         return of_tokens(super().forward(x), tags)
+
+
+def present(_: Any, tags: torch.Tensor) -> torch.Tensor:
+    """What that mean divides by."""
+    return (tags != PADDING).sum(1)
+
+
+def root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Not a mean."""
+    return nn.functional.mse_loss(output, target).sqrt()
 
 
 def said(opt: BatchOptimizer, *batch: Any) -> list[str]:
@@ -73,35 +75,34 @@ def said(opt: BatchOptimizer, *batch: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 4}, {"parallelize": 2}], ids=["chunks", "workers"])
+@WAYS
 @pytest.mark.parametrize(
-    "module, criterion, more",
+    "module, loss",
     [
-        (Tagger, of_tokens, {}),
-        (Tagger, lambda scores, tags: of_tokens(scores, tags), {}),
-        (Tagger, None, {"loss_fn": of_tokens_fn}),
-        (OwnLoss, None, {}),
+        (tagger, {"criterion": of_tokens}),
+        (tagger, {"criterion": lambda scores, tags: of_tokens(scores, tags)}),
+        (tagger, {"loss_fn": of_tokens_fn}),
+        (lambda: OwnLoss(4, 3).double(), {}),
     ],
     ids=["function", "lambda", "loss_fn", "module"],
 )
 def test_a_mean_over_tokens_is_warned_of(
-    module: Callable[[], nn.Module], criterion: Any, more: dict[str, Any], options: dict[str, Any]
+    module: Callable[[], nn.Module], loss: dict[str, Any], options: dict[str, Any]
 ) -> None:
     x, tags = sentences()
-    with BatchOptimizer(module().double(), criterion, optimizer=None, **more, **options) as opt:
+    with BatchOptimizer(module(), optimizer=None, **loss, **options) as opt:
         (found,) = said(opt, x, tags)
         assert "in one forward, and" in found and "the loss of " in found
         assert all(remedy in found for remedy in ("`denominators`", "reduction='sum'", "check()", "check_cut=False"))
         assert said(opt, x, tags) == []  # once
-    with BatchOptimizer(module().double(), criterion, optimizer=None, denominators=present, **more, **options) as opt:
-        assert said(opt, x, tags) == []
-    with BatchOptimizer(module().double(), criterion, optimizer=None, check_cut=False, **more, **options) as opt:
-        assert said(opt, x, tags) == []
+    for remedy in ({"denominators": present}, {"check_cut": False}):
+        with BatchOptimizer(module(), optimizer=None, **loss, **options, **remedy) as opt:
+            assert said(opt, x, tags) == []
 
 
 def test_the_numbers_are_those_of_the_first_samples() -> None:
     x, tags = sentences()
-    module = Tagger().double()
+    module = tagger()
     with BatchOptimizer(module, of_tokens, optimizer=None, parallelize=2) as opt:
         (found,) = said(opt, x, tags)
     whole, one, two = (of_tokens(module(x[cut]), tags[cut]).item() for cut in (slice(0, 8), slice(0, 3), slice(3, 8)))
@@ -110,13 +111,9 @@ def test_the_numbers_are_those_of_the_first_samples() -> None:
     assert "as the mean over 3 and 5" in found
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"parallelize": 2}], ids=["chunks", "workers"])
+@WAYS
 def test_a_term_is_named_and_others_are_not(options: dict[str, Any]) -> None:
     x, tags = sentences()
-
-    def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
-        loss: torch.Tensor = module(x).square().mean()
-        return loss
 
     def penalised(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
         loss: torch.Tensor = module(x).square().sum() + sum(p.square().sum() for p in module.parameters())
@@ -128,7 +125,7 @@ def test_a_term_is_named_and_others_are_not(options: dict[str, Any]) -> None:
         "penalised": Term(penalised, reduction="sum"),
         "counted": Term(of_tokens_fn, denominators=present),
     }
-    with BatchOptimizer(Tagger().double(), terms=terms, optimizer=None, **options) as opt:
+    with BatchOptimizer(tagger(), terms=terms, optimizer=None, **options) as opt:
         (found,) = said(opt, {"size": x, "tags": (x, tags), "penalised": x, "counted": (x, tags)})
     assert "of term 'tags'" in found and "as the mean over" in found
     assert "of term 'penalised'" in found and "as the sum over" in found
@@ -142,13 +139,13 @@ def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
 
 def test_lists_are_compared_where_they_are_collated_and_one_forward_a_sample_is_what_it_says() -> None:
     x, tags = sentences()
-    with BatchOptimizer(Tagger().double(), of_tokens, optimizer=None, chunk_size=4, collate_fn=stack) as opt:
+    with BatchOptimizer(tagger(), of_tokens, optimizer=None, chunk_size=4, collate_fn=stack) as opt:
         assert len(said(opt, list(x), list(tags))) == 1
 
     def each(scores: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
         return of_tokens(scores.unsqueeze(0), tags.unsqueeze(0))
 
-    with BatchOptimizer(Tagger().double(), each, optimizer=None, chunk_size=4) as opt:
+    with BatchOptimizer(tagger(), each, optimizer=None, chunk_size=4) as opt:
         assert said(opt, list(x), list(tags), [None] * len(x)) == []
 
 
@@ -156,8 +153,7 @@ class Noisy(Mlp):
     """Draws of its own, as dropout does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().forward(x + torch.randn_like(x))
-        return y
+        return super().forward(x + torch.randn_like(x))
 
 
 class Raises(Mlp):
@@ -169,20 +165,9 @@ class Raises(Mlp):
         return super().forward(x)
 
 
-def root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Not a mean."""
-    loss: torch.Tensor = (output - target).square().mean().sqrt()
-    return loss
-
-
-def undefined(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """NaN for few samples."""
-    return output.sum() * (math.nan if len(output) <= SAMPLES else 1.0)
-
-
 @pytest.mark.parametrize(
     "module, criterion",
-    [(Noisy, root), (Raises, root), (Mlp, undefined)],
+    [(Noisy, root), (Raises, root), (Mlp, lambda y, _: y.sum() * (math.nan if len(y) <= SAMPLES else 1.0))],
     ids=["random", "raises", "not a number"],
 )
 @pytest.mark.parametrize("options", [{"chunk_size": 12}, {"parallelize": 2}], ids=["chunks", "workers"])
@@ -197,22 +182,17 @@ def test_where_the_few_samples_tell_nothing_nothing_is_said(
 
 def drawn_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A sum, as of a variational bound: with a draw for all samples, and one for each."""
-    loss: torch.Tensor = (output + 0.1 * torch.randn(()) + 0.1 * torch.randn_like(output) - target).square().sum()
-    return loss
+    return (output + 0.1 * torch.randn(()) + 0.1 * torch.randn_like(output) - target).square().sum()
 
 
-def drawn_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The same as a mean."""
-    return drawn_sum(output, target) / output.numel()
-
-
-@pytest.mark.parametrize("options", [{"chunk_size": 12}, {"parallelize": 2}], ids=["chunks", "workers"])
+@WAYS
 def test_a_random_sum_is_told_from_a_mean(options: dict[str, Any]) -> None:
     case = mlp()
+    means: dict[str, Any] = {"mean": lambda output, target: drawn_sum(output, target) / output.numel()}
     with BatchOptimizer(Mlp().double(), drawn_sum, optimizer=None, **options) as opt:
         (found,) = said(opt, case.inputs, case.targets)
         assert "as the mean over" in found
-    for criterion, reduction in ((drawn_sum, "sum"), (drawn_mean, "mean")):
+    for reduction, criterion in ({"sum": drawn_sum} | means).items():
         with BatchOptimizer(Mlp().double(), criterion, optimizer=None, reduction=reduction, **options) as opt:
             assert said(opt, case.inputs, case.targets) == []
 
@@ -227,27 +207,23 @@ def test_a_random_loss_is_judged_by_its_errors() -> None:
     assert off_by(*[0.5, -0.4] * 4) is None
 
 
-def test_batch_norm_is_warned_of_and_nothing_else_is() -> None:
+def test_a_batch_is_compared_once_it_is_cut_also_after_a_check_and_batch_norm_is_blamed_alone() -> None:
     case = mlp()
+    with BatchOptimizer(Mlp().double(), root, optimizer=None, chunk_size=20) as opt:
+        assert not opt.check(case.inputs, case.targets).healthy
+        assert said(opt, case.inputs[:20], case.targets[:20]) == []
+        assert len(said(opt, case.inputs, case.targets)) == 1
     module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)).double()
     with BatchOptimizer(module, root, optimizer=None, chunk_size=10) as opt:
         (found,) = said(opt, case.inputs, case.targets)
     assert "BatchNorm1d" in found
 
 
-def test_a_batch_that_is_not_cut_is_not_compared_until_it_is() -> None:
-    case = mlp()
-    with BatchOptimizer(Mlp().double(), root, optimizer=None, chunk_size=20) as opt:
-        assert said(opt, case.inputs[:20], case.targets[:20]) == []
-        assert len(said(opt, case.inputs, case.targets)) == 1
-
-
 def test_torchs_own_criteria_are_not_compared_unless_denominators_are_given() -> None:
     case, calls = mlp(), []
     module = Mlp().double()
     module.register_forward_hook(lambda *_: calls.append(1))
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=10) as opt:
-        opt.load(case.inputs, case.targets)
+    with loaded(module, nn.MSELoss(), case.inputs, case.targets, chunk_size=10) as opt:
         assert not calls
 
     def wrong(inputs: torch.Tensor, _: Any) -> torch.Tensor:
@@ -297,13 +273,6 @@ def test_it_leaves_no_trace(options: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
-def test_check_does_not_use_up_the_warning() -> None:
-    case = mlp()
-    with BatchOptimizer(Mlp().double(), root, optimizer=None, chunk_size=10) as opt:
-        assert not opt.check(case.inputs, case.targets).healthy
-        assert len(said(opt, case.inputs, case.targets)) == 1
-
-
 @pytest.mark.parametrize(
     "samples, largest, parts", [(100, 50, (3, 5)), (2, 2, (1, 1)), (100, 1, (1, 1)), (5, 9, (1, 4))]
 )
@@ -327,12 +296,6 @@ def test_what_differs_is_measured_by_the_parts(whole: float, one: float, two: fl
     assert differs(Drawn(whole, one, two), 1e-6) is differ
 
 
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_it_is_turned_off_by_a_bool(value: Any) -> None:
-    with pytest.raises(TypeError, match="`check_cut` must be True or False"):
-        BatchOptimizer(Mlp(), root, check_cut=value)
-
-
 class Words(nn.Module):
     """Embeds words, and counts how often each is there in the gradient."""
 
@@ -350,55 +313,48 @@ WORDS, LABELS = torch.arange(12).remainder(4), torch.arange(12).remainder(2)
 BAGS = torch.stack([WORDS, WORDS.flip(0)], 1)
 
 
+BY_FREQUENCY = r"'words' \(Embedding.*\) has scale_grad_by_freq: .* parallelize=1"
+
+
+def refuses(call: Callable[..., object], *arguments: Any) -> None:
+    with pytest.raises(ValueError, match=BY_FREQUENCY):
+        call(*arguments)
+
+
 @pytest.mark.parametrize("kind, words", [(nn.Embedding, WORDS), (nn.EmbeddingBag, BAGS)])
 def test_gradients_by_frequency_are_refused_where_the_batch_is_cut(kind: Any, words: torch.Tensor) -> None:
     module, criterion = Words(kind), nn.CrossEntropyLoss()
-    with pytest.raises(ValueError, match=r"'words' \(Embedding.*\) has scale_grad_by_freq: .* parallelize=1"):
-        BatchOptimizer(module, criterion, parallelize=2)
+    refuses(lambda: BatchOptimizer(module, criterion, parallelize=2))
     with BatchOptimizer(module, criterion, optimizer=None, chunk_size=5) as opt:
-        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
-            opt.load(words, LABELS)
-        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
-            opt.load(list(words), list(LABELS))
+        refuses(opt.load, words, LABELS)
+        refuses(opt.load, list(words), list(LABELS))
         opt.load(words[:5], LABELS[:5])
     with BatchOptimizer(module, criterion, optimizer=None) as opt:
-        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
-            opt.load(list(words), list(LABELS))
+        refuses(opt.load, list(words), list(LABELS))
         opt.load(words, LABELS)
         opt.evaluate()
-        gradient = opt.grad_parameters.clone()
-        loss = criterion(module(words), LABELS)
+        gradient, loss = opt.grad_parameters.clone(), criterion(module(words), LABELS)
+        refuses(opt.resize, 2)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
     torch.testing.assert_close(gradient, expected)
 
 
-def test_gradients_by_frequency_in_a_collated_list_and_in_terms_of_one_forward_each() -> None:
+def test_gradients_by_frequency_of_one_forward_each_and_those_that_are_asked_for_later() -> None:
     def loss(module: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(module(words), labels)
 
     with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None, collate_fn=stack) as opt:
         opt.load(list(WORDS), list(LABELS))
-    terms = {"a": Term(loss), "b": Term(loss)}
-    with BatchOptimizer(Words(), terms=terms, optimizer=None) as opt:
+    with BatchOptimizer(Words(), terms={"a": Term(loss), "b": Term(loss)}, optimizer=None) as opt:
         opt.load({"a": (WORDS, LABELS), "b": (WORDS[:3], LABELS[:3])})
-        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
-            opt.load({"a": (list(WORDS), list(LABELS)), "b": (WORDS[:3], LABELS[:3])})
-
-
-def test_gradients_by_frequency_that_are_asked_for_later_are_refused_at_the_next_load() -> None:
+        refuses(opt.load, {"a": (list(WORDS), list(LABELS)), "b": (WORDS[:3], LABELS[:3])})
     module = Words(by_freq=False)
-    with BatchOptimizer(module, nn.CrossEntropyLoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(WORDS, LABELS)
+    with loaded(module, nn.CrossEntropyLoss(), WORDS, LABELS, parallelize=2) as opt:
         module.words.scale_grad_by_freq = True
-        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
-            opt.load(WORDS, LABELS)
+        refuses(opt.load, WORDS, LABELS)
         module.words.scale_grad_by_freq = False
         opt.load(WORDS, LABELS)
         opt.evaluate()
-    with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None) as opt:
-        opt.load(WORDS, LABELS)
-        with pytest.raises(ValueError, match="has scale_grad_by_freq"):
-            opt.resize(2)
 
 
 PAIRS = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.HingeEmbeddingLoss, nn.KLDivLoss]
@@ -414,16 +370,13 @@ def test_outputs_that_meet_the_targets_of_other_samples_are_refused(kind: Any, o
         with pytest.raises(WorkerError, match=r"shape \(\d+, 1\) and the targets \(\d+,\).*targets\.unsqueeze"):
             opt.load(x, y)
             opt.evaluate()
-    with BatchOptimizer(nn.Linear(3, 1), kind(), optimizer=None, **options) as opt:
-        opt.load(x, y.unsqueeze(1))
+    with loaded(nn.Linear(3, 1), kind(), x, y.unsqueeze(1), **options) as opt:
         assert math.isfinite(opt.evaluate().item())
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_what_is_broadcast_within_a_sample_is_not_refused() -> None:
     x, y = torch.randn(40, 3).double(), torch.rand(40, 1).double()
     module, criterion = nn.Linear(3, 2).double(), nn.SmoothL1Loss()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=7) as opt:
-            opt.load(x, y)
-            assert opt.evaluate().item() == pytest.approx(criterion(module(x), y).item(), rel=1e-12)
+    with loaded(module, criterion, x, y, chunk_size=7) as opt:
+        assert opt.evaluate().item() == pytest.approx(criterion(module(x), y).item(), rel=1e-12)

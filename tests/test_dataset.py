@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
 from batchopt_workers.process.messages import Order
-from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
+from tests.building import loaded
+from tests.workloads import Mlp, Noisy, Pairs, mean_square, mlp, reference
+
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 
 class Listed(Dataset[Any]):
@@ -52,64 +54,57 @@ def check(opt: BatchOptimizer, data: Any, loss: float, gradient: torch.Tensor) -
 
 def test_items_are_pairs_or_inputs_alone_in_any_structure() -> None:
     case = mlp()
-    loss, gradient = case.reference()
-    x, y = case.inputs, case.targets
+    x, y, half = case.inputs, case.targets, len(case.inputs) // 2
+    pairs: tuple[Dataset[Any], ...] = (
+        TensorDataset(x, y),
+        Subset(TensorDataset(x, y), range(len(x))),
+        ConcatDataset([Pairs(x[:half], y[:half]), TensorDataset(x[half:], y[half:])]),
+        Listed(*([a, b] for a, b in zip(x.numpy(), y.numpy(), strict=True))),
+    )
     with BatchOptimizer(case.module, case.criterion, optimizer=None, chunk_size=7) as opt:
-        half = len(x) // 2
-        forms: tuple[Dataset[Any], ...] = (
-            TensorDataset(x, y),
-            Subset(TensorDataset(x, y), range(len(x))),
-            ConcatDataset([Pairs(x[:half], y[:half]), TensorDataset(x[half:], y[half:])]),
-            Listed(*([a, b] for a, b in zip(x.numpy(), y.numpy(), strict=True))),
-        )
-        for data in forms:
-            check(opt, data, loss, gradient)
+        for data in pairs:
+            check(opt, data, *case.reference())
 
     def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
         assert targets is None
         return nn.functional.mse_loss(module(inputs["x"]), inputs["y"])
 
     with BatchOptimizer(case.module, loss_fn=loss_fn, optimizer=None, chunk_size=7) as opt:
-        check(opt, Listed(*({"x": a, "y": b} for a, b in zip(x, y, strict=True))), loss, gradient)
-
-    def square(output: torch.Tensor) -> torch.Tensor:
-        return output.square().mean()
-
-    for alone in (Listed(*x), TensorDataset(x), Subset(TensorDataset(x), range(len(x)))):
-        with BatchOptimizer(case.module, square, optimizer=None, chunk_size=7) as opt:
-            check(opt, alone, *reference(case.module, square, x, None))
+        check(opt, Listed(*({"x": a, "y": b} for a, b in zip(x, y, strict=True))), *case.reference())
+    with BatchOptimizer(case.module, mean_square, optimizer=None, chunk_size=7) as opt:
+        for alone in (Listed(*x), TensorDataset(x), Subset(TensorDataset(x), range(len(x)))):
+            check(opt, alone, *reference(case.module, mean_square, x, None))
 
 
-def test_a_collate_fn_gets_the_items_of_a_chunk_and_makes_inputs_and_targets() -> None:
+@EACH
+def test_a_collate_fn_gets_the_items_of_a_chunk_and_makes_inputs_and_targets(parallelize: int) -> None:
     case = mlp()
-    loss, gradient = case.reference()
     items = [{"a": x, "b": y} for x, y in zip(case.inputs, case.targets, strict=True)]
 
     def collate(samples: list[Any]) -> Any:
         assert len(samples) <= 19  # an equal share, which the first measurement may be of
         return torch.stack([sample["a"] for sample in samples]), torch.stack([sample["b"] for sample in samples])
 
-    for parallelize in (1, 2):
-        with BatchOptimizer(
-            case.module, case.criterion, optimizer=None, chunk_size=3, collate_fn=collate, parallelize=parallelize
-        ) as opt:
-            check(opt, Listed(*items), loss, gradient)
+    options: dict[str, Any] = {"optimizer": None, "chunk_size": 3, "collate_fn": collate, "parallelize": parallelize}
+    with BatchOptimizer(case.module, case.criterion, **options) as opt:
+        check(opt, Listed(*items), *case.reference())
 
 
-def test_hooks_see_the_positions_and_options_of_samples() -> None:
+def test_hooks_and_errors_have_the_positions_of_samples() -> None:
+    def posthook(worker: Any, sample: Any) -> Any:
+        return list(sample.indices), sample.options, sample.inputs[:, 0].tolist()
+
     x, y = torch.randn(10, 6), torch.randn(10, 4)
-    with BatchOptimizer(
-        Mlp(),
-        nn.MSELoss(),
-        optimizer=None,
-        chunk_size=4,
-        parallelize=2,
-        posthook=lambda worker, sample: (list(sample.indices), sample.options, sample.inputs[:, 0].tolist()),
-    ) as opt:
+    options: dict[str, Any] = {"optimizer": None, "chunk_size": 4, "parallelize": 2, "posthook": posthook}
+    with BatchOptimizer(Mlp(), nn.MSELoss(), **options) as opt:
         opt.load(Pairs(x, y), options=[f"o{i}" for i in range(10)])
         opt.evaluate()
-        indices, options, inputs = (list(chain(*part)) for part in zip(*opt.hook_results, strict=True))
-    assert indices == list(range(10)) and options == [f"o{i}" for i in indices] and inputs == x[:, 0].tolist()
+        indices, given, inputs = (list(chain(*part)) for part in zip(*opt.hook_results, strict=True))
+        assert indices == list(range(10)) and given == [f"o{i}" for i in indices] and inputs == x[:, 0].tolist()
+        x[9, 2] = torch.nan
+        opt.load(Pairs(x, y))
+        with pytest.raises(NonFiniteError, match=r"loss is nan in chunk 2 \(sample 9\)"):
+            opt.evaluate()
 
 
 def test_batches_of_a_dataset_are_read_in_the_workers_and_have_the_bits_of_tensors() -> None:
@@ -131,8 +126,7 @@ def test_the_bits_are_those_of_tensors_wherever_chunks_begin(dtype: torch.dtype)
     module = nn.Linear(13, 5).to(dtype)
     x, y = torch.randn(31, 13).to(dtype), torch.randn(31, 5).to(dtype)
     for chunk_size in (1, 2, 5, 31):
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=chunk_size) as opt:
-            opt.load(x, y)
+        with loaded(module, nn.MSELoss(), x, y, chunk_size=chunk_size) as opt:
             expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
             opt.load(Pairs(x, y))
             assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
@@ -141,35 +135,25 @@ def test_the_bits_are_those_of_tensors_wherever_chunks_begin(dtype: torch.dtype)
 # What is kept
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 @pytest.mark.usefixtures("nobody_late")
 def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_path: Path) -> None:
     case = mlp(samples=40)
     for cache, times in ((True, 1), (False, 4)):
         data = Pairs(case.inputs, case.targets, tmp_path / f"notes {cache}")
-        with BatchOptimizer(
-            case.module,
-            case.criterion,
-            optimizer=None,
-            chunk_size=5,
-            cache=cache,
-            parallelize=parallelize,
-            speeds=[1.0] * parallelize,
-        ) as opt:
-            opt.load(data)
+        options: dict[str, Any] = {"chunk_size": 5, "parallelize": parallelize, "speeds": [1.0] * parallelize}
+        with loaded(case.module, case.criterion, data, cache=cache, **options) as opt:
             assert data.read() == []
             first = opt.evaluate().item()
             assert set(data.read()) == set(range(40))
             assert [opt.evaluate().item() for _ in range(3)] == [first] * 3
-            read = data.read()
-        assert len(read) == 40 * times
+        assert len(data.read()) == 40 * times
 
 
 def test_shares_stay_where_what_was_read_is_kept() -> None:
     case = mlp(samples=400)
     for cache in (True, False):
-        with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, cache=cache) as opt:
-            opt.load(Pairs(case.inputs, case.targets))
+        with loaded(case.module, case.criterion, Pairs(case.inputs, case.targets), parallelize=2, cache=cache) as opt:
             opt.evaluate()
             before = opt._function.ready().plan.cut.bounds
             opt._function.workers.set_speeds(Speeds((900.0, 100.0)))  # as if one had proved to be slower
@@ -193,8 +177,7 @@ class Drawn(Dataset[Any]):
 
 
 def test_items_that_are_others_for_another_worker_are_refused() -> None:
-    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=4) as opt:
-        opt.load(Drawn())
+    with loaded(nn.Linear(3, 1), nn.MSELoss(), Drawn(), parallelize=2, chunk_size=4) as opt:
         opt.evaluate()
         workers, step = opt._function.workers, opt._function.ready()
         number, chunks = workers.number(), step.plan.cut.chunks
@@ -203,7 +186,7 @@ def test_items_that_are_others_for_another_worker_are_refused() -> None:
             workers.backend.evaluate(step.plan.cut, swapped)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 @pytest.mark.parametrize("denominators", [None, lambda inputs, targets: targets + 1.0], ids=["weights", "denominators"])
 def test_targets_that_are_others_than_in_the_pass_before_are_refused(parallelize: int, denominators: Any) -> None:
     criterion = nn.CrossEntropyLoss(weight=None if denominators else torch.tensor([0.1, 1.0, 2.0, 5.0]))
@@ -215,7 +198,7 @@ def test_targets_that_are_others_than_in_the_pass_before_are_refused(parallelize
             opt.evaluate()
 
 
-def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
+def test_what_draws_or_is_written_is_read_again_and_the_callers_draws_stay(tmp_path: Path) -> None:
     case = mlp(samples=8)
 
     def halve(worker: Any, sample: Any) -> None:
@@ -225,63 +208,51 @@ def test_what_draws_or_is_written_is_read_again(tmp_path: Path) -> None:
         (Noisy(case.inputs, case.targets, tmp_path / "noisy"), None),
         (Pairs(case.inputs, case.targets, tmp_path / "written"), halve),
     ):
-        with BatchOptimizer(case.module, case.criterion, optimizer=None, chunk_size=4, prehook=hook) as opt:
-            opt.load(data)
+        before = torch.get_rng_state()
+        with loaded(case.module, case.criterion, data, chunk_size=4, prehook=hook) as opt:
             first = opt.evaluate().item()
             assert [opt.evaluate().item() for _ in range(2)] == [first] * 2
-            assert len(data.read()) == 24
+            assert len(data.read()) == 24 and torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_draws_after_reading_are_those_of_a_reading_that_draws_nothing(parallelize: int) -> None:
     """Dropout is the same whether a chunk was read or kept."""
-    case = mlp()
-    module = nn.Sequential(nn.Dropout(0.5), case.module)
-    losses = []
+    case, losses = mlp(), set()
+    module, data = nn.Sequential(nn.Dropout(0.5), case.module), Pairs(case.inputs, case.targets)
     for cache in (True, False):
-        with BatchOptimizer(
-            module, case.criterion, optimizer=None, chunk_size=4, cache=cache, parallelize=parallelize
-        ) as opt:
-            opt.load(Pairs(case.inputs, case.targets))
-            losses += [opt.evaluate().item() for _ in range(3)]
-    assert len(set(losses)) == 1
-
-
-def test_reading_leaves_the_callers_random_state_alone() -> None:
-    case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None) as opt:
-        before = torch.get_rng_state()
-        opt.load(Noisy(case.inputs, case.targets))
-        opt.evaluate()
-        assert torch.equal(torch.get_rng_state(), before)
+        with loaded(module, case.criterion, data, chunk_size=4, cache=cache, parallelize=parallelize) as opt:
+            losses |= {opt.evaluate().item() for _ in range(3)}
+    assert len(losses) == 1
 
 
 # Means
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 @pytest.mark.parametrize("chunk_size", [None, 5])
-def test_class_weights_are_exact(parallelize: int, chunk_size: int | None) -> None:
+def test_weights_of_classes_and_of_entries_are_exact(parallelize: int, chunk_size: int | None) -> None:
     torch.manual_seed(0)
     module = nn.Linear(3, 4).double()
     x, y, weight = torch.randn(12, 3).double(), torch.randint(0, 4, (12,)), torch.tensor([0.0, 1.0, 0.3, 2.0]).double()
-    options: dict[str, Any] = {"optimizer": None, "chunk_size": chunk_size, "parallelize": parallelize}
-    for criterion in (
-        nn.CrossEntropyLoss(weight=weight),
-        nn.CrossEntropyLoss(weight=weight, ignore_index=3),
-        nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1),
-        nn.CrossEntropyLoss(weight=weight, reduction="sum", ignore_index=1),
-    ):
-        with BatchOptimizer(module, criterion, **options) as opt:
-            check(opt, Pairs(x, y), *reference(module, criterion, x, y))
-            check(opt, TensorDataset(x, y), *reference(module, criterion, x, y))
-        shares = torch.rand(12, 4).double().softmax(1)
-        if criterion.ignore_index < 0:
-            with BatchOptimizer(module, criterion, **options) as opt:
-                check(opt, Pairs(x, shares), *reference(module, criterion, x, shares))
+    shares = torch.rand(12, 4).double().softmax(1)
+    cases: list[tuple[nn.Module, torch.Tensor]] = [
+        (nn.CrossEntropyLoss(weight=weight), y),
+        (nn.CrossEntropyLoss(weight=weight), shares),
+        (nn.CrossEntropyLoss(weight=weight, ignore_index=3), y),
+        (nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1), y),
+        (nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1), shares),
+        (nn.CrossEntropyLoss(weight=weight, reduction="sum", ignore_index=1), y),
+        *((nn.BCEWithLogitsLoss(weight=torch.rand(shape).double()), shares) for shape in ((12, 4), (12, 1), (4,))),
+    ]
+    for criterion, targets in cases:
+        expected = reference(module, criterion, x, targets)
+        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=chunk_size, parallelize=parallelize) as opt:
+            check(opt, Pairs(x, targets), *expected)
+            check(opt, TensorDataset(x, targets), *expected)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, criterion = nn.Conv1d(3, 4, 1).double(), nn.CrossEntropyLoss()
@@ -311,7 +282,7 @@ def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_pa
         assert opt.losses["a"] == pytest.approx(expected, rel=1e-12) and loss > opt.losses["a"]
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_batches_that_are_read_ahead_have_their_denominators_too(parallelize: int) -> None:
     torch.manual_seed(0)
     x, y, weight = torch.randn(60, 3).double(), torch.randint(0, 4, (60,)), torch.rand(4).double()
@@ -341,7 +312,7 @@ def test_denominators_that_are_none_are_one_error() -> None:
             assert opt.batch_counter == 0
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_a_target_that_is_ignored_is_named(parallelize: int) -> None:
     torch.manual_seed(0)
     module, criterion = nn.Linear(3, 4).double(), nn.CrossEntropyLoss(ignore_index=2)
@@ -356,25 +327,6 @@ def test_a_target_that_is_ignored_is_named(parallelize: int) -> None:
             opt.evaluate()
 
 
-def test_weights_with_a_row_for_each_sample_come_with_their_samples() -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(3, 4).double()
-    x, y = torch.randn(4, 3).double(), torch.rand(4, 4).double()
-    for weight in (torch.rand(4, 4), torch.rand(4, 1), torch.rand(4)):
-        criterion = nn.BCEWithLogitsLoss(weight=weight.double())
-        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=3) as opt:
-            check(opt, Pairs(x, y), *reference(module, criterion, x, y))
-
-
-def test_the_sample_of_a_loss_that_is_not_finite_is_named() -> None:
-    case = mlp(samples=20)
-    case.inputs[13, 2] = torch.nan
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
-        opt.load(Pairs(case.inputs, case.targets))
-        with pytest.raises(NonFiniteError, match=r"loss is nan in chunk 3 \(sample 13\)"):
-            opt.evaluate()
-
-
 def test_the_doctor_examines_a_dataset() -> None:
     case = mlp()
     with BatchOptimizer(case.module.float(), case.criterion, parallelize=2) as opt:
@@ -383,7 +335,7 @@ def test_the_doctor_examines_a_dataset() -> None:
         assert "torch.float64" in str(diagnosis)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_all_that_stands_on_a_batch_takes_a_dataset(parallelize: int) -> None:
     torch.manual_seed(0)
     module, weight = nn.Linear(3, 4).double(), torch.rand(4).double()
@@ -443,11 +395,7 @@ X, Y = torch.ones(4, 6), torch.ones(4, 4)
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (
-            (WithoutLength(),),
-            TypeError,
-            "^a dataset must be map-style, .*; WithoutLength has no `__len__`: use a DataLo",
-        ),
+        ((WithoutLength(),), TypeError, "^a dataset must be map-style, .*; WithoutLength has no `__len__`: use a Data"),
         ((Stream(),), TypeError, "; Stream is an IterableDataset, whose samples have no index: use a DataLoader"),
         ((Listed(),), ValueError, "^the batch has 0 samples"),
         ((Pairs(X, Y), Y), ValueError, "`targets` of a Dataset come with its items"),
@@ -465,13 +413,13 @@ def test_what_is_no_batch_is_named(given: tuple[Any, ...], error: type[Exception
         opt.step(X, Y)
 
 
-def test_terms_name_the_dataset_that_is_none() -> None:
+def test_a_term_names_the_dataset_that_is_none() -> None:
     with BatchOptimizer(Mlp(), terms={"a": Term(lambda module, x, y: module(x).mean())}, optimizer=None) as opt:
         with pytest.raises(TypeError, match=r"^term 'a': a dataset must be map-style"):
             opt.load({"a": WithoutLength()})
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 @pytest.mark.parametrize(
     ("items", "message"),
     [
@@ -485,8 +433,7 @@ def test_terms_name_the_dataset_that_is_none() -> None:
 )
 def test_items_that_cannot_be_collated_are_one_error(parallelize: int, items: list[Any], message: str) -> None:
     speeds = [1.0, 0.0][:parallelize]
-    with BatchOptimizer(Mlp(), nn.MSELoss(), optimizer=None, parallelize=parallelize, speeds=speeds) as opt:
-        opt.load(Listed(*items))
+    with loaded(Mlp(), nn.MSELoss(), Listed(*items), parallelize=parallelize, speeds=speeds) as opt:
         with pytest.raises(WorkerError, match=message):
             opt.evaluate()
 
@@ -500,22 +447,15 @@ def test_a_worker_that_reads_for_long_is_waited_for() -> None:
             assert backend._deadlines.reading is reading
 
 
-def test_a_file_that_is_mapped_into_memory(tmp_path: Path) -> None:
-    class Mapped(Dataset[Any]):
-        def __init__(self, path: Path) -> None:
-            self.path, self.rows = path, len(np.load(path, mmap_mode="r"))
+def weighing(weight: Any) -> dict[str, Any]:
+    """A mean of squares with these denominators."""
 
-        def __len__(self) -> int:
-            return self.rows
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        each = (module(x) - y).square().sum(1)
+        loss: torch.Tensor = (each * weight(x, y)).sum() / weight(x, y).sum()
+        return loss
 
-        def __getitem__(self, index: int) -> Any:
-            row = np.load(self.path, mmap_mode="r")[index]
-            return np.array(row[:6]), np.array(row[6:])
-
-    case = mlp()
-    np.save(tmp_path / "rows.npy", torch.cat([case.inputs, case.targets], 1).numpy())
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=4) as opt:
-        check(opt, Mapped(tmp_path / "rows.npy"), *case.reference())
+    return {"loss_fn": loss_fn, "denominators": weight}
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 8}, {"parallelize": 2}])
@@ -524,40 +464,19 @@ def test_input_gradients_by_what_the_denominators_are_made_of_are_refused(
     as_dataset: bool, options: dict[str, Any]
 ) -> None:
     x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
-
-    def weight(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.abs().sum(1)
-
-    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        each = (module(x) - y).square().sum(1)
-        loss: torch.Tensor = (each * weight(x, y)).sum() / weight(x, y).sum()
-        return loss
-
     data: Any = (Pairs(x, y),) if as_dataset else (x, y)
-    given: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, **options}
-    with BatchOptimizer(nn.Linear(3, 1).double(), denominators=weight, **given) as opt:
-        opt.load(*data)
-        with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
-            opt.input_gradients()
-        with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
-            opt.input_gradients(*data)
+    given = {**weighing(lambda x, y: x.abs().sum(1)), **options}
+    with loaded(nn.Linear(3, 1).double(), None, *data, **given) as opt:
+        for asked in ((), data):
+            with pytest.raises((ValueError, WorkerError), match="`denominators` is made of the inputs"):
+                opt.input_gradients(*asked)
 
 
 def test_input_gradients_where_the_denominators_count() -> None:
     x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
     x[x < -1] = 0.0  # padding
-    module = nn.Linear(3, 1).double()
-
-    def count(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x != 0).sum(1)
-
-    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        each = (module(x) - y).square().sum(1)
-        loss: torch.Tensor = (each * count(x, y)).sum() / count(x, y).sum()
-        return loss
-
-    with BatchOptimizer(module, loss_fn=loss_fn, denominators=count, optimizer=None, chunk_size=8) as opt:
-        opt.load(x, y)
+    module, given = nn.Linear(3, 1).double(), weighing(lambda x, y: (x != 0).sum(1))
+    with loaded(module, None, x, y, chunk_size=8, **given) as opt:
         inputs = x.clone().requires_grad_()
-        (expected,) = torch.autograd.grad(loss_fn(module, inputs, y), inputs)
+        (expected,) = torch.autograd.grad(given["loss_fn"](module, inputs, y), inputs)
         torch.testing.assert_close(opt.input_gradients(), expected)

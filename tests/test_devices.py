@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -15,13 +16,9 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker
+from batchopt_workers.process.device import Mirror
+from tests.building import on
 from tests.workloads import Pairs, Workload, burgers, cnn, logistic, mlp, rnn
-
-
-def on(work: Workload, **options: Any) -> BatchOptimizer:
-    """Evaluates the workload's module."""
-    return BatchOptimizer(work.module, work.criterion, **options)
-
 
 DEVICES = pytest.mark.parametrize(
     "devices",
@@ -44,8 +41,7 @@ def test_f_and_its_gradient_are_those_of_one_process(
 ) -> None:
     work = case()
     loss, gradient = work.reference()
-    with on(work, optimizer=None, devices=devices, chunk_size=chunk_size) as opt:
-        opt.load(work.inputs, work.targets)
+    with on(work, devices=devices, chunk_size=chunk_size) as opt:
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
@@ -106,8 +102,7 @@ def test_hooks_see_the_device(devices: list[str]) -> None:
         return worker.state["device"], sample.output.device.type
 
     work = mlp()
-    with on(work, optimizer=None, devices=devices, precode=precode, posthook=posthook) as opt:
-        opt.load(work.inputs, work.targets)
+    with on(work, devices=devices, precode=precode, posthook=posthook) as opt:
         opt.evaluate()
         assert opt.hook_results == [(device, torch.device(device).type) for device in devices]
 
@@ -116,8 +111,7 @@ def test_hooks_see_the_device(devices: list[str]) -> None:
 def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -> None:
     work = mlp()
     loss, _ = work.reference()
-    with on(work, optimizer=None, devices=devices, chunk_size=4) as opt:
-        opt.load(work.inputs, work.targets)
+    with on(work, devices=devices, chunk_size=4) as opt:
         opt.evaluate()
         os.kill(opt.workers[0].pid, signal.SIGKILL)
         assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
@@ -127,70 +121,37 @@ def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -
         assert opt.workers[0].restarts == 1
 
 
-def test_a_stand_in_gives_the_same_bits() -> None:
-    work = mlp()
+def test_a_stand_in_gives_the_same_bits_and_stays_as_it_is() -> None:
     fingerprints = set()
     for options in ({}, {"devices": ["cpu:0", "cpu:0", "cpu"]}):
         work = mlp()
-        with on(work, chunk_size=3, **options) as opt:
+        with BatchOptimizer(work.module, work.criterion, chunk_size=3, **options) as opt:
             opt.step(work.inputs, work.targets)
             fingerprints.add(opt.fingerprint())
+            if options:
+                assert len(opt.workers) == 3
+                with pytest.raises(ValueError, match="build a new BatchOptimizer"):
+                    opt.resize(4)
     assert len(fingerprints) == 1
 
 
 def pieces_kept(worker: Worker) -> int:
     """How many pieces of the batch this worker keeps on its device."""
-    import gc
-
-    from batchopt_workers.process.device import Mirror
-
     return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
 
 
 @pytest.mark.usefixtures("nobody_late")
-def test_data_stays_on_the_device_until_it_is_cut_anew() -> None:
-    work = mlp()
-    with on(work, optimizer=None, devices=["cpu:0", "cpu"], speeds=[1, 1]) as opt:
-        opt.load(work.inputs, work.targets)
-        opt.evaluate()
-        opt.evaluate()
-        assert opt.run_on_workers(pieces_kept) == [1, 0]
-        opt.load(work.inputs, work.targets)
-        assert opt.run_on_workers(pieces_kept) == [0, 0]
-
-
-@pytest.mark.usefixtures("nobody_late")
 @pytest.mark.parametrize("cache", [True, False])
-def test_what_is_read_of_a_dataset_stays_on_the_device_if_it_is_kept(cache: bool) -> None:
+def test_data_stays_on_the_device_until_it_is_cut_anew_and_what_is_read_if_it_is_kept(cache: bool) -> None:
     work = mlp()
     loss, gradient = work.reference()
-    with on(work, optimizer=None, devices=["cpu:0", "cpu"], speeds=[1, 1], chunk_size=5, cache=cache) as opt:
+    with on(work, devices=["cpu:0", "cpu"], speeds=[1, 1], cache=cache) as opt:
+        for _ in range(2):
+            opt.evaluate()
+        assert opt.run_on_workers(pieces_kept) == [1, 0]
         opt.load(Pairs(work.inputs, work.targets))
+        assert opt.run_on_workers(pieces_kept) == [0, 0]
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
-        on_device, _ = opt.run_on_workers(pieces_kept)
-        assert (on_device > 0) == cache
-
-
-@pytest.mark.parametrize(
-    "devices, parallelize, error, message",
-    [
-        ("cuda:0", 1, TypeError, "one device a worker"),
-        (["cpu", "cpu"], 3, ValueError, "2 entries for 3 workers"),
-        (["cpu"], 1, ValueError, "two workers or more"),
-        (["cpu", "gpu"], 1, ValueError, "no device"),
-        (["cpu", "meta"], 1, ValueError, "got 'meta'"),
-        (["cuda:99", "cpu"], 1, ValueError, "CUDA devices"),
-    ],
-)
-def test_devices_that_cannot_work(devices: object, parallelize: int, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=devices, parallelize=parallelize)  # type: ignore[arg-type]
-
-
-def test_workers_on_devices_cannot_be_added() -> None:
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=["cpu", "cpu"]) as opt:
-        assert len(opt.workers) == 2
-        with pytest.raises(ValueError, match="build a new BatchOptimizer"):
-            opt.resize(3)
+        assert (opt.run_on_workers(pieces_kept)[0] > 0) == cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from batchopt.doctor import Culprit
 from tests.workloads import WORKLOADS, Mlp, mlp
 
 
-class Noisy(Mlp):
-    """Noise that no seed reaches."""
+class Environment(Mlp):
+    """Depends on what another process may not have."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + int.from_bytes(os.urandom(2), "little") * 1e-9)
+        return super().forward(x) * float(os.environ.get("BATCHOPT_TEST_SCALE", "1"))
 
 
 class Counting(Mlp):
@@ -41,55 +42,66 @@ class Detached(Mlp):
         return y
 
 
-class Normed(nn.Sequential):
-    """Normalises by the statistics of a chunk."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
-
 def clip(worker: Worker, sample: Sample) -> None:
     """Clip the gradient in the worker."""
     assert worker.module is not None
     nn.utils.clip_grad_norm_(worker.module.parameters(), 1e-3)
 
 
-def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A sum that says it nowhere."""
-    loss: torch.Tensor = (output - target).square().sum()
+class Noisy(Mlp):
+    """Noise that no seed reaches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + int.from_bytes(os.urandom(2), "little") * 1e-9)
+
+
+class Remembers(nn.MSELoss):
+    """A criterion that keeps a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(output, target) * (1 + 0.01 * self.calls)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+
+def noised(of_all: float, of_each: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A sum of squares with draws of its own: one for all samples, and one for each number."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = output * (1 + of_all * torch.randn(())) + of_each * torch.randn_like(output)
+        return (output - target).square().sum()
+
     return loss
 
 
-def of_the_root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Neither mean nor sum of the samples' losses."""
-    loss: torch.Tensor = (output - target).square().mean().sqrt()
+def mean_of(sum_: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda output, target: sum_(output, target) / output.numel()
+
+
+def nearly_a_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Weighs samples a little: as a mean of means it is off by a thousandth."""
+    weights = 1 + 0.1 * target[:, 0].sign()
+    loss: torch.Tensor = (weights * (output - target).square().mean(1)).sum() / weights.sum()
     return loss
-
-
-def drawn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A sum with draws of its own, one for all samples."""
-    return summed(output * (1 + 0.1 * torch.randn(())), target) + 0.01 * torch.randn(())
-
-
-def drowned(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A mean under so much noise that nobody can tell."""
-    return nn.functional.mse_loss(output + 100 * torch.randn_like(output), target)
-
-
-def random_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A mean under little noise."""
-    return nn.functional.mse_loss(output + 0.1 * torch.randn_like(output), target)
 
 
 PLANTED: dict[str, tuple[Any, Any, dict[str, Any], Culprit, str]] = {
     "randomness": (Noisy, nn.MSELoss(), {}, Culprit.RANDOMNESS, ""),
     "state": (Counting, nn.MSELoss(), {}, Culprit.STATE, "calls"),
-    "batch norm": (Normed, nn.MSELoss(), {}, Culprit.BATCH_NORM, "1"),
+    "state of the criterion": (Mlp, Remembers(), {}, Culprit.STATE, "criterion.calls"),
+    "batch norm": (normed, nn.MSELoss(), {}, Culprit.BATCH_NORM, "1"),
     "clipping": (Mlp, nn.MSELoss(), {"posthook": clip}, Culprit.HOOK, ""),
-    "sum": (Mlp, summed, {}, Culprit.REDUCTION, ""),
-    "sum with draws": (Mlp, drawn, {}, Culprit.REDUCTION, ""),
-    "noise": (Mlp, drowned, {}, Culprit.UNDECIDED, ""),
-    "root": (Mlp, of_the_root, {}, Culprit.CUT, ""),
+    "sum": (Mlp, noised(0.0, 0.0), {}, Culprit.REDUCTION, ""),
+    "sum with draws": (Mlp, noised(0.1, 0.0), {}, Culprit.REDUCTION, ""),
+    "noise": (Mlp, mean_of(noised(0.0, 100.0)), {}, Culprit.UNDECIDED, ""),
+    "root": (Mlp, lambda output, target: nn.functional.mse_loss(output, target).sqrt(), {}, Culprit.CUT, ""),
     "gradient": (Detached, nn.MSELoss(), {}, Culprit.GRADIENT, ""),
 }
 
@@ -105,13 +117,6 @@ def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> Non
         found = opt.check(case.inputs, case.targets)
         assert (found.culprit, found.detail) == (culprit, detail), str(found)
         assert not found.healthy and "FAIL" in str(found) and culprit.value in str(found)
-
-
-def test_a_mean_with_draws_for_each_sample_is_healthy() -> None:
-    case = mlp(samples=64)
-    with BatchOptimizer(Mlp().double(), random_mean) as opt:
-        found = opt.check(case.inputs, case.targets)
-    assert found.healthy and "of a few samples: no difference" in str(found)
 
 
 class Counts(Mlp):
@@ -140,8 +145,11 @@ class Counts(Mlp):
         return more
 
 
-def test_state_that_starts_each_step_afresh_is_no_fault() -> None:
-    case = mlp()
+def test_what_draws_for_each_sample_or_starts_each_step_afresh_is_no_fault() -> None:
+    case = mlp(samples=64)
+    with BatchOptimizer(Mlp().double(), mean_of(noised(0.0, 0.1))) as opt:
+        found = opt.check(case.inputs, case.targets)
+    assert found.healthy and "of a few samples: no difference" in str(found)
     with BatchOptimizer(Counts("frozen").double(), nn.MSELoss()) as opt:
         assert opt.check(case.inputs, case.targets).healthy
 
@@ -157,25 +165,6 @@ def test_state_that_cannot_be_kept_apart_is_refused_by_name(kind: str, error: ty
     case = mlp()
     with BatchOptimizer(Counts(kind).double(), nn.MSELoss()) as opt, pytest.raises(error, match=message):
         opt.check(case.inputs, case.targets)
-
-
-class Remembers(nn.MSELoss):
-    """A criterion that does so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(output, target) * (1 + 0.01 * self.calls)
-
-
-def test_state_of_the_criterion_is_named() -> None:
-    case = mlp()
-    with BatchOptimizer(Mlp().double(), Remembers()) as opt:
-        found = opt.check(case.inputs, case.targets)
-    assert (found.culprit, found.detail) == (Culprit.STATE, "criterion.calls"), str(found)
 
 
 class Single(Mlp):
@@ -201,13 +190,6 @@ def test_a_gradient_is_found_wrong_as_far_as_the_precision_of_the_module_goes(lo
     assert found.culprit is (Culprit.GRADIENT if lost else Culprit.NONE), str(found)
 
 
-def nearly_a_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Weighs samples a little: as a mean of means it is off by a thousandth."""
-    weights = 1 + 0.1 * target[:, 0].sign()
-    loss: torch.Tensor = (weights * (output - target).square().mean(1)).sum() / weights.sum()
-    return loss
-
-
 @pytest.mark.parametrize("module", [Mlp, lambda: Single(0.0)], ids=["double", "single inside"])
 def test_a_cut_that_is_off_by_a_thousandth_is_found(module: Any) -> None:
     case = mlp()
@@ -218,15 +200,9 @@ def test_a_cut_that_is_off_by_a_thousandth_is_found(module: Any) -> None:
 
 
 def test_workers_that_lack_something_are_found() -> None:
-    class Environment(Mlp):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * float(os.environ.get("BATCHOPT_TEST_SCALE", "1"))
-
-    def precode(worker: Worker) -> None:
-        os.environ["BATCHOPT_TEST_SCALE"] = "2"
-
     case = mlp()
-    with BatchOptimizer(Environment().double(), case.criterion, parallelize=2, precode=precode) as opt:
+    options: dict[str, Any] = {"parallelize": 2, "precode": lambda worker: os.environ.update(BATCHOPT_TEST_SCALE="2")}
+    with BatchOptimizer(Environment().double(), case.criterion, **options) as opt:
         assert opt.check(case.inputs, case.targets).culprit is Culprit.PARALLEL
 
 
@@ -242,19 +218,16 @@ def test_the_doctor_is_silent_on_the_healthy(workload: str, dtype: torch.dtype) 
 
 
 def test_the_patient_is_as_before() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 4)).double()
-    case = mlp()
-    with BatchOptimizer(module, case.criterion, parallelize=2, optimizer="sgd", chunk_size=8) as opt:
-        opt.step(case.inputs, case.targets)
-        before, step = opt.fingerprint(), opt.state_dict()["history"]
-        assert opt.check(case.inputs, case.targets).healthy
-        assert opt.fingerprint() == before and opt.state_dict()["history"] == step
-        opt.step(case.inputs, case.targets)
-        after = opt.fingerprint()
-    torch.manual_seed(0)
-    twin = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 4)).double()
-    with BatchOptimizer(twin, case.criterion, parallelize=1, optimizer="sgd", chunk_size=8) as other:
-        other.step(case.inputs, case.targets)
-        other.step(case.inputs, case.targets)
-        assert other.fingerprint() == after
+    case, found = mlp(), []
+    for parallelize in (2, 1):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 4)).double()
+        with BatchOptimizer(module, case.criterion, parallelize=parallelize, optimizer="sgd", chunk_size=8) as opt:
+            opt.step(case.inputs, case.targets)
+            before, step = opt.fingerprint(), opt.state_dict()["history"]
+            if parallelize == 2:
+                assert opt.check(case.inputs, case.targets).healthy
+            assert opt.fingerprint() == before and opt.state_dict()["history"] == step
+            opt.step(case.inputs, case.targets)
+            found.append(opt.fingerprint())
+    assert found[0] == found[1]

@@ -17,19 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from batchopt import Batches, BatchoptError, BatchOptimizer, WorkerError
+from tests.workloads import Pairs
 
 X = torch.arange(20.0).view(10, 2)
 Y = torch.arange(10)
-
-
-class Pairs(Dataset[Any]):
-    """Ten samples."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return X[index], Y[index]
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 
 class Endless(IterableDataset[Any]):
@@ -43,8 +35,7 @@ def saved(batches: Batches) -> dict[str, int]:
     """The state, through a file."""
     file = io.BytesIO()
     torch.save(batches.state_dict(), file)
-    file.seek(0)
-    state: dict[str, int] = torch.load(file, weights_only=True)
+    state: dict[str, int] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     return state
 
 
@@ -80,15 +71,7 @@ def test_an_iteration_is_an_epoch_in_an_order_of_seed_and_epoch_alone() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(
     "data",
-    [
-        Y,
-        Y.numpy(),
-        (X, Y),
-        (X.numpy(), Y.numpy()),
-        TensorDataset(X, Y),
-        Pairs(),
-        [(x, y) for x, y in zip(X, Y, strict=True)],
-    ],
+    [Y, Y.numpy(), (X, Y), (X.numpy(), Y.numpy()), TensorDataset(X, Y), Pairs(X, Y), [*zip(X, Y, strict=True)]],
     ids=["tensor", "array", "tensors", "arrays", "TensorDataset", "Dataset", "list"],
 )
 def test_every_form_of_data_has_the_same_batches(data: Any, shuffle: bool) -> None:
@@ -99,8 +82,10 @@ def test_every_form_of_data_has_the_same_batches(data: Any, shuffle: bool) -> No
     assert [len(indices(batch)) for batch in Batches(data, 4, drop_last=True)] == [4, 4]
 
 
-def test_batches_of_a_dataset_are_read_by_whoever_uses_them_unless_there_is_a_collate_fn() -> None:
-    data = Pairs()
+def test_what_batches_are_made_of(tmp_path: Any) -> None:
+    """Subsets of a dataset, which are read by whoever uses them unless there is a collate_fn; structures, with the
+    lists beside tensors; copies of a file that can only be read."""
+    data = Pairs(X, Y)
     batch = next(iter(Batches(data, 4)))
     assert isinstance(batch, Subset) and batch.dataset is data
     assert next(iter(Batches(data))) is data
@@ -109,19 +94,12 @@ def test_batches_of_a_dataset_are_read_by_whoever_uses_them_unless_there_is_a_co
         return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
 
     x, y = next(iter(Batches(data, 4, shuffle=True, collate_fn=collate)))
-    assert torch.equal(x[:, 0], 2.0 * y)
-
-
-def test_structures_keep_their_form_and_lists_beside_tensors_come_along() -> None:
-    data = {"x": X, "names": [f"n{i}" for i in range(10)], "unit": "m"}
-    batch = next(iter(Batches(data, 3, shuffle=True)))
+    assert torch.equal(x[:, 0], 2.0 * y) and len(y) == 4
+    structure = {"x": X, "names": [f"n{i}" for i in range(10)], "unit": "m"}
+    batch = next(iter(Batches(structure, 3, shuffle=True)))
     assert batch["unit"] == "m" and [f"n{int(x / 2)}" for x in batch["x"][:, 0]] == batch["names"]
-
-
-def test_a_file_that_can_only_be_read_is_copied_batch_by_batch(tmp_path: Any) -> None:
     np.save(tmp_path / "x.npy", X.numpy())
-    x = np.load(tmp_path / "x.npy", mmap_mode="r")
-    found = list(Batches(x, 4))
+    found = list(Batches(np.load(tmp_path / "x.npy", mmap_mode="r"), 4))
     assert torch.equal(torch.cat(found), X) and all(isinstance(batch, torch.Tensor) for batch in found)
 
 
@@ -151,8 +129,8 @@ def test_the_counters_are_those_of_chainers_iterators() -> None:
 
 MAKES: dict[str, Callable[[], Batches]] = {
     "tensor": lambda: Batches(Y, 3, shuffle=True, seed=2),
-    "dataset": lambda: Batches(Pairs(), 4, shuffle=True),
-    "loader": lambda: Batches(DataLoader(Pairs(), batch_size=3)),
+    "dataset": lambda: Batches(Pairs(X, Y), 4, shuffle=True),
+    "loader": lambda: Batches(DataLoader(Pairs(X, Y), batch_size=3)),
     "loader without a length": lambda: Batches(DataLoader(Endless(), batch_size=3, collate_fn=lambda xs: [0, xs[0]])),
 }
 
@@ -172,24 +150,17 @@ def test_what_goes_on_from_a_state_has_the_batches_that_come(make: Callable[[], 
     assert list(islice(run(stopped), stop)) == expected[:stop]
     resumed = make()
     resumed.load_state_dict(saved(stopped))
-    assert (resumed.epoch, resumed.iteration, resumed.is_new_epoch) == (
-        stopped.epoch,
-        stopped.iteration,
-        stopped.is_new_epoch,
-    )
+    for name in ("epoch", "iteration", "is_new_epoch"):
+        assert getattr(resumed, name) == getattr(stopped, name)
     assert list(islice(run(resumed), 14 - stop)) == expected[stop:]
 
 
-def test_an_iteration_that_was_left_goes_on_in_the_next_one() -> None:
+def test_an_iteration_that_was_left_goes_on_in_the_next_one_and_a_loader_says_that_it_skips() -> None:
     batches = Batches(Y, 3)
-    for _ in batches:
-        break
+    next(iter(batches))
     assert [indices(batch) for batch in batches] == [[3, 4, 5], [6, 7, 8], [9]]
     assert indices(next(iter(batches))) == [0, 1, 2]
-
-
-def test_a_loader_that_goes_on_says_that_it_skips() -> None:
-    batches = Batches(DataLoader(Pairs(), batch_size=3))
+    batches = Batches(DataLoader(Pairs(X, Y), batch_size=3))
     next(iter(batches))
     with pytest.warns(UserWarning, match=r"going on in epoch 0 of a loader \(DataLoader\): its first 1 batches are"):
         assert indices(next(iter(batches))) == [3, 4, 5]
@@ -242,9 +213,13 @@ def test_a_state_of_other_data_is_refused_by_name(state: dict[str, Any], message
         (lambda: Batches(Endless()), TypeError, "Endless is an IterableDataset, whose samples have no"),
         (lambda: Batches(iter([1])), TypeError, "got list_iterator, which can be iterated over once only"),
         (lambda: Batches(5), TypeError, "got int, which cannot be iterated over"),
-        (lambda: Batches(DataLoader(Pairs()), 3), ValueError, r"`batch_size` cannot be given for a loader \(DataLoad"),
-        (lambda: Batches(DataLoader(Pairs()), shuffle=True), ValueError, "`shuffle` cannot be given for a loader"),
-        (lambda: Batches(DataLoader(Pairs()), seed=3), ValueError, "`seed` cannot be given for a loader"),
+        (
+            lambda: Batches(DataLoader(Pairs(X, Y)), 3),
+            ValueError,
+            r"`batch_size` cannot be given for a loader \(DataLoad",
+        ),
+        (lambda: Batches(DataLoader(Pairs(X, Y)), shuffle=True), ValueError, "`shuffle` cannot be given for a loader"),
+        (lambda: Batches(DataLoader(Pairs(X, Y)), seed=3), ValueError, "`seed` cannot be given for a loader"),
     ],
 )
 def test_wrong_arguments_are_named(make: Callable[[], Batches], error: type[Exception], message: str) -> None:
@@ -267,16 +242,6 @@ def optimizer(parallelize: int, **options: Any) -> BatchOptimizer:
     return BatchOptimizer(module, nn.MSELoss(), **given)
 
 
-def plain(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
-    for batch in batches:
-        yield opt.step(*batch)
-
-
-def prepared(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
-    for batch in opt.prepared(batches):
-        yield opt.step(batch)
-
-
 def own(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
     """A loop that loads, and steps with an optimizer of its own."""
     sgd = torch.optim.SGD(opt.module.parameters(), lr=0.01)
@@ -285,13 +250,17 @@ def own(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
         yield float(sgd.step(opt.evaluate))
 
 
-def steps(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
-    return opt.steps(batches)
+LOOPS: dict[str, Callable[[BatchOptimizer, Batches], Iterator[float]]] = {
+    "steps": lambda opt, batches: opt.steps(batches),
+    "prepared": lambda opt, batches: (opt.step(batch) for batch in opt.prepared(batches)),
+    "plain": lambda opt, batches: (opt.step(*batch) for batch in batches),
+    "own": own,
+}
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("parallelize", [1, 2])
-@pytest.mark.parametrize("loop", [plain, steps, prepared, own])
+@EACH
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("stop", [3, 4, 6])
 def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(loop: Any, parallelize: int, stop: int) -> None:
     def batches() -> Batches:
@@ -324,8 +293,8 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(loop: Any, paralleli
     assert first + rest == whole
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-@pytest.mark.parametrize("loop", [steps, prepared])
+@EACH
+@pytest.mark.parametrize("loop", [LOOPS["steps"], LOOPS["prepared"]])
 def test_a_step_that_fails_does_not_count_nor_what_was_read_ahead(loop: Any, parallelize: int) -> None:
     x, y = data()
     with optimizer(parallelize, prehook=lambda worker, sample: 1 / (sample.inputs < 100).all().item()) as opt:
@@ -343,18 +312,10 @@ def test_a_step_that_fails_does_not_count_nor_what_was_read_ahead(loop: Any, par
         assert len(list(loop(opt, batches))) == 3 and batches.is_new_epoch
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_batch_that_the_loop_passes_over_is_finished(parallelize: int) -> None:
-    with optimizer(parallelize) as opt:
-        batches = Batches(data(), 10)
-        for i, batch in enumerate(opt.prepared(batches)):
-            if i % 2:
-                assert len(batch) == 10 and opt.step(batch) > 0
-        assert (batches.epoch, batches.iteration, opt.batch_counter) == (1, 5, 2)
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_prepared_batches_are_used_once_in_their_turn_with_their_optimizer(parallelize: int) -> None:
+@EACH
+def test_prepared_batches_may_be_passed_over_and_are_used_once_in_their_turn_with_their_optimizer(
+    parallelize: int,
+) -> None:
     x, y = data()
     with optimizer(parallelize) as opt, optimizer(1) as other:
         ahead = opt.prepared([(x, y), (x[:9], y[:9]), (x[:8], y[:8])])
@@ -373,9 +334,14 @@ def test_prepared_batches_are_used_once_in_their_turn_with_their_optimizer(paral
                 opt.load(late)
         opt.load(third)
         assert opt.evaluate() > 0 and opt.batch_counter == 1
+        batches = Batches(data(), 10)
+        for i, batch in enumerate(opt.prepared(batches)):
+            if i % 2:
+                assert len(batch) == 10 and opt.step(batch) > 0
+        assert (batches.epoch, batches.iteration, opt.batch_counter) == (1, 5, 3)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_another_batch_between_two_steps_changes_nothing(parallelize: int) -> None:
     def run(looks: bool) -> list[float]:
         with optimizer(parallelize) as opt:
@@ -404,7 +370,7 @@ def test_the_full_gradient_is_of_the_whole_epoch_and_moves_nothing() -> None:
         assert batches.state_dict() == before
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_an_error_says_which_samples_of_the_data_it_is_about(parallelize: int) -> None:
     data = torch.linspace(0.0, 1.0, 40)[:, None]
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._program.flatten import flatten, trainable
-from batchopt.errors import BatchoptError
-from batchopt_workers.data.memory import SharedBlock
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SPECIALS = [-0.0, float("nan"), float("inf"), 5e-324, 1.0]
@@ -71,60 +66,42 @@ def module_trees(draw: st.DrawFn) -> torch.nn.Module:
     return root
 
 
+def others(module: torch.nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where frozen parameters and buffers are."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (t.data_ptr(), t.stride()) for name, t in named if not t.requires_grad}
+
+
 @given(module_trees())
 @settings(deadline=None)
-def test_values_keep_every_bit_and_the_vector_has_them_in_order(module: torch.nn.Module) -> None:
+def test_the_vector_has_every_bit_in_order_and_what_is_not_trained_or_tied_stays(module: torch.nn.Module) -> None:
     before = {name: (tensor.shape, bits(tensor)) for name, tensor in module.state_dict().items()}
+    identities = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    elsewhere = others(module)
     flat, parameters = flatten(module)
     assert {name: (tensor.shape, bits(tensor)) for name, tensor in module.state_dict().items()} == before
+    assert {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)} == identities
+    assert others(module) == elsewhere
     assert bits(flat.vector) == [word for parameter in parameters for word in bits(parameter)]
-    assert flat.vector.shape == (flat.layout.size,)
+    assert len({id(p) for p in parameters}) == len(parameters)  # tied ones count once
+    assert flat.vector.shape == (flat.layout.size,) == (sum(p.numel() for p in parameters),)
     assert [slot.name for slot in flat.layout.slots] == [n for n, p in module.named_parameters() if p.requires_grad]
+    again, parameters_again = flatten(module)
+    assert again.vector.data_ptr() == flat.vector.data_ptr()
+    assert all(one is two for one, two in zip(parameters, parameters_again, strict=True))
 
 
 @given(module_trees())
 @settings(deadline=None)
 def test_writes_go_both_ways(module: torch.nn.Module) -> None:
     flat, parameters = flatten(module)
-    flat.vector.copy_(torch.arange(flat.layout.size))
-    assert [value for parameter in parameters for value in parameter.flatten().tolist()] == list(
-        range(flat.layout.size)
-    )
+    numbers = list(range(flat.layout.size))
+    flat.vector.copy_(torch.tensor(numbers))
+    assert [value for parameter in parameters for value in parameter.flatten().tolist()] == numbers
     with torch.no_grad():
         for index, parameter in enumerate(parameters):
             parameter.fill_(-index)
     assert flat.vector.tolist() == [-index for index, parameter in enumerate(parameters) for _ in parameter.flatten()]
-
-
-@given(module_trees())
-@settings(deadline=None)
-def test_tied_parameters_stay_tied_and_count_once(module: torch.nn.Module) -> None:
-    before = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    flat, parameters = flatten(module)
-    assert {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)} == before
-    assert len({id(p) for p in parameters}) == len(parameters)
-    assert flat.layout.size == sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-@given(module_trees())
-@settings(deadline=None)
-def test_frozen_parameters_and_buffers_stay_where_they_are(module: torch.nn.Module) -> None:
-    def registrations() -> dict[str, tuple[int, tuple[int, ...]]]:
-        others = [*module.named_parameters(), *module.named_buffers()]
-        return {name: (t.data_ptr(), t.stride()) for name, t in others if not t.requires_grad}
-
-    before = registrations()
-    flatten(module)
-    assert registrations() == before
-
-
-@given(module_trees())
-@settings(deadline=None)
-def test_a_flat_module_keeps_its_vector(module: torch.nn.Module) -> None:
-    flat, parameters = flatten(module)
-    again, parameters_again = flatten(module)
-    assert again.vector.data_ptr() == flat.vector.data_ptr()
-    assert all(one is two for one, two in zip(parameters, parameters_again, strict=True))
 
 
 def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None:
@@ -136,63 +113,10 @@ def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None
     module.weight.data = flat.vector[:4].view(2, 2)
     module.bias.data = torch.full((2,), 7.0)
     anew, parameters = flatten(module)
+    assert not flat.holds(parameters)
     assert anew.vector.data_ptr() != flat.vector.data_ptr()
     assert anew.vector[4:].tolist() == [7.0] * 2
     assert anew.holds(parameters)
-
-
-def test_the_vector_is_memory_that_others_can_map() -> None:
-    flat, _ = flatten(torch.nn.Linear(3, 1))
-    assert flat.block is not None
-    elsewhere = SharedBlock(os.dup(flat.block.fd)).tensor(torch.float32, (4,))
-    flat.vector.copy_(torch.arange(4))
-    assert elsewhere.tolist() == [0, 1, 2, 3]
-
-
-def test_x_is_held_until_a_parameter_is_given_other_memory() -> None:
-    module = torch.nn.Linear(2, 2)
-    flat, parameters = flatten(module)
-    module.load_state_dict(torch.nn.Linear(2, 2).state_dict())
-    torch.nn.init.zeros_(module.weight)
-    assert flat.holds(parameters)
-    module.bias.data = module.bias.data.clone()
-    assert not flat.holds(parameters)
-
-
-def test_a_parameter_that_was_given_other_memory_is_taken_over() -> None:
-    module = torch.nn.Linear(2, 2)
-    flat, parameters = flatten(module)
-    flat.check(module, parameters)
-    module.weight.data = torch.full((2, 2), 3.0)
-    flat.check(module, parameters)
-    assert flat.holds(parameters)
-    assert flat.vector[:4].tolist() == [3.0] * 4
-
-
-def test_a_parameter_trained_only_now_is_noticed() -> None:
-    module = torch.nn.Linear(2, 2)
-    module.bias.requires_grad_(False)
-    flat, parameters = flatten(module)
-    flat.check(module, parameters)
-    module.bias.requires_grad_(True)
-    with pytest.raises(BatchoptError, match=r"parameter 'bias' was frozen, or another, when this"):
-        flat.check(module, parameters)
-
-
-def test_a_parameter_frozen_since_is_no_concern() -> None:
-    module = torch.nn.Linear(2, 2)
-    flat, parameters = flatten(module)
-    module.bias.requires_grad_(False)
-    flat.check(module, parameters)
-
-
-def test_gradients_reach_flat_parameters() -> None:
-    module = torch.nn.Linear(2, 1)
-    flat, _ = flatten(module)
-    before = flat.vector.clone()
-    module(torch.tensor([3.0, 5.0])).sum().backward()
-    torch.optim.SGD(module.parameters(), lr=1.0).step()
-    torch.testing.assert_close(before - flat.vector, torch.tensor([3.0, 5.0, 1.0]))
 
 
 def test_neighbours_in_one_storage_are_no_overlap() -> None:
@@ -205,136 +129,3 @@ def test_a_removed_hook_is_forgotten() -> None:
     module = torch.nn.Linear(1, 1)
     module.weight.register_hook(torch.zeros_like).remove()  # type: ignore[no-untyped-call]
     assert [name for name, _ in trainable(module)] == ["weight", "bias"]
-
-
-def layer_and(*tensors: torch.Tensor) -> torch.nn.Module:
-    """An ordinary layer, then these as parameters: a refusal that came late would have moved the layer."""
-    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ParameterList(tensors))
-
-
-def with_frozen_part_of_a_parameter() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    weight = module.get_parameter("0.weight")
-    module.register_parameter("part", torch.nn.Parameter(weight.detach()[0], requires_grad=False))
-    return module
-
-
-def with_parameter_as_buffer() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    module.register_buffer("alias", module.get_parameter("0.weight").detach())
-    return module
-
-
-def with_hook() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    module.get_parameter("1.0").register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-    return module
-
-
-def with_accumulate_hook() -> torch.nn.Module:
-    module = layer_and(torch.ones(3))
-    module.get_parameter("1.0").register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
-    return module
-
-
-def integers_alone() -> torch.nn.Module:
-    return torch.nn.ParameterDict({"table": torch.nn.Parameter(torch.arange(3), requires_grad=False)})
-
-
-STORAGE = torch.arange(10.0)
-
-
-def holding(*tensors: torch.Tensor, buffers: tuple[torch.Tensor, ...] = ()) -> torch.nn.Module:
-    """A module with these parameters `p0`, `p1`, ... and buffers `b0`, `b1`, ..."""
-    module = torch.nn.Module()
-    for i, tensor in enumerate(tensors):
-        module.register_parameter(f"p{i}", torch.nn.Parameter(tensor))
-    for i, buffer in enumerate(buffers):
-        module.register_buffer(f"b{i}", buffer)
-    return module
-
-
-LONG = torch.zeros(100)
-REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "sparse": (lambda: holding(torch.zeros(2), torch.eye(2).to_sparse()), "'p1' is sparse"),
-    "expanded with a wide stride": (lambda: holding(torch.zeros(2, 100)[:, :1].expand(2, 3)), "'p0' is expanded"),
-    "strides that meet": (lambda: holding(torch.zeros(20).as_strided((2, 2), (3, 3))), "'p0' is expanded"),
-    "hidden behind a buffer": (
-        lambda: holding(LONG[30:40], buffers=(LONG, LONG[10:20])),
-        "'b0' and 'p0' are different",
-    ),
-    "lazy": (
-        lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3)),
-        r"parameter '1\.weight' is uninitialised \(a lazy module\): run one forward pass first",
-    ),
-    "all frozen": (
-        lambda: torch.nn.Linear(2, 2).requires_grad_(False),
-        r"`module` has no parameter with requires_grad=True \(2 frozen\)",
-    ),
-    "no parameters": (torch.nn.ReLU, r"no parameter with requires_grad=True \(0 frozen\)"),
-    "integers": (integers_alone, r"no parameter with requires_grad=True \(1 frozen\)"),
-    "two dtypes": (
-        lambda: layer_and(torch.ones(3, dtype=torch.float64)),
-        r"dtypes \{'float32': 2, 'float64': 1\} \('1\.0' is float64\): cast the module",
-    ),
-    "complex": (
-        lambda: layer_and(torch.ones(3, dtype=torch.complex128)),
-        r"dtypes \{'float32': 2, 'complex128': 1\} \('1\.0' is complex\): beside complex64 there may be float32",
-    ),
-    "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"on the meta device.*to_empty"),
-    "two devices": (lambda: layer_and(torch.ones(3, device="meta")), r"on 2 devices \{'cpu': 2, 'meta': 1\}"),
-    "overlap": (
-        lambda: layer_and(STORAGE[:6], STORAGE[4:]),
-        r"'1\.0' and '1\.1' are different tensors over one storage",
-    ),
-    "the same memory": (lambda: layer_and(STORAGE, STORAGE), r"are different tensors over one storage: to tie two"),
-    "frozen part": (with_frozen_part_of_a_parameter, r"'0\.weight' and 'part'|'part' and '0\.weight'"),
-    "buffer": (with_parameter_as_buffer, r"'0\.weight' and 'alias'|'alias' and '0\.weight'"),
-    "expanded": (lambda: layer_and(torch.ones(1).expand(3)), r"parameter '1\.0' is expanded"),
-    "hook": (with_hook, r"parameter '1\.0' has a hook; hooks on tensors do not travel to workers"),
-    "accumulate hook": (with_accumulate_hook, r"parameter '1\.0' has a hook"),
-}
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else ()
-
-
-def registrations(module: torch.nn.Module) -> list[tuple[object, ...]]:
-    known = [p for p in module.parameters() if not isinstance(p, torch.nn.UninitializedParameter)]
-    return [(id(p), *_memory(p), p._version) for p in known]
-
-
-@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_flattened_is_refused_untouched(make: Callable[[], torch.nn.Module], message: str) -> None:
-    module = make()
-    before = registrations(module)
-    with pytest.raises(ValueError, match=message):
-        flatten(module)
-    assert registrations(module) == before
-
-
-def test_a_class_is_no_module() -> None:
-    wrong: Any = torch.nn.ReLU
-    with pytest.raises(TypeError, match=r"got the class ReLU - did you mean ReLU\(\)\?"):
-        trainable(wrong)
-
-
-def test_a_function_is_no_module() -> None:
-    wrong: Any = torch.relu
-    with pytest.raises(TypeError, match=r"`module` must be a torch\.nn\.Module instance; got builtin_function"):
-        trainable(wrong)
-
-
-def test_a_parameter_transposed_in_place_is_taken_over() -> None:
-    module = torch.nn.Linear(3, 3)
-    flat, parameters = flatten(module)
-    expected = module.weight.detach().t().clone()
-    module.weight.data = module.weight.data.t()
-    assert not flat.holds(parameters)
-    flat.bind(parameters)
-    assert flat.holds(parameters)
-    module.weight.data = expected.t().clone().t()
-    flat.follow(module, parameters)
-    assert torch.equal(module.weight, expected)
-    assert module.weight.is_contiguous()

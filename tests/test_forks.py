@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from batchopt import BatchOptimizer
 from batchopt_workers.data import mapping
 from batchopt_workers.worker import Worker
+from tests.building import Child
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
@@ -72,37 +72,13 @@ def overwrite(module: nn.Module) -> None:
         tensor.fill_(7.0)
 
 
-class Child:
-    """A forked process that runs `function`, and what it returned or raised, as text."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._reader, writer = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                text = repr(function())
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-            finally:
-                os.write(writer, text.encode())
-                os._exit(0)
-        os.close(writer)
-
-    def said(self) -> str:
-        """Once it has ended."""
-        with open(self._reader, "rb") as pipe:
-            found = pipe.read().decode()
-        os.waitpid(self._pid, 0)
-        return found
-
-
 each_workers = pytest.mark.parametrize("workers", [1, 2])
 each_state = pytest.mark.parametrize("state", STATES)
 
 
 @each_workers
 @each_state
-def test_what_a_child_writes_is_its_own(workers: int, state: str) -> None:
+def test_what_a_child_writes_is_its_own_and_it_keeps_the_values_of_its_beginning(workers: int, state: str) -> None:
     module = Net()
     opt = prepared(module, workers, state)
     before = values(module)
@@ -111,22 +87,8 @@ def test_what_a_child_writes_is_its_own(workers: int, state: str) -> None:
         overwrite(module)
         return values(module)
 
-    said = Child(train).said()
-    assert said.count("7.0") == 6 + 2 + 5 + 2
+    assert Child(train).said().count("7.0") == 6 + 2 + 5 + 2
     assert values(module) == before
-    if state == "open":
-        assert opt is not None
-        opt.step(X, Y)
-        assert values(module)["layer.weight"] != before["layer.weight"]
-        opt.close()
-
-
-@each_workers
-@each_state
-def test_a_child_keeps_the_values_of_its_beginning(workers: int, state: str) -> None:
-    module = Net()
-    opt = prepared(module, workers, state)
-    before = values(module)
     reader, writer = os.pipe()
 
     def look() -> object:
@@ -135,9 +97,9 @@ def test_a_child_keeps_the_values_of_its_beginning(workers: int, state: str) -> 
         return values(module)
 
     child = Child(look)
-    if state == "open":
-        assert opt is not None
+    if opt is not None and state == "open":
         opt.step(X, Y)
+        assert values(module)["layer.weight"] != before["layer.weight"]
     else:
         overwrite(module)
     module.get_buffer("offset").fill_(3.0)
@@ -208,7 +170,7 @@ def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: i
         assert values(module) == before
 
 
-def test_a_fork_in_another_thread() -> None:
+def test_a_fork_in_another_thread_and_a_child_of_a_child() -> None:
     module = Net()
     with build(module, 1) as opt:
         opt.step(X, Y)
@@ -217,15 +179,7 @@ def test_a_fork_in_another_thread() -> None:
         thread = threading.Thread(target=lambda: said.append(Child(lambda: overwrite(module)).said()))
         thread.start()
         thread.join()
-        assert said == ["None"]
-        assert values(module) == before
-
-
-def test_a_child_of_a_child() -> None:
-    module = Net()
-    with build(module, 1) as opt:
-        opt.step(X, Y)
-        before = values(module)
+        assert said == ["None"] and values(module) == before
 
         def nested() -> object:
             with build(module, 1) as mine:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import nn
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
 from batchopt._function.derivatives import Total
 from batchopt_workers.map.weighting import Weighting
-from tests.workloads import Workload, logistic, mlp, reference, rnn
+from tests.workloads import Workload, logistic, misfit, mlp, rnn
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -33,17 +31,22 @@ def summed() -> Workload:
     return Workload(work.module, nn.MSELoss(reduction="sum"), work.inputs, work.targets)
 
 
+def agrees(opt: BatchOptimizer, source: Any, loss: float, gradient: torch.Tensor) -> torch.Tensor:
+    """The full gradient of the batches, which with f is this."""
+    found, slope = opt.full_gradient(source)
+    assert found == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+    return slope
+
+
 @WORKERS
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("case", [mlp, logistic, summed, rnn], ids=lambda case: case.__name__)
 def test_it_is_that_of_one_batch(case: Any, chunk_size: int | None, parallelize: int) -> None:
     work = case()
-    loss, gradient = work.reference()
     with BatchOptimizer(work.module, work.criterion, parallelize=parallelize, chunk_size=chunk_size) as opt:
         x = opt.parameters.clone()
-        found, slope = opt.full_gradient(batches(work, 10))
-        assert found == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+        slope = agrees(opt, batches(work, 10), *work.reference())
         assert torch.equal(opt.parameters, x)
         assert (opt.eval_counter, opt.batch_counter, opt.sample_counter) == (len(batches(work, 10)), 0, 0)
         with pytest.raises(BatchoptError, match="no batch was loaded"):
@@ -53,76 +56,50 @@ def test_it_is_that_of_one_batch(case: Any, chunk_size: int | None, parallelize:
 
 
 def test_twice_the_same_bits_and_for_any_number_of_workers() -> None:
-    found = set()
-    for parallelize in (1, 2, 3):
-        work = mlp(torch.float32)
-        with BatchOptimizer(work.module, work.criterion, parallelize=parallelize, chunk_size=2) as opt:
+    def bits(dtype: torch.dtype, **options: Any) -> set[Any]:
+        work, found = mlp(dtype), set()
+        with BatchOptimizer(work.module, work.criterion, **options) as opt:
             for _ in range(2):
                 loss, gradient = opt.full_gradient(batches(work, 8))
                 found.add((loss, gradient.numpy().tobytes()))
-                assert gradient.dtype == torch.float32
-    assert len(found) == 1
+                assert gradient.dtype == dtype
+        return found
 
-
-def test_two_workers_of_given_speeds_give_the_same_bits_twice() -> None:
-    work = mlp()
-    with BatchOptimizer(work.module, work.criterion, parallelize=2, speeds=[1, 2]) as opt:
-        (loss, gradient), (again, slope) = (opt.full_gradient(batches(work, 8)) for _ in range(2))
-        assert loss == again and torch.equal(gradient, slope)
+    assert len(set().union(*(bits(torch.float32, parallelize=n, chunk_size=2) for n in (1, 2, 3)))) == 1
+    assert len(bits(torch.float64, parallelize=2, speeds=[1, 2])) == 1
 
 
 @WORKERS
 def test_a_loader_and_a_generator(parallelize: int) -> None:
     work = mlp()
-    loss, gradient = work.reference()
     data = torch.utils.data.TensorDataset(work.inputs, work.targets)
     with BatchOptimizer(work.module, work.criterion, parallelize=parallelize) as opt:
         for source in (torch.utils.data.DataLoader(data, batch_size=7), iter(batches(work, 7))):
-            found, slope = opt.full_gradient(source)
-            assert found == pytest.approx(loss, rel=1e-12)
-            torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+            agrees(opt, source, *work.reference())
 
 
-def test_batches_in_which_nothing_counts_add_nothing() -> None:
-    work = logistic()
-    loss, gradient = work.reference()  # targets 10 to 13 are ignored
+def test_batches_in_which_nothing_counts_add_nothing_or_are_an_error() -> None:
+    work = logistic()  # targets 10 to 13 are ignored
     with BatchOptimizer(work.module, work.criterion) as opt:
-        found, slope = opt.full_gradient(batches(work, 2))
-        assert found == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+        agrees(opt, batches(work, 2), *work.reference())
         assert opt.eval_counter == 32
-        with pytest.raises(ValueError, match="no sample that counts"):
-            opt.full_gradient([(work.inputs[10:14], work.targets[10:14])])
-        with pytest.raises(ValueError, match="no sample that counts"):
-            opt.full_gradient([])
+        for nothing in ([(work.inputs[10:14], work.targets[10:14])], []):
+            with pytest.raises(ValueError, match="no sample that counts"):
+                opt.full_gradient(nothing)
         assert opt.eval_counter == 32
-
-
-def test_a_batch_whose_smoothed_targets_all_have_weight_0_is_an_error() -> None:
-    work, classes = logistic(), torch.arange(67) % 3
-    criterion = nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 2.0]).double(), label_smoothing=0.2)
-    with BatchOptimizer(work.module, criterion) as opt:
-        loss, gradient = reference(work.module, criterion, work.inputs, classes)
-        cut = [(work.inputs[i : i + 10], classes[i : i + 10]) for i in range(0, 67, 10)]
-        found, slope = opt.full_gradient(cut)
-        assert found == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(slope, gradient, rtol=1e-10, atol=1e-13)
+    smoothed = nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 2.0]).double(), label_smoothing=0.2)
+    work = Workload(work.module, smoothed, work.inputs, torch.arange(67) % 3)
+    with BatchOptimizer(work.module, smoothed) as opt:
+        agrees(opt, batches(work, 10), *work.reference())
         with pytest.raises(ValueError, match="class weights of all targets of a batch are 0"):
-            opt.full_gradient([(work.inputs[i : i + 1], classes[i : i + 1]) for i in range(3)])
-
-
-def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (module(x) - y).square().mean()
-    return loss
+            opt.full_gradient(batches(work, 1)[:3])
 
 
 def test_one_term_is_weighed_and_several_are_an_error() -> None:
     work = mlp()
     loss, gradient = work.reference()
     with BatchOptimizer(work.module, terms={"a": Term(misfit, 3.0)}) as opt:
-        found, slope = opt.full_gradient({"a": batch} for batch in batches(work, 10))
-        assert found == pytest.approx(3 * loss, rel=1e-12)
-        torch.testing.assert_close(slope, 3 * gradient, rtol=1e-10, atol=1e-13)
+        agrees(opt, ({"a": batch} for batch in batches(work, 10)), 3 * loss, 3 * gradient)
     with (
         BatchOptimizer(work.module, terms={"a": Term(misfit), "b": Term(misfit)}) as opt,
         pytest.raises(ValueError, match="needs an objective of one term"),
@@ -170,21 +147,6 @@ def test_what_goes_wrong_leaves_counters_and_parameters(parallelize: int) -> Non
             opt.full_gradient(failing())
         assert opt.fingerprint() == before
         assert opt.full_gradient(batches(work, 10))[0] == pytest.approx(work.reference()[0], rel=1e-12)
-
-
-def test_a_worker_that_is_killed_costs_no_bits() -> None:
-    work = mlp()
-    with BatchOptimizer(work.module, work.criterion, parallelize=2, chunk_size=3) as opt:
-        loss, gradient = opt.full_gradient(batches(work, 10))
-
-        def deadly() -> Iterator[Any]:
-            for i, batch in enumerate(batches(work, 10)):
-                if i == 2:
-                    os.kill(opt.workers[1].pid, signal.SIGKILL)
-                yield batch
-
-        again, slope = opt.full_gradient(deadly())
-        assert loss == again and torch.equal(gradient, slope)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), min_size=1), st.sampled_from(["mean", "sum"]))

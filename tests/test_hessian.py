@@ -14,13 +14,20 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Sample, Term, Worker, WorkerError
+from batchopt import BatchOptimizer, NonFiniteError, Sample, Term, Worker, WorkerError
+from tests.building import loaded, on
 from tests.workloads import Workload, burgers, cnn, logistic, mlp, rnn
 
 WAYS = pytest.mark.parametrize(
-    "parallelize, chunk_size",
-    [(1, None), (1, 5), (2, None), (2, 5), *(pytest.param(3, size, marks=pytest.mark.slow) for size in (None, 5))],
+    "options",
+    [
+        *({"parallelize": workers, "chunk_size": size} for workers in (1, 2) for size in (None, 5)),
+        *(pytest.param({"parallelize": 3, "chunk_size": size}, marks=pytest.mark.slow) for size in (None, 5)),
+    ],
+    ids=str,
 )
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
+ON_DEVICES = [{"devices": ["cpu:0", "cpu:0"], "chunk_size": size} for size in (None, 4)]
 
 
 def direction(module: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -55,65 +62,56 @@ def of_workload(work: Workload, v: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def on(work: Workload, **options: Any) -> BatchOptimizer:
-    """Evaluates the workload's module, on its batch."""
-    opt = BatchOptimizer(work.module, work.criterion, optimizer=None, **options)
-    opt.load(work.inputs, work.targets)
-    return opt
-
-
 def close(found: torch.Tensor, right: torch.Tensor) -> None:
     assert ((found - right).norm() / right.norm()).item() <= 1e-10
 
 
+def wide() -> Workload:
+    """Larger than what is collected during the backward."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 8000), nn.Tanh(), nn.Linear(8000, 1)).double()
+    return Workload(module, nn.MSELoss(), torch.randn(12, 40).double(), torch.randn(12, 1).double())
+
+
 @pytest.mark.sampled
 @WAYS
-@pytest.mark.parametrize("case", [mlp, burgers, logistic, cnn], ids=lambda case: case.__name__)
-def test_products_are_those_of_plain_torch(
-    case: Callable[[], Workload], parallelize: int, chunk_size: int | None
-) -> None:
-    work = case()
-    vectors = [direction(work.module, seed) for seed in range(2)]
-    right = [of_workload(work, v) for v in vectors]
-    with on(work, parallelize=parallelize, chunk_size=chunk_size) as opt:
-        for v, product in zip(vectors, right, strict=True):
-            close(opt.hvp(v), product)
-        assert opt.product_counter == 2
-        assert opt.eval_counter == 0
+@pytest.mark.parametrize("case", [mlp, burgers, logistic, cnn, rnn], ids=lambda case: case.__name__)
+def test_products_are_those_of_plain_torch(case: Callable[[], Workload], options: dict[str, Any]) -> None:
+    check_products(case(), options)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_lists_of_samples(parallelize: int) -> None:
-    work = rnn()
+@pytest.mark.parametrize(
+    "case, options", [(wide, {"parallelize": 2, "chunk_size": 3}), *((burgers, devices) for devices in ON_DEVICES)]
+)
+def test_products_of_a_large_model_and_on_devices(case: Callable[[], Workload], options: dict[str, Any]) -> None:
+    check_products(case(), options)
+
+
+def check_products(work: Workload, options: dict[str, Any]) -> None:
     v = direction(work.module)
-    right = of_workload(work, v)
-    with on(work, parallelize=parallelize) as opt:
-        close(opt.hvp(v), right)
-
-
-def squares(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (module(inputs) - targets).square().sum()
-    return loss
-
-
-def quartics(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-    loss: torch.Tensor = module(inputs).pow(4).mean()
-    return loss
+    with on(work, **options) as opt:
+        for count, scale in enumerate((1.0, 2.0), 1):
+            opt.parameters.mul_(scale)
+            with opt.timeline() as timeline:
+                close(opt.hvp(scale * v), of_workload(work, scale * v))
+            assert timeline.seconds("product") > 0 and "product" in str(timeline)
+            assert (opt.product_counter, opt.eval_counter) == (count, 0)
 
 
 @WAYS
-def test_terms(parallelize: int, chunk_size: int | None) -> None:
+def test_terms(options: dict[str, Any]) -> None:
     work = mlp()
     points, known = work.inputs, (work.inputs[:9], work.targets[:9])
     v = direction(work.module)
     right = expected(
         work.module, lambda m: 1.5 * m(points).pow(4).mean() + 10 * (m(known[0]) - known[1]).square().sum(), v
     )
-    terms = {"a": Term(quartics, 1.5), "none": Term(quartics, 0.0), "b": Term(squares, 10.0, reduction="sum")}
-    with BatchOptimizer(
-        work.module, terms=terms, optimizer=None, parallelize=parallelize, chunk_size=chunk_size
-    ) as opt:
-        opt.load({"a": points, "none": points, "b": known})
+    terms = {
+        "a": Term(lambda m, x, y: m(x).pow(4).mean(), 1.5),
+        "none": Term(lambda m, x, y: m(x).pow(4).mean(), 0.0),
+        "b": Term(lambda m, x, y: (m(x) - y).square().sum(), 10.0, reduction="sum"),
+    }
+    with loaded(work.module, None, {"a": points, "none": points, "b": known}, terms=terms, **options) as opt:
         close(opt.hvp(v), right)
 
 
@@ -131,16 +129,6 @@ def test_the_bits_are_those_of_one_worker_where_chunks_are_fixed() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_workers_on_devices(chunk_size: int | None) -> None:
-    work = burgers()
-    v = direction(work.module)
-    with on(work, devices=["cpu:0", "cpu:0"], chunk_size=chunk_size) as opt:
-        for scale in (1.0, 2.0):
-            opt.parameters.mul_(scale)
-            close(opt.hvp(scale * v), of_workload(work, scale * v))
-
-
 @pytest.mark.parametrize("options", [{"parallelize": 2}, {"devices": ["cpu:0", "cpu"]}], ids=str)
 def test_a_worker_that_is_killed_is_replaced_and_told_the_direction(options: Any) -> None:
     work = mlp()
@@ -154,27 +142,6 @@ def test_a_worker_that_is_killed_is_replaced_and_told_the_direction(options: Any
             assert torch.equal(opt.hvp(u), bits[1])
 
 
-def test_a_worker_that_dies_in_a_product_costs_its_chunk(tmp_path: Any) -> None:
-    work = mlp()
-    v = direction(work.module)
-    died = tmp_path / "died"
-
-    def prehook(worker: Worker, sample: Sample) -> None:
-        if worker.rank == 1 and worker.state.get("deadly") and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def arm(worker: Worker) -> None:
-        worker.state["deadly"] = True
-
-    with on(work, parallelize=2, chunk_size=4, prehook=prehook) as opt:
-        bits = opt.hvp(v)
-        opt.run_on_workers(arm)
-        assert torch.equal(opt.hvp(v), bits)
-        assert died.exists()
-        assert torch.equal(opt.hvp(v), bits)
-
-
 def test_products_go_on_with_more_and_fewer_workers() -> None:
     work = mlp()
     v = direction(work.module)
@@ -186,7 +153,7 @@ def test_products_go_on_with_more_and_fewer_workers() -> None:
             assert torch.equal(opt.hvp(v), bits)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_evaluations_are_untouched(parallelize: int) -> None:
     work = mlp()
     results: list[Any] = []
@@ -210,7 +177,7 @@ def test_evaluations_are_untouched(parallelize: int) -> None:
         assert torch.equal(opt.grad_parameters, gradient)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_a_product_sees_the_draws_and_leaves_the_buffers_of_its_step(parallelize: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.4), nn.Linear(8, 1)).double()
@@ -250,25 +217,17 @@ class Partly(nn.Module):
 
 
 @WAYS
-def test_what_f_is_linear_in_or_does_not_depend_on_is_zero(parallelize: int, chunk_size: int | None) -> None:
+def test_what_f_is_linear_in_or_does_not_depend_on_is_zero(options: dict[str, Any]) -> None:
     x = torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with BatchOptimizer(Partly(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
-        opt.load(x)
+    with loaded(Partly(), None, x, **options) as opt:
         product = opt.hvp(torch.ones(7))
         assert product[:5].tolist() == [0.0] * 5
         close(product[5:], 2 * x.T @ x @ torch.ones(2, dtype=torch.float64) / 12)
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_loss_that_is_linear_has_no_curvature(parallelize: int) -> None:
-    with BatchOptimizer(
-        nn.Linear(2, 1), loss_fn=lambda m, x, y: m(x).mean(), optimizer=None, parallelize=parallelize
-    ) as opt:
-        opt.load(torch.ones(4, 2))
+    with loaded(nn.Linear(2, 1), None, torch.ones(12, 2), loss_fn=lambda m, x, y: m(x).mean(), **options) as opt:
         assert opt.hvp(torch.ones(3)).tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_frozen_parameters_are_left_out(parallelize: int) -> None:
     work = mlp()
     v = direction(work.module)
@@ -299,7 +258,7 @@ def squared_once() -> Callable[[torch.Tensor], torch.Tensor]:
     return Once.apply
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(parallelize: int) -> None:
     work, squared = mlp(), squared_once()
     once = Workload(work.module, lambda o, y: squared(o - y).square().mean(), work.inputs, work.targets)
@@ -311,7 +270,7 @@ def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(para
         assert opt.product_counter == 0
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None:
     """The second derivative of |x|^1.5 at 0, where loss and gradient are finite."""
     x = torch.ones(12, 1, dtype=torch.float64)
@@ -370,35 +329,6 @@ def test_the_product_with_what_is_not_finite_is_nan(v: torch.Tensor) -> None:
         flat = opt.objective()
         assert np.isnan(flat.hvp(flat.x0, v.double().numpy())).all()
         assert torch.isfinite(opt.hvp(torch.ones(103))).all()
-
-
-def test_a_product_needs_a_batch_and_an_open_optimizer() -> None:
-    work = mlp()
-    opt = BatchOptimizer(work.module, work.criterion)
-    with pytest.raises(BatchoptError, match="no batch was loaded"):
-        opt.hvp(direction(work.module))
-    opt.close()
-    with pytest.raises(BatchoptError, match="closed"):
-        opt.hvp(direction(work.module))
-
-
-def test_a_large_model() -> None:
-    """Larger than what is collected during the backward."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(40, 8000), nn.Tanh(), nn.Linear(8000, 1)).double()
-    work = Workload(module, nn.MSELoss(), torch.randn(12, 40).double(), torch.randn(12, 1).double())
-    v = direction(module)
-    right = of_workload(work, v)
-    with on(work, parallelize=2, chunk_size=3) as opt:
-        close(opt.hvp(v), right)
-
-
-def test_a_timeline_has_products() -> None:
-    work = mlp()
-    with on(work, parallelize=2) as opt, opt.timeline() as timeline:
-        opt.hvp(direction(work.module))
-    assert timeline.seconds("product") > 0
-    assert "product" in str(timeline)
 
 
 def test_workers_read_the_direction_and_cannot_write_it() -> None:

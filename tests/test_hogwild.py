@@ -27,10 +27,10 @@ def momentum(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def network() -> nn.Module:
+def network(kind: type[Mlp] = Mlp) -> Any:
     """The same each time."""
     torch.manual_seed(1)
-    return Mlp().double()
+    return kind().double()
 
 
 def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
@@ -49,52 +49,42 @@ def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("backend", ["serial", "process", "in one call"])
 def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> None:
     expected, losses = plain(3, shuffle)
-    module = network()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, backend=backend, threads_per_worker=1) as opt:
-        found = opt.hogwild((X, Y), momentum, batch_size=10, epochs=3, shuffle=shuffle)
+    module, given = network(), {"batch_size": 10, "epochs": 3, "shuffle": shuffle}
+    if backend == "in one call":
+        found = hogwild(module, nn.MSELoss(), (X, Y), optimizer=momentum, threads_per_worker=1, seed=0, **given)
+        two = hogwild(network(), nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, parallelize=2)
+        assert sum(map(len, two.losses)) == 10
+    else:
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, backend=backend, threads_per_worker=1) as opt:
+            found = opt.hogwild((X, Y), momentum, **given)
     assert found.losses == [losses]
-    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+
+
+class Counting(Mlp):
+    """Writes a tensor that nobody knew of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_state_that_nobody_knew_of_is_found_before_any_step_counts(parallelize: int) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = network()
-            self.seen = torch.zeros(())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += 1
-            y: torch.Tensor = self.inner(x)
-            return y
-
     expected, losses = plain(1, shuffle=False)
-    module = Counting()
-    options = {"backend": "process", "threads_per_worker": 1, "parallelize": parallelize}
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:  # type: ignore[arg-type]
+    module = network(Counting)
+    module.seen = torch.zeros(())
+    options: dict[str, Any] = {"backend": "process", "threads_per_worker": 1, "parallelize": parallelize}
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
         found = opt.hogwild((X, Y), momentum, batch_size=10, shuffle=False)
     assert sum(map(len, found.losses)) == 10
     assert found.losses[0][0] == losses[0] or parallelize == 2
     if parallelize == 1:
         assert found.losses == [losses]
-        assert all(map(torch.equal, module.inner.parameters(), expected.parameters()))
-
-
-def test_in_one_call_it_is_the_same() -> None:
-    expected, losses = plain(2, shuffle=True)
-    module = network()
-    found = hogwild(
-        module, nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, epochs=2, threads_per_worker=1, seed=0
-    )
-    assert found.losses == [losses]
-    assert all(map(torch.equal, module.parameters(), expected.parameters()))
-    two = hogwild(network(), nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, parallelize=2)
-    assert sum(map(len, two.losses)) == 10
+        assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
 def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
@@ -207,19 +197,25 @@ def test_sparse_gradients_of_embeddings() -> None:
         assert nn.functional.mse_loss(module(words), targets).item() < before / 5
 
 
-def test_what_cannot_be() -> None:
-    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt:
-        with pytest.raises(ValueError, match="`batch_size` must be >= 1"):
-            opt.hogwild((X, Y), momentum, batch_size=0)
-        with pytest.raises(TypeError, match="`optimizer` must be callable"):
-            opt.hogwild((X, Y), "sgd", batch_size=8)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="lists of samples need a `collate_fn`"):
-            opt.hogwild(([*X], [*Y]), momentum, batch_size=8)
-        with pytest.raises(WorkerError, match="ZeroDivisionError"):
-            opt.hogwild((X, Y), lambda parameters: 1 // 0, batch_size=8)  # type: ignore[arg-type, return-value]
-    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None, devices=["cpu", "cpu"]) as opt:
-        with pytest.raises(ValueError, match="needs workers that share memory: backend='process' without `devices`"):
-            opt.hogwild((X, Y), momentum, batch_size=8)
+LISTS = ([*X], [*Y])
+DEVICES = {"devices": ["cpu", "cpu"]}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({}, {"batch_size": 0}, ValueError, "`batch_size` must be >= 1"),
+    ({}, {"optimizer": "sgd"}, TypeError, "`optimizer` must be callable"),
+    ({}, {"data": LISTS}, ValueError, "lists of samples need a `collate_fn`"),
+    ({}, {"optimizer": lambda parameters: 1 // 0}, WorkerError, "ZeroDivisionError"),
+    (DEVICES, {}, ValueError, "needs workers that share memory: backend='process' without `devices`"),
+]
+
+
+@pytest.mark.parametrize("options, given, error, words", REFUSED)
+def test_what_cannot_be(options: dict[str, Any], given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with BatchOptimizer(network(), nn.MSELoss(), **{"optimizer": None, **options}) as opt:
+        with pytest.raises(error, match=words):
+            opt.hogwild(**{"data": (X, Y), "optimizer": momentum, "batch_size": 8, **given})
+
+
+def test_running_statistics_are_refused_unless_they_stay() -> None:
     norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
     with BatchOptimizer(norm, nn.MSELoss(), optimizer=None) as opt:
         with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) keeps running statistics"):

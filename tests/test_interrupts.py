@@ -17,27 +17,28 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._function.observer import Trials
-from batchopt.backends.process import shared_program
+from batchopt.backends.process import shared_program, worker
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.shared_program import SharedProgram
 from batchopt_workers.map.sums import Rows
-from tests.workloads import Mlp
+from tests.building import handling
+from tests.workloads import Mlp, Pairs
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
 Y = torch.linspace(-1.0, 3.0, 40 * 4, dtype=torch.float64).reshape(40, 4).cos()
 
 
-class Scaled(nn.Module):
+class Scaled(Mlp):
     """With a constant."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Mlp().double()
-        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(4))
+        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x) * self.scale
-        return y
+        return super().forward(x) * self.get_buffer("scale")
 
 
 def make(module: nn.Module, **options: Any) -> BatchOptimizer:
@@ -57,82 +58,66 @@ def check(opt: BatchOptimizer) -> None:
     torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]))
 
 
-def raising_first(real: Callable[..., Any], error: BaseException, after: bool = False) -> Callable[..., Any]:
-    """Raises the first time: in place of what `real` does, or after it."""
+def raising_first(
+    real: Callable[..., Any], error: BaseException, after: bool = False, of: str | None = None
+) -> Callable[..., Any]:
+    """Raises the first time: in place of what `real` does, or after it; where its second argument begins so."""
     left = [error]
 
     def first_raises(*arguments: Any, **keywords: Any) -> Any:
-        result = real(*arguments, **keywords) if after or not left else None
-        if left:
+        raises = left and (of is None or arguments[1].startswith(of))
+        result = real(*arguments, **keywords) if after or not raises else None
+        if raises:
             raise left.pop()
         return result
 
     return first_raises
 
 
-@pytest.mark.parametrize("what", ["_new_block", "_place", "_send_program"])
-def test_a_change_of_the_program_that_did_not_reach_the_workers_is_sent_again(
+def changed(opt: BatchOptimizer) -> None:
+    opt.module.register_buffer("scale", torch.full((4,), 3.0, dtype=torch.float64))
+    opt.module.register_buffer("more", torch.zeros(1000, dtype=torch.float64))
+
+
+def few(opt: BatchOptimizer) -> None:
+    """For which few rows and little memory are enough."""
+    opt.load(X[:4], Y[:4])
+    opt.evaluate()
+
+
+def larger(opt: BatchOptimizer) -> None:
+    few(opt)
+    opt.load(X, Y)
+
+
+WORKS: dict[str, tuple[Any, str, dict[str, Any], Callable[[BatchOptimizer], Any]]] = {
+    "a block": (shared_program, "_new_block", {}, changed),
+    "a place": (SharedProgram, "_place", {}, changed),
+    "the program": (Pool, "resend", {}, changed),
+    "rows": (worker, "Rows", {}, lambda opt: None),
+    "rows of chunks": (worker, "Rows", {"chunk_size": 5}, lambda opt: None),
+    "more rows": (Rows, "grow", {"chunk_size": 2}, larger),
+    "memory": (Pool, "set_state", {}, few),
+}
+
+
+@pytest.mark.parametrize("what", WORKS)
+def test_what_did_not_reach_the_workers_or_was_not_noted_is_sent_or_made_again(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = Scaled()
-    with make(module) as opt:
-        check(opt)
-        module.register_buffer("scale", torch.full((4,), 3.0, dtype=torch.float64))
-        module.register_buffer("more", torch.zeros(1000, dtype=torch.float64))
-        with monkeypatch.context() as patch:
-            if what == "_new_block":
-                patch.setattr(shared_program, what, raising_first(shared_program._new_block, MemoryError()))
-            elif what == "_place":
-                place = raising_first(shared_program.SharedProgram._place, KeyboardInterrupt())
-                patch.setattr(shared_program.SharedProgram, what, place)
-            else:
-                resend = raising_first(Pool.resend, KeyboardInterrupt())
-                patch.setattr(Pool, "resend", resend)
-            with pytest.raises((MemoryError, KeyboardInterrupt)):
-                opt.load(X, Y)
-        check(opt)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_rows_that_the_parent_did_not_note_are_given_again(
-    chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = Mlp().double()
-    with make(module, chunk_size=chunk_size) as opt:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("batchopt.backends.process.worker.Rows", raising_first(Rows, KeyboardInterrupt()))
-            opt.load(X, Y)  # which measures the workers
+    owner, name, options, before = WORKS[what]
+    error = MemoryError() if what == "a block" else KeyboardInterrupt()
+    raises = raising_first(getattr(owner, name), error, of="batch " if what == "memory" else None)
+    with make(Scaled(), **options) as opt:
+        if before is changed:
+            check(opt)
+        before(opt)
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(owner, name, raises)
+            if before is not larger:
+                opt.load(X.repeat(1000, 1), Y.repeat(1000, 1)) if before is few else opt.load(X, Y)
             opt.evaluate()
         check(opt)
-        check(opt)
-
-
-def test_more_rows_that_the_parent_did_not_note_are_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Mlp().double()
-    with make(module, chunk_size=2) as opt:
-        opt.load(X[:4], Y[:4])  # for which few rows are enough
-        opt.evaluate()
-        opt.load(X, Y)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Rows, "grow", raising_first(Rows.grow, KeyboardInterrupt()))
-            opt.evaluate()
-        check(opt)
-
-
-def test_memory_that_workers_were_not_told_of_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Pool.set_state
-    interrupts = raising_first(real, KeyboardInterrupt())
-
-    def set_state(pool: Pool, name: str, *calls: Any) -> None:
-        (interrupts if name.startswith("batch ") else real)(pool, name, *calls)
-
-    module = Mlp().double()
-    with make(module) as opt:
-        opt.load(X[:4], Y[:4])
-        opt.evaluate()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Pool, "set_state", set_state)
-            opt.load(X.repeat(1000, 1), Y.repeat(1000, 1))
         check(opt)
 
 
@@ -183,17 +168,7 @@ class Stop(Exception):
     """What the handler raises."""
 
 
-class Pairs(torch.utils.data.Dataset[Any]):
-    """The same data, read by workers."""
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def __getitem__(self, index: int) -> Any:
-        return X[index], Y[index]
-
-
-def stop(number: int, frame: FrameType | None) -> None:
+def stop() -> None:
     raise Stop
 
 
@@ -228,7 +203,7 @@ def with_tensors(opt: BatchOptimizer) -> None:
 
 
 def with_a_dataset(opt: BatchOptimizer) -> None:
-    opt.load(Pairs())
+    opt.load(Pairs(X, Y))
     opt.evaluate()
 
 
@@ -241,52 +216,40 @@ def with_lists(opt: BatchOptimizer) -> None:
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("work", [with_tensors, with_a_dataset, with_lists])
 def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimizer], None], parallelize: int) -> None:
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with make(Scaled(), parallelize=parallelize) as opt:
-            work(opt)
-            calls = []
-            for _ in range(3):  # they vary with how long the workers take
-                whole = SignalAt(-1)
-                whole.amid(lambda: work(opt))
-                calls.append(whole.calls)
-            for number in range(1, min(calls) - 100, min(calls) // 60):
-                with pytest.raises(Stop):
-                    SignalAt(number).amid(lambda: work(opt))
-            check(opt)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
+        work(opt)
+        calls = []
+        for _ in range(3):  # they vary with how long the workers take
+            whole = SignalAt(-1)
+            whole.amid(lambda: work(opt))
+            calls.append(whole.calls)
+        for number in range(1, min(calls) - 100, min(calls) // 60):
+            with pytest.raises(Stop):
+                SignalAt(number).amid(lambda: work(opt))
+        check(opt)
 
 
 @pytest.mark.slow
 def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() -> None:
     """Of the calls that say who is at work, each is interrupted once."""
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with make(Scaled(), parallelize=1) as opt:
-            for number in range(1, 40):
-                with suppress(Stop):
-                    SignalAt(number, "batchopt._machine.ownership").amid(lambda: check(opt))
-                check(opt)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handling(stop), make(Scaled(), parallelize=1) as opt:
+        for number in range(1, 40):
+            with suppress(Stop):
+                SignalAt(number, "batchopt._machine.ownership").amid(lambda: check(opt))
+            check(opt)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int) -> None:
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with make(Scaled(), parallelize=parallelize) as opt:
-            opt.load(X, Y)
-            expected = opt.evaluate().item()
-            whole = SignalAt(-1)
-            whole.amid(lambda: opt.predict(X))
-            for number in range(1, whole.calls, whole.calls // 60 + 1):
-                with suppress(Stop):
-                    SignalAt(number).amid(lambda: opt.predict(X))
-                assert opt.evaluate().item() == pytest.approx(expected)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        expected = opt.evaluate().item()
+        whole = SignalAt(-1)
+        whole.amid(lambda: opt.predict(X))
+        for number in range(1, whole.calls, whole.calls // 60 + 1):
+            with suppress(Stop):
+                SignalAt(number).amid(lambda: opt.predict(X))
+            assert opt.evaluate().item() == pytest.approx(expected)
 
 
 @pytest.mark.sampled

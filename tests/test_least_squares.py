@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, resample
-from batchopt.optim import LBFGS, SSBroyden
+from tests.building import loaded
+from tests.workloads import Mlp
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 X = torch.linspace(-2.0, 2.0, 60 * 3, dtype=torch.float64).reshape(60, 3).sin()
@@ -45,16 +46,16 @@ class ByNumpy(torch.autograd.Function):
         return torch.from_numpy(grad.detach().numpy() * np.cos(ctx.saved_tensors[0].detach().numpy()))
 
 
-class Bent(nn.Module):
+class Bent(Mlp):
     """A network with that function in it, and a way around it."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(3, 4), nn.Linear(4, 2), function
+        super().__init__(3, 4, 2)
+        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        y: torch.Tensor = self.last(self.function(hidden)) + hidden[:, :2]
+        y: torch.Tensor = self.second(self.function(hidden)) + hidden[:, :2]
         return y
 
 
@@ -65,8 +66,7 @@ class Bent(nn.Module):
 def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: int, function: Any) -> None:
     torch.manual_seed(0)
     module = Bent(function).double()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
         lm = LevenbergMarquardt(module.parameters(), dense=0, max_iter=50)
         for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(opt.closure)):
@@ -85,8 +85,7 @@ def test_products_through_attention(parallelize: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 5, 8), torch.randn(8, 5, 8)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    with BatchOptimizer(layer, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(x, y)
+    with loaded(layer, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters))
         product = opt.normal().matrix @ v.double()
         torch.testing.assert_close(opt.gauss_newton(v).double(), product, rtol=1e-4, atol=1e-6)
@@ -96,28 +95,24 @@ def test_products_through_attention(parallelize: int) -> None:
 # ---- samples that are coupled
 
 
-class Coupled(nn.Module):
+class Coupled(nn.Linear):
     """From a sample on, each depends on the others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.first = nn.Linear(3, 2), 17
+    from_there = 17
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
-        return torch.cat([y[: self.first], y[self.first :] + y[self.first :].mean()])
+        y, coupled = super().forward(x).tensor_split([self.from_there])
+        return torch.cat([y, coupled + coupled.mean()])
 
 
 @EACH
 def test_samples_that_are_coupled_are_found_wherever_they_are(parallelize: int) -> None:
-    torch.manual_seed(0)
-    module = Coupled().double()
+    module = Coupled(3, 2).double()
     words = "the residuals of a sample depend on the other samples of its chunk"
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=30) as opt:
-        for first in (17, 99, 99, 17):
-            module.first = first
+        for module.from_there in (17, 99, 99, 17):
             opt.load(X, Y)
-            if first == 17:
+            if module.from_there == 17:
                 for asked in (opt.normal, opt.gram):
                     with pytest.raises(WorkerError, match=words):
                         asked()
@@ -135,8 +130,7 @@ def test_a_list_of_samples(parallelize: int) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
     def found(inputs: Any, targets: Any) -> list[torch.Tensor]:
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-            opt.load(inputs, targets)
+        with loaded(module, nn.MSELoss(), inputs, targets, parallelize=parallelize) as opt:
             v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
             squares, x = opt.objective().least_squares(), opt.objective().x0
             by_numpy = [squares.fun(x), squares.jac(x), squares.operator(x).rmatvec(squares.fun(x))]
@@ -155,8 +149,7 @@ def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
     targets = [Y[i : i + length, :1] for i, length in enumerate(lengths)]
     terms = {"a": Term(residual=lambda module, x, y: module(x) - y, reduction="sum")}
     torch.manual_seed(0)
-    with BatchOptimizer(nn.Linear(3, 1).double(), terms=terms, optimizer=None, parallelize=parallelize) as opt:
-        opt.load({"a": (inputs, targets)})
+    with loaded(nn.Linear(3, 1).double(), None, {"a": (inputs, targets)}, terms=terms, parallelize=parallelize) as opt:
         opt.evaluate()
         torch.testing.assert_close(2 * opt.vjp(opt.residuals()), opt.grad_parameters)
         rows = torch.cat([torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in inputs])
@@ -171,8 +164,7 @@ def test_sparse_gradients(parallelize: int) -> None:
     def found(sparse: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2), nn.Tanh()).double()
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-            opt.load(torch.arange(60) % 5, Y)
+        with loaded(module, nn.MSELoss(), torch.arange(60) % 5, Y, parallelize=parallelize) as opt:
             v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
             return [opt.normal().matrix, opt.gauss_newton(v), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram()]
 
@@ -194,15 +186,6 @@ def test_points_are_drawn_alike_at_any_scale(size: float) -> None:
     assert torch.equal(drawn(size), drawn(1.0))
 
 
-@pytest.mark.parametrize("kind", [LBFGS, SSBroyden, LevenbergMarquardt])
-def test_a_group_that_comes_later_is_refused(kind: Any) -> None:
-    one, two = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = kind([one])
-    with pytest.raises(ValueError, match="moves one vector"):
-        optimizer.add_param_group({"params": [two]})
-    assert len(optimizer.param_groups) == 1
-
-
 @pytest.mark.sampled
 @EACH
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -221,19 +204,3 @@ def test_residuals_without_terms(parallelize: int, reduction: str) -> None:
     criterion = found(criterion=nn.MSELoss(reduction=reduction))
     for one, two in zip(found(residual=lambda m, x, y: m(x) - y, reduction=reduction), criterion, strict=True):
         torch.testing.assert_close(one, two)
-
-
-def test_residuals_and_another_loss_are_refused() -> None:
-    def residual(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return module(x) - y
-
-    for other in (
-        {"criterion": nn.MSELoss()},
-        {"loss_fn": residual},
-        {"denominators": lambda x, y: torch.ones(len(x))},
-    ):
-        options: dict[str, Any] = other
-        with pytest.raises(ValueError, match=f"`residual` and `{next(iter(other))}` are both given"):
-            BatchOptimizer(nn.Linear(3, 2), residual=residual, **options)
-    with pytest.raises(ValueError, match="`terms` and `residual` are both given"):
-        BatchOptimizer(nn.Linear(3, 2), residual=residual, terms={"a": Term(residual=residual)})

@@ -14,37 +14,24 @@ from torch import nn
 from batchopt import BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.reduce import all_finite
 
-BAD = [math.nan, math.inf, -math.inf]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 
 
 @DTYPES
-def test_finite_numbers_are_finite(dtype: torch.dtype) -> None:
-    assert all_finite(torch.zeros(3, dtype=dtype))
-    assert all_finite(torch.tensor([-1.0, 2.0, -3.0], dtype=dtype))
-    assert all_finite(torch.zeros(0, dtype=dtype))
+@given(st.lists(st.floats(width=16), max_size=50))
+@settings(deadline=None, max_examples=50)
+def test_a_gradient_is_finite_if_each_of_its_numbers_is(dtype: torch.dtype, numbers: list[float]) -> None:
+    assert all_finite(torch.tensor(numbers, dtype=dtype)) == all(map(math.isfinite, numbers))
 
 
 @DTYPES
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_sum_that_overflows_has_finite_terms(dtype: torch.dtype, sign: float) -> None:
+def test_a_sum_that_overflows_may_have_finite_terms(dtype: torch.dtype, sign: float) -> None:
     gradient = torch.full((1000,), sign * torch.finfo(dtype).max, dtype=dtype)
     assert math.isinf(gradient.sum().item())
     assert all_finite(gradient)
-
-
-@DTYPES
-@pytest.mark.parametrize("bad", BAD)
-def test_one_bad_number_among_those_that_overflow_is_seen(dtype: torch.dtype, bad: float) -> None:
-    gradient = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
-    gradient[500] = bad
-    assert not all_finite(gradient)
-
-
-@given(st.lists(st.floats(width=32), max_size=50))
-@settings(deadline=None)
-def test_a_gradient_is_finite_if_each_of_its_numbers_is(numbers: list[float]) -> None:
-    assert all_finite(torch.tensor(numbers, dtype=torch.float32)) == all(map(math.isfinite, numbers))
+    for gradient[500] in (math.nan, math.inf, -math.inf):
+        assert not all_finite(gradient)
 
 
 # ---- exceptions that mean so
@@ -136,12 +123,6 @@ def test_what_is_not_named_ends_the_step(parallelize: int) -> None:
             opt.optimize()
         with pytest.raises(WorkerError, match="OddError in worker"):
             opt.evaluate_many(torch.tensor([[4.0]]))
-
-
-def test_what_is_no_class_of_exceptions_is_refused() -> None:
-    for wrong in (OddError("one"), int, KeyboardInterrupt, "ArithmeticError", None):
-        with pytest.raises(TypeError, match="`nonfinite_errors` must be classes of exceptions"):
-            build(1, nonfinite_errors=wrong)
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 20}, {"parallelize": 2, "chunk_size": 20}])

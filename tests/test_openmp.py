@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from batchopt import BatchOptimizer
 from batchopt._machine.cores import _pauses, end_spinning
+from tests.building import loaded
 
 pytestmark = pytest.mark.skipif(not _pauses(), reason="there is no libgomp in this process")
 
@@ -74,8 +74,7 @@ def test_the_threads_of_another_thread_stay() -> None:
 
 
 def test_they_end_where_workers_evaluate() -> None:
-    with BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(torch.ones(4, 2), torch.ones(4, 1))
+    with loaded(torch.nn.Linear(2, 1), torch.nn.MSELoss(), torch.ones(4, 2), torch.ones(4, 1), parallelize=2) as opt:
         end_spinning()
         loss = opt.evaluate()
         compute()

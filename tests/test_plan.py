@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,31 +17,20 @@ SPEEDS = st.lists(st.one_of(st.none(), st.floats(0.01, 1000)), min_size=1, max_s
 
 @given(SIZES, CHUNK_SIZES, SPEEDS)
 @settings(deadline=None)
-def test_chunks_tile_the_batch_and_none_is_empty(n: int, chunk_size: int | None, speeds: Speeds) -> None:
-    cut = make_plan(n, chunk_size, speeds).cut
-    assert cut.bounds[0] == 0
-    assert cut.bounds[-1] == n
-    assert all(start < stop for start, stop in pairwise(cut.bounds))
-
-
-@given(SIZES, CHUNK_SIZES, SPEEDS)
-@settings(deadline=None)
-def test_every_chunk_is_ordered_once_and_in_rank_order(n: int, chunk_size: int | None, speeds: Speeds) -> None:
+def test_chunks_tile_the_batch_and_each_is_ordered_once_in_rank_order(
+    n: int, chunk_size: int | None, speeds: Speeds
+) -> None:
     plan = make_plan(n, chunk_size, speeds)
+    assert (plan.cut.bounds[0], plan.cut.bounds[-1], sum(plan.samples())) == (0, n, n)
+    assert all(start < stop for start, stop in pairwise(plan.cut.bounds))  # none is empty
     orders = plan.orders(evaluation=7, step=3)
+    assert [order is None for order in orders] == [samples == 0 for samples in plan.samples()]
     assert len(orders) == len(speeds.values)
     ordered = [chunk for order in orders if order for chunk in range(order.first, order.last)]
     assert ordered == list(range(plan.cut.chunks))
     assert all((order.evaluation, order.step) == (7, 3) for order in orders if order)
-
-
-@given(SIZES, CHUNK_SIZES, SPEEDS)
-@settings(deadline=None)
-def test_samples_sum_to_n_and_only_idle_workers_have_none(n: int, chunk_size: int | None, speeds: Speeds) -> None:
-    plan = make_plan(n, chunk_size, speeds)
-    assert sum(plan.samples()) == n
-    for samples, order in zip(plan.samples(), plan.orders(0, 0), strict=True):
-        assert (samples == 0) == (order is None)
+    assert choose_chunk_size(n, chunk_size, deterministic=False) == chunk_size
+    assert chunk_size is None or choose_chunk_size(n, chunk_size, deterministic=True) == chunk_size
 
 
 @given(SIZES, st.integers(1, 600), SPEEDS)
@@ -53,18 +41,6 @@ def test_with_a_chunk_size_the_data_alone_fixes_the_cut(n: int, chunk_size: int,
     lengths = [stop - start for start, stop in pairwise(cut.bounds)]
     assert all(length == chunk_size for length in lengths[:-1])
     assert lengths[-1] <= chunk_size
-
-
-@given(SIZES, CHUNK_SIZES)
-@settings(deadline=None)
-def test_unless_the_bits_must_be_the_same_the_chunk_size_is_the_one_given(n: int, chunk_size: int | None) -> None:
-    assert choose_chunk_size(n, chunk_size, deterministic=False) == chunk_size
-
-
-@given(SIZES, st.integers(1, 600))
-@settings(deadline=None)
-def test_where_the_bits_must_be_the_same_a_chunk_size_given_stays(n: int, chunk_size: int) -> None:
-    assert choose_chunk_size(n, chunk_size, deterministic=True) == chunk_size
 
 
 @given(st.integers(1, 100_000), SPEEDS)
@@ -79,22 +55,13 @@ def test_where_the_bits_must_be_the_same_any_workers_get_the_same_chunks(n: int,
     assert cut.chunks >= min(n, DETERMINISTIC_CHUNKS // 2 + 1)
 
 
-@pytest.mark.parametrize("n, chunk_size", [(1, 1), (32, 1), (33, 2), (64, 2), (1000, 32)])
-def test_the_chunk_size_is_of_the_data_alone(n: int, chunk_size: int) -> None:
-    assert choose_chunk_size(n, None, deterministic=True) == chunk_size
-
-
-def test_without_a_chunk_size_each_worker_gets_one_chunk_by_its_speed() -> None:
+def test_some_plans() -> None:
+    for n, chunk_size in ((1, 1), (32, 1), (33, 2), (64, 2), (1000, 32)):  # of the data alone
+        assert choose_chunk_size(n, None, deterministic=True) == chunk_size
     plan = make_plan(100, None, Speeds((1.0, 3.0)))
-    assert plan.cut.bounds == (0, 25, 100)
-    assert plan.shares == (1, 1)
-
-
-def test_workers_beyond_the_samples_idle() -> None:
+    assert (plan.cut.bounds, plan.shares) == ((0, 25, 100), (1, 1))
     plan = make_plan(2, None, Speeds.unknown(4))
-    assert plan.samples() == [1, 1, 0, 0]
-    assert plan.orders(0, 0)[2:] == [None, None]
-    assert plan.cut.bounds == (0, 1, 2)
+    assert (plan.samples(), plan.orders(0, 0)[2:], plan.cut.bounds) == ([1, 1, 0, 0], [None, None], (0, 1, 2))
 
 
 @given(SIZES, CHUNK_SIZES, SPEEDS)
@@ -121,28 +88,17 @@ def test_what_only_parts_of_chunks_could_save_does_not_make_a_plan_new() -> None
     assert follow(plan, 2, Speeds.unknown(2)) is plan
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_fixed_speeds_never_change_the_plan(chunk_size: int | None) -> None:
-    plan = make_plan(100, chunk_size, Speeds.unknown(2))
-    assert follow(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) is plan
-
-
-def test_one_worker_always_has_everything() -> None:
+def test_fixed_speeds_and_one_worker_change_nothing_fixed_chunks_change_hands_and_free_ones_are_cut_anew() -> None:
+    for chunk_size in (None, 5):
+        plan = make_plan(100, chunk_size, Speeds.unknown(2))
+        assert follow(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) is plan
     plan = make_plan(100, 30, Speeds.unknown(1))
     assert follow(plan, 30, Speeds((10.0,))) is plan
-
-
-def test_fixed_chunks_only_change_hands() -> None:
     plan = make_plan(100, 10, Speeds.unknown(2))
     after = follow(plan, 10, Speeds((1.0, 4.0)))
-    assert after.cut is plan.cut
-    assert (plan.shares, after.shares) == ((5, 5), (2, 8))
-
-
-def test_free_chunks_are_cut_anew() -> None:
+    assert after.cut is plan.cut and (plan.shares, after.shares) == ((5, 5), (2, 8))
     after = follow(make_plan(100, None, Speeds.unknown(2)), None, Speeds((1.0, 4.0)))
-    assert after == make_plan(100, None, Speeds((1.0, 4.0)))
-    assert after.samples() == [20, 80]
+    assert after == make_plan(100, None, Speeds((1.0, 4.0))) and after.samples() == [20, 80]
 
 
 def test_a_plan_that_is_new_gives_way_only_to_one_that_is_much_better() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from batchopt import Batches, BatchOptimizer, WorkerError
 from batchopt._data.prefetch import Ahead, as_arguments
@@ -178,13 +178,6 @@ def test_evaluations_between_steps_see_the_batch_of_the_last_step() -> None:
             inputs, targets = batches()[i]
             expected = nn.functional.mse_loss(opt.module(inputs), targets).item()
             assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_data_loader(parallelize: int = 2) -> None:
-    data = TensorDataset(torch.randn(64, 3).double(), torch.randn(64, 1).double())
-    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
-        losses = [loss for _ in range(5) for loss in opt.steps(DataLoader(data, batch_size=16, shuffle=True))]
-    assert len(losses) == 20 and opt.sample_counter == 5 * 64
 
 
 def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:

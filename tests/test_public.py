@@ -19,57 +19,24 @@ import batchopt_workers
 
 def test_the_public_names_are_these() -> None:
     names = {n for n, value in vars(batchopt).items() if not n.startswith("_") and not isinstance(value, ModuleType)}
-    assert names == {
-        "BatchOptimizer",
-        "LBFGS",
-        "CG",
-        "SSBroyden",
-        "LevenbergMarquardt",
-        "SVRG",
-        "Result",
-        "Status",
-        "Iteration",
-        "split_batch",
-        "Worker",
-        "Sample",
-        "Term",
-        "Weighted",
-        "Batches",
-        "hogwild",
-        "resample",
-        "Diagnosis",
-        "BatchoptError",
-        "WorkerError",
-        "WorkerLostError",
-        "WorkerStartError",
-        "PoisonChunkError",
-        "AllWorkersLostError",
-        "NodeLostError",
-        "NodesDifferError",
-        "NonFiniteError",
-        "CheckpointError",
-    }
+    assert names == set(
+        """
+        BatchOptimizer LBFGS CG SSBroyden LevenbergMarquardt SVRG Result Status Iteration split_batch Worker Sample
+        Term Weighted Batches hogwild resample Diagnosis BatchoptError WorkerError WorkerLostError WorkerStartError
+        PoisonChunkError AllWorkersLostError NodeLostError NodesDifferError NonFiniteError CheckpointError
+        """.split()
+    )
 
 
 def test_the_public_names_of_the_training_loop_are_these() -> None:
     loop = import_module("batchopt.ignite")
     names = {n for n, value in vars(loop).items() if not n.startswith("_") and not isinstance(value, ModuleType)}
-    assert names == {
-        "fit",
-        "Moment",
-        "create_trainer",
-        "create_evaluator",
-        "StepEvents",
-        "Evaluation",
-        "guarded",
-        "Checkpoint",
-        "Record",
-        "Monitor",
-        "EveryEpoch",
-        "EverySeconds",
-        "Best",
-        "EarlyStopping",
-    }
+    assert names == set(
+        """
+        fit Moment create_trainer create_evaluator StepEvents Evaluation guarded Checkpoint Record Monitor
+        EveryEpoch EverySeconds Best EarlyStopping
+        """.split()
+    )
 
 
 def modules(package: ModuleType) -> Iterator[ModuleType]:

@@ -13,6 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from batchopt import BatchOptimizer
 from batchopt.errors import BatchoptError
+from tests.building import loaded
 
 X = torch.linspace(-1, 1, 30).view(10, 3)
 Y = torch.linspace(0, 1, 20).view(10, 2)
@@ -271,7 +272,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "flat": (same_elements, r"'2\.weight' was \(2, 3\) torch\.float32 on cpu .* is now \(6,\)"),
     "dtype": (
         lambda module: module.double(),
-        r"'0\.weight' was \(3, 3\) torch\.float32 .* is now \(3, 3\) torch\.float64",
+        r"'0\.weight' was \(3, 3\) torch\.float32 .* is now \(3, 3\) torch\.float64 .*: give it values",
     ),
     "device": (lambda module: module.to("meta"), r"'0\.weight' was replaced.*module\.to"),
     "replaced": (replaced, r"'0\.bias' was replaced, .*keep the Parameter .*load_state_dict without assign"),
@@ -288,8 +289,7 @@ def test_what_cannot_be_taken_over_is_an_error_at_once(
     change: Callable[[Any], object], message: str, call: Callable[[BatchOptimizer], object]
 ) -> None:
     module = tied()
-    with BatchOptimizer(module, loss_fn=of_the_first_three, optimizer=None) as opt:
-        opt.load(X, Y)
+    with loaded(module, None, X, Y, loss_fn=of_the_first_three) as opt:
         change(module)
         with pytest.raises(BatchoptError, match=message):
             call(opt)

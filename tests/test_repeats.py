@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,8 @@ from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
 from batchopt_workers.map.repeat import Repeater
+from tests.building import loaded
+from tests.workloads import misfit
 
 N = 24
 X = torch.linspace(-2.0, 2.0, N * 3).reshape(N, 3).sin()
@@ -72,15 +75,14 @@ def move(opt: BatchOptimizer) -> None:
 def evaluations(module: nn.Module, parallelize: int, chunk_size: int | None, **options: Any) -> list[torch.Tensor]:
     """f, df/dX and the module's state, again and again."""
     found: list[torch.Tensor] = []
-    settings = {"optimizer": None, "parallelize": parallelize, "chunk_size": chunk_size, "check_cut": False, **options}
-    with BatchOptimizer(module, nn.MSELoss(), threads_per_worker=1, **settings) as opt:
+    settings = {"parallelize": parallelize, "chunk_size": chunk_size, "check_cut": False, "threads_per_worker": 1}
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **settings, **options) as opt:
         for scale in (1.0, 2.0):
             opt.load(scale * X, Y)
             for _ in range(6):
                 found += [opt.evaluate(), opt.grad_parameters.clone()]
                 move(opt)
-        found += [tensor.clone() for tensor in module.state_dict().values()]
-    return found
+    return found + [tensor.clone() for tensor in module.state_dict().values()]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
@@ -101,26 +103,16 @@ def test_bits_are_those_of_one_process(module: Callable[[], nn.Module], chunk_si
 def minibatches(parallelize: int, ahead: bool, form: str = "tensors") -> list[Any]:
     """What a few steps of SGD leave, on batches of one form."""
     module = Drops()
-    found: list[Any] = []
-    with BatchOptimizer(
-        module,
-        nn.MSELoss(),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        parallelize=parallelize,
-        chunk_size=6,
-        check_cut=False,
-    ) as opt:
-        batches: list[Any] = [(X * (1 + i), Y - i) for i in range(12)]
-        if form == "another size now and then":
-            batches[5] = batches[5][0][:18], batches[5][1][:18]
-        elif form == "weights":
-            batches = [(Weighted(x, torch.arange(N) + 1.0), y) for x, y in batches]
-        if ahead:
-            found += [*opt.steps(batches)]
-        else:
-            found += [opt.step(x, y) for x, y in batches]
-        found += [opt.parameters.clone(), *(tensor.clone() for tensor in module.state_dict().values())]
-    return found
+    batches: list[Any] = [(X * (1 + i), Y - i) for i in range(12)]
+    if form == "another size now and then":
+        batches[5] = batches[5][0][:18], batches[5][1][:18]
+    elif form == "weights":
+        batches = [(Weighted(x, torch.arange(N) + 1.0), y) for x, y in batches]
+    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 6, "check_cut": False}
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=sgd, **options) as opt:
+        losses = [*opt.steps(batches)] if ahead else [opt.step(x, y) for x, y in batches]
+        return [*losses, opt.parameters.clone(), *(tensor.clone() for tensor in module.state_dict().values())]
 
 
 @pytest.mark.filterwarnings("ignore:.*normalises by the statistics")
@@ -134,25 +126,20 @@ def test_minibatches_have_the_bits_of_one_process(ahead: bool, form: str, rings:
     assert form == "weights" or rings
 
 
-class Writes(nn.Module):
+class Writes(nn.Linear):
     """Writes its samples, where nobody counts it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
+        y = super().forward(x)
         x.numpy()[...] = 0.0
         return y
 
 
 def test_a_batch_is_not_read_through_what_was_written_into_the_one_before(rings: list[int]) -> None:
-    torch.manual_seed(0)
-    module = Writes()
+    module = Writes(3, 2)
     with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=2, chunk_size=12, speeds=[1, 1]) as opt:
         for scale in range(1, 6):
-            expected = nn.functional.mse_loss(module.linear(scale * X), Y).item()
+            expected = nn.functional.mse_loss(nn.functional.linear(scale * X, module.weight, module.bias), Y).item()
             assert opt.step(scale * X, Y) == pytest.approx(expected)
     assert rings
 
@@ -174,8 +161,7 @@ def test_whatever_comes_between_two_evaluations_is_seen(rings: list[int]) -> Non
     def mse() -> torch.Tensor:
         return nn.functional.mse_loss(module(X), Y)
 
-    with BatchOptimizer(module, criterion, optimizer=None, parallelize=2) as opt:
-        opt.load(X, Y)
+    with loaded(module, criterion, X, Y, parallelize=2) as opt:
         evaluate(opt, mse)
         assert opt.total(lambda module, inputs, targets: inputs.sum()).item() == pytest.approx(X.sum().item(), abs=1e-4)
         evaluate(opt, mse)
@@ -213,49 +199,27 @@ class Counts:
 
 
 @pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 5), (2, None)])
-def test_a_posthook_that_returns_something_now_and_then(
+def test_a_posthook_that_returns_something_now_and_then_or_arrays(
     parallelize: int, chunk_size: int | None, rings: list[int]
 ) -> None:
     found: list[list[int | None]] = []
-    speeds = [1] * parallelize
-    with BatchOptimizer(
-        plain(),
-        nn.MSELoss(),
-        optimizer=None,
-        parallelize=parallelize,
-        posthook=Counts(7),
-        speeds=speeds,
-        chunk_size=chunk_size,
-    ) as opt:
-        opt.load(X, Y)
+    options: dict[str, Any] = {"parallelize": parallelize, "speeds": [1] * parallelize, "chunk_size": chunk_size}
+    with loaded(plain(), nn.MSELoss(), X, Y, posthook=Counts(7), **options) as opt:
         for _ in range(9):
             opt.evaluate()
             found.append(opt.hook_results)
             move(opt)
         calls = opt.run_on_workers(lambda worker: worker.state["calls"])
-    chunks = parallelize if chunk_size is None else 5
+        chunks = parallelize if chunk_size is None else 5
+        opt.posthook = lambda worker, sample: np.ones(2)  # which cannot be compared with None by ==
+        for _ in range(5):
+            opt.evaluate()
+            assert [one.tolist() for one in opt.hook_results] == [[1.0, 1.0]] * chunks
     assert [len(results) for results in found] == [chunks] * 9
     assert sum(calls) == 9 * chunks  # each once
     said = [result for results in found for result in results if result is not None]
     assert sorted(said) == sorted(n for number in calls for n in range(7, number + 1, 7))
     assert parallelize == 1 or rings
-
-
-def ones(worker: Worker, sample: Sample) -> Any:
-    """A posthook whose results cannot be compared with None by `==`."""
-    return np.ones(2)
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_posthook_that_returns_arrays(parallelize: int) -> None:
-    speeds = [1] * parallelize
-    with BatchOptimizer(
-        plain(), nn.MSELoss(), optimizer=None, parallelize=parallelize, posthook=ones, speeds=speeds
-    ) as opt:
-        opt.load(X, Y)
-        for _ in range(5):
-            opt.evaluate()
-            assert [found.tolist() for found in opt.hook_results] == [[1.0, 1.0]] * parallelize
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -300,67 +264,20 @@ def test_a_buffer_without_elements_is_put_back() -> None:
     halves = [
         nn.functional.mse_loss(module.linear(x - x.mean(0)), y).item() for x, y in ((X[:12], Y[:12]), (X[12:], Y[12:]))
     ]
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=12, check_cut=False) as opt:
-        opt.load(X, Y)
+    with loaded(module, nn.MSELoss(), X, Y, chunk_size=12, check_cut=False) as opt:
         for _ in range(4):
             assert opt.evaluate().item() == pytest.approx(sum(halves) / 2)
         assert module.cache.numel() == 0
 
 
-def test_a_batch_is_sent_without_its_form() -> None:
-    """Workers load nothing of the parent's library."""
-    batch = with_form(Batch((read_part(X, Y, None, Reading(None, "mean", None, None)),)))
-    assert batch.plain is not None and b"batchopt._data" not in pack(batch).data
-
-
-def test_terms_and_their_weights(rings: list[int]) -> None:
-    module = plain()
-
-    def squares(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(module(inputs), targets)
-
-    terms = {"one": Term(squares), "two": Term(squares, weight=2.0)}
-    with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=2, chunk_size=5) as opt:
-        for weight in (2.0, 3.0):
-            opt.weights = {"one": 1.0, "two": weight}
-            opt.load({"one": (X, Y), "two": (X[:7] + 1, Y[:7])})
-            for _ in range(4):
-                losses = squares(module, X, Y).item(), squares(module, X[:7] + 1, Y[:7]).item()
-                assert opt.evaluate().item() == pytest.approx(losses[0] + weight * losses[1], rel=1e-5)
-                assert opt.losses == pytest.approx({"one": losses[0], "two": losses[1]}, rel=1e-5)
-                move(opt)
-    assert rings
-
-
-def test_an_infinite_loss_is_said_so(rings: list[int]) -> None:
-    module = plain()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, on_nonfinite="return") as opt:
-        opt.load(X, Y)
-        before = [opt.evaluate().item() for _ in range(3)]
-        kept = opt.parameters.clone()
-        opt.parameters.fill_(torch.inf)
-        assert opt.evaluate().item() == torch.inf
-        opt.parameters.copy_(kept)
-        assert [opt.evaluate().item() for _ in range(3)] == pytest.approx(before)
-
-
-def test_workers_and_timelines_show_repeats() -> None:
-    with BatchOptimizer(plain(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(X, Y)
-        opt.evaluate()
-        before = sum(worker.samples for worker in opt.workers)
-        with opt.timeline() as timeline:
-            for _ in range(3):
-                opt.evaluate()
-        assert sum(worker.samples for worker in opt.workers) == before + 3 * N
-        assert sum(event.name == "chunks" for event in timeline.events) == 6
-
-
 def test_forms_of_batches() -> None:
     a, b, c = (torch.ones(4, 3) for _ in range(3))
 
-    def form(inputs: Any, targets: Any, collate: Any = None) -> Any:
-        found = with_form(Batch((read_part(inputs, targets, None, Reading(collate, "mean", None, None)),)))
+    def formed(inputs: Any, targets: Any, collate: Any = None) -> Batch:
+        return with_form(Batch((read_part(inputs, targets, None, Reading(collate, "mean", None, None)),)))
+
+    def form(*given: Any) -> Any:
+        found = formed(*given)
         return None if found.plain is None else found.plain.form
 
     assert form(a, b) == form(b, c) is not None
@@ -370,26 +287,50 @@ def test_forms_of_batches() -> None:
     for other in (a[:3], a.double(), a.t().contiguous().t(), [*a], a.clone().requires_grad_()):
         assert form(other, b[: len(other)]) != form(a, b)
     assert form(a, b, lambda pairs: pairs) is None and form(a, a) is None
+    assert b"batchopt._data" not in pack(formed(X, Y)).data  # workers load nothing of the parent's library
 
 
-def test_a_collate_function_that_is_given_tensors(rings: list[int]) -> None:
-    ones = torch.ones(3)
-    with BatchOptimizer(
-        plain(), nn.MSELoss(), optimizer="sgd", parallelize=2, collate_fn=lambda pairs: (pairs, ones)
-    ) as opt:
-        found = [opt.step(X, Y) for _ in range(3)]
-    assert found[0] > found[2]
+def test_terms_and_their_weights(rings: list[int]) -> None:
+    module = plain()
+    terms = {"one": Term(misfit), "two": Term(misfit, weight=2.0)}
+    with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=2, chunk_size=5) as opt:
+        for weight in (2.0, 3.0):
+            opt.weights = {"one": 1.0, "two": weight}
+            opt.load({"one": (X, Y), "two": (X[:7] + 1, Y[:7])})
+            for _ in range(4):
+                losses = misfit(module, X, Y).item(), misfit(module, X[:7] + 1, Y[:7]).item()
+                assert opt.evaluate().item() == pytest.approx(losses[0] + weight * losses[1], rel=1e-5)
+                assert opt.losses == pytest.approx({"one": losses[0], "two": losses[1]}, rel=1e-5)
+                move(opt)
+    assert rings
 
 
-def test_other_speeds_after_a_resize() -> None:
-    with BatchOptimizer(plain(), nn.MSELoss(), optimizer=None, parallelize=2, speeds=[1, 3]) as opt:
-        opt.load(X, Y)
-        opt.evaluate()
+def test_repeats_are_counted_and_an_infinite_loss_and_other_speeds_are_seen() -> None:
+    options: dict[str, Any] = {"parallelize": 2, "on_nonfinite": "return", "speeds": [1, 3]}
+    with loaded(plain(), nn.MSELoss(), X, Y, **options) as opt:
+        before = [opt.evaluate().item() for _ in range(3)]
+        samples = [worker.samples for worker in opt.workers]
+        with opt.timeline() as timeline:
+            for _ in range(3):
+                opt.evaluate()
+        assert sum(worker.samples for worker in opt.workers) == sum(samples) + 3 * N
+        assert sum(event.name == "chunks" for event in timeline.events) == 6
+        kept = opt.parameters.clone()
+        opt.parameters.fill_(torch.inf)
+        assert opt.evaluate().item() == torch.inf
+        opt.parameters.copy_(kept)
+        assert [opt.evaluate().item() for _ in range(3)] == pytest.approx(before)
         opt.resize(2, speeds=[1, 1])
         opt.load(X, Y)
-        before = [worker.samples for worker in opt.workers]
+        samples = [worker.samples for worker in opt.workers]
         opt.evaluate()
-        assert [worker.samples - done for worker, done in zip(opt.workers, before, strict=True)] == [12, 12]
+        assert [worker.samples - done for worker, done in zip(opt.workers, samples, strict=True)] == [12, 12]
+
+
+def test_a_collate_function_that_is_given_tensors() -> None:
+    options: dict[str, Any] = {"parallelize": 2, "collate_fn": lambda pairs: (pairs, torch.ones(3))}
+    with BatchOptimizer(plain(), nn.MSELoss(), optimizer="sgd", **options) as opt:
+        assert opt.step(X, Y) > opt.step(X, Y) > opt.step(X, Y)
 
 
 def test_an_overridden_map_is_not_repeated() -> None:
@@ -414,22 +355,16 @@ def test_an_overridden_map_is_not_repeated() -> None:
             move(opt)
 
 
-class Draws(nn.Module):
+class Draws(nn.Linear):
     """Dropout, if the samples are large."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        large = bool(x.abs().max() > 2.5)
-        y: torch.Tensor = self.linear(nn.functional.dropout(x, 0.5) if large else x)
-        return y
+        return super().forward(nn.functional.dropout(x, 0.5) if bool(x.abs().max() > 2.5) else x)
 
 
 @pytest.mark.parametrize("scales", [[3, 4, 5] * 4, [1, 2, 1] * 4 + [5]])
 def test_chunks_stay_in_a_step_that_draws_though_speeds_change(scales: list[int], rings: list[int]) -> None:
-    with BatchOptimizer(Draws(), nn.MSELoss(), optimizer=None, parallelize=2, check_cut=False) as opt:
+    with BatchOptimizer(Draws(3, 2), nn.MSELoss(), optimizer=None, parallelize=2, check_cut=False) as opt:
         for scale in scales:
             opt.load(scale * X, Y)
             first = opt.evaluate().item()
@@ -465,20 +400,6 @@ def least(call: Callable[[], object]) -> int:
     return min(frames(call) for _ in range(40))
 
 
-def of_evaluation(parallelize: int, chunk_size: int | None = None) -> int:
-    with BatchOptimizer(
-        nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size
-    ) as opt:
-        opt.load(torch.ones(64, 1), torch.ones(64, 1))
-        return least(opt.evaluate)
-
-
-def of_minibatch(parallelize: int) -> int:
-    x, y = torch.ones(64, 1), torch.ones(64, 1)
-    with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
-        return least(lambda: opt.step(x, y))
-
-
 def count_frames(worker: Worker) -> None:
     """Count those of each evaluation that this worker is rung for."""
     evaluate, found = Repeater.evaluate, worker.state.setdefault("frames", [])
@@ -489,25 +410,33 @@ def count_frames(worker: Worker) -> None:
     Repeater.evaluate = counted  # type: ignore[method-assign]
 
 
-def test_frames_of_an_evaluation_that_repeats(rings: list[int]) -> None:
+ONES, TARGETS = torch.ones(64, 1), torch.ones(64, 1)
+
+
+def of_evaluation(parallelize: int, chunk_size: int | None = None) -> int:
+    with loaded(nn.Linear(1, 1), nn.MSELoss(), ONES, TARGETS, parallelize=parallelize, chunk_size=chunk_size) as opt:
+        return least(opt.evaluate)
+
+
+def of_minibatch(parallelize: int) -> int:
+    with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+        return least(lambda: opt.step(ONES, TARGETS))
+
+
+def test_frames_of_evaluations_and_minibatches_that_repeat(rings: list[int]) -> None:
     alone, two, four, chunks = of_evaluation(1), of_evaluation(2), of_evaluation(4), of_evaluation(1, 16)
     assert alone <= 85
     assert two <= 50
     assert (four - two) / 2 <= 1
     assert (chunks - alone) / 3 <= 32
+    assert of_minibatch(1) <= 215
+    assert of_minibatch(2) <= 190
 
 
 def test_frames_of_a_worker_that_is_rung_for(rings: list[int]) -> None:
-    with BatchOptimizer(
-        nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=2, precode=count_frames, speeds=[1, 1]
-    ) as opt:
-        opt.load(torch.ones(64, 1), torch.ones(64, 1))
+    options: dict[str, Any] = {"parallelize": 2, "precode": count_frames, "speeds": [1, 1]}
+    with loaded(nn.Linear(1, 1), nn.MSELoss(), ONES, TARGETS, **options) as opt:
         for _ in range(12):
             opt.evaluate()
         found = opt.run_on_workers(lambda worker: min(worker.state["frames"]))
     assert rings and max(found) <= 60
-
-
-def test_frames_of_a_minibatch(rings: list[int]) -> None:
-    assert of_minibatch(1) <= 215
-    assert of_minibatch(2) <= 190

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,45 +40,31 @@ def evaluate_twice(verbose: int) -> None:
     report.close()
 
 
-@pytest.mark.parametrize("verbose", [0, 1])
-def test_below_two_nothing_is_logged(verbose: int, caplog: pytest.LogCaptureFixture) -> None:
+EVALUATION = "evaluation {}, batch 1: loss 0.333333333, 12.300 ms"
+SHARES = ["  worker 0: 100 samples, 250.000 ms", "  worker 2: 50 samples, 500.000 ms"]
+RECORDS = {
+    0: [],
+    1: [],
+    2: [EVALUATION.format(1), EVALUATION.format(2), "calibrated: fast"],
+    3: [EVALUATION.format(1), *SHARES, EVALUATION.format(2), *SHARES, "calibrated: fast"],
+}
+
+
+@pytest.mark.parametrize("verbose", RECORDS)
+def test_evaluations_are_a_bar_at_one_and_records_above_with_the_shares_of_workers_at_three(
+    verbose: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.DEBUG)
     evaluate_twice(verbose)
-    assert caplog.records == []
-
-
-def test_at_zero_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate_twice(0)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_at_one_a_bar_on_stderr_counts_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate_twice(1)
+    assert [record.message for record in caplog.records] == RECORDS[verbose]
+    assert {(record.name, record.levelname) for record in caplog.records} <= {("batchopt", "INFO")}
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "batchopt: 2 evaluations" in shown.err
-    assert "batch 1, loss 0.333333" in shown.err
-    assert shown.err.endswith("\n")
-
-
-def test_at_two_each_evaluation_is_a_record_with_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    evaluate_twice(2)
-    assert [record.message for record in caplog.records] == [
-        "evaluation 1, batch 1: loss 0.333333333, 12.300 ms",
-        "evaluation 2, batch 1: loss 0.333333333, 12.300 ms",
-        "calibrated: fast",
-    ]
-    assert {(record.name, record.levelname) for record in caplog.records} == {("batchopt", "INFO")}
-
-
-def test_at_three_each_worker_has_a_record_of_its_share(caplog: pytest.LogCaptureFixture) -> None:
-    evaluate_twice(3)
-    assert [record.message for record in caplog.records[:3]] == [
-        "evaluation 1, batch 1: loss 0.333333333, 12.300 ms",
-        "  worker 0: 100 samples, 250.000 ms",
-        "  worker 2: 50 samples, 500.000 ms",
-    ]
-    assert len(caplog.records) == 7
+    assert shown.out == "" and logger.handlers == []
+    if verbose == 1:
+        assert "batchopt: 2 evaluations" in shown.err and "batch 1, loss 0.333333" in shown.err
+        assert shown.err.endswith("\n")
+    else:
+        assert shown.err == ""
 
 
 @pytest.mark.parametrize("verbose", [2, 3])
@@ -90,39 +77,16 @@ def test_without_logging_set_up_records_go_to_stderr_once(verbose: int, capsys: 
     assert shown.err.splitlines().count("batchopt: evaluation 1, batch 1: loss 0.333333333, 12.300 ms") == 1
 
 
-def test_with_logging_set_up_no_handler_is_added(caplog: pytest.LogCaptureFixture) -> None:
-    Reporter(3)
-    assert logger.handlers == []
-
-
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
-def test_the_cut_matters_to_batch_norm_in_training_mode(kind: type[nn.Module]) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(4)))
+def test_the_cut_matters_to_batch_norm_in_training_mode_and_that_is_said_once_there_is_a_cut(kind: Any) -> None:
+    report, module = Reporter(0), nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(4)), kind(4))
+    assert not report.cut_matters(module, 1)
     with pytest.warns(UserWarning) as caught:
-        assert Reporter(0).cut_matters(module, 2)
+        assert [report.cut_matters(module, chunks) for chunks in (2, 3)] == [True, True]
     (warning,) = caught
     assert str(warning.message).startswith(f"'1.0' ({kind.__name__}) is in training mode")
-
-
-def test_that_the_cut_matters_is_warned_of_once() -> None:
-    report, module = Reporter(0), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    with pytest.warns(UserWarning) as caught:
-        found = [report.cut_matters(module, chunks) for chunks in (2, 3)]
-    assert found == [True, True]
-    assert len(caught) == 1
-
-
-def test_that_the_cut_matters_is_warned_of_only_once_there_is_a_cut() -> None:
-    report, module = Reporter(0), nn.BatchNorm1d(4)
-    assert not report.cut_matters(module, 1)
-    with pytest.warns(UserWarning):
-        assert report.cut_matters(module, 2)
-
-
-def test_the_cut_matters_to_batch_norm_without_running_statistics_in_any_mode() -> None:
-    module = nn.BatchNorm1d(4, track_running_stats=False).eval()
-    with pytest.warns(UserWarning):
-        assert Reporter(0).cut_matters(module, 2)
+    with pytest.warns(UserWarning):  # without running statistics in any mode
+        assert Reporter(0).cut_matters(kind(4, track_running_stats=False).eval(), 2)
 
 
 UNCUT: dict[str, nn.Module] = {

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import huggingface_hub
@@ -44,6 +45,11 @@ class Hub(Net, huggingface_hub.PyTorchModelHubMixin):
     """The same, with what the hub adds."""
 
 
+WRITERS: dict[str, Callable[[Any, Path], object]] = {
+    "safetensors": lambda module, folder: safetensors.torch.save_model(module, str(folder / "model.safetensors")),
+    "accelerate": lambda module, folder: accelerate.Accelerator(cpu=True).save_model(module, str(folder)),
+    "the hub": lambda module, folder: module.save_pretrained(folder),
+}
 X = torch.linspace(-1, 1, 24).view(8, 3)
 Y = torch.linspace(0, 1, 4000).view(8, 500)
 
@@ -78,38 +84,22 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-cases = [pytest.mark.parametrize("workers", [1, 2]), pytest.mark.parametrize("closed", [False, True])]
-
-
 def each_case(test: Callable[..., None]) -> Callable[..., None]:
-    for case in cases:
-        test = case(test)
-    return test
+    return pytest.mark.parametrize("workers", [1, 2])(pytest.mark.parametrize("closed", [False, True])(test))
 
 
 @each_case
-def test_safetensors_writes_every_tensor(workers: int, closed: bool, tmp_path: Path) -> None:
-    with trained(workers, closed) as module:
-        safetensors.torch.save_model(module, str(tmp_path / "model"))
-        assert_equal(safetensors.torch.load_file(tmp_path / "model"), module.state_dict())
-        again = Net()
-        safetensors.torch.load_model(again, tmp_path / "model")
-        assert_equal(again.state_dict(), module.state_dict())
-
-
-@each_case
-def test_accelerate_writes_every_tensor(workers: int, closed: bool, tmp_path: Path) -> None:
-    with trained(workers, closed) as module:
-        accelerate.Accelerator(cpu=True).save_model(module, str(tmp_path))
-        assert_equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), module.state_dict())
-
-
-@each_case
-def test_the_hub_writes_every_tensor(workers: int, closed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_tensor_is_written(workers: int, closed: bool, writer: str, tmp_path: Path) -> None:
     with trained(workers, closed, Hub()) as module:
-        assert isinstance(module, Hub)
-        module.save_pretrained(tmp_path)
-        assert_equal(Hub.from_pretrained(tmp_path).state_dict(), module.state_dict())
+        WRITERS[writer](module, tmp_path)
+        if writer == "the hub":
+            assert_equal(Hub.from_pretrained(tmp_path).state_dict(), module.state_dict())
+            return
+        assert_equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), module.state_dict())
+        again = Net()
+        safetensors.torch.load_model(again, tmp_path / "model.safetensors")
+        assert_equal(again.state_dict(), module.state_dict())
 
 
 @pytest.mark.sampled

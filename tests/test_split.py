@@ -91,6 +91,9 @@ def test_a_stopped_worker_gets_nothing_while_another_runs(n: int, speeds: list[f
         (7, [1e308, 1e308, 1e308], [3, 2, 2]),
         (7, [1e308, 1e-308], [7, 0]),
         (9, [1, 2], [3, 6]),
+        (10, [1.0] * 8, [2, 2, 1, 1, 1, 1, 1, 1]),
+        (9, [1.0] * 4, [3, 2, 2, 2]),
+        (4, [1.0, 1.0, 1.0, 0.1], [2, 1, 1, 0]),
     ],
 )
 def test_known_splits(n: int, speeds: list[float], shares: list[int]) -> None:

@@ -8,9 +8,10 @@ import resource
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchoptError, BatchOptimizer, Worker, WorkerError
+from batchopt import BatchOptimizer, Worker, WorkerError
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt_workers.process import loop
+from batchopt_workers.tasks.forms import Form, rows_form
+from tests.building import loaded
 from tests.workloads import Mlp, once
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
@@ -32,8 +36,7 @@ EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 def make(parallelize: int, **options: Any) -> BatchOptimizer:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"optimizer": None, "parallelize": parallelize, "chunk_size": 5, **options}
-    return BatchOptimizer(Mlp().double(), nn.MSELoss(), **settings)
+    return loaded(Mlp().double(), nn.MSELoss(), X, Y, **{"parallelize": parallelize, "chunk_size": 5, **options})
 
 
 def outputs(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -48,20 +51,6 @@ def gram(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torc
 def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Rows that are too many to be copied."""
     return inputs.repeat(1, 1000)
-
-
-@EACH
-def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
-    def negated(module: nn.Module, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
-        array = inputs.numpy()
-        array *= -1.0
-        return inputs.clone()
-
-    with make(parallelize, backend="process") as opt:
-        for value in (1.0, 7.0, 3.0):
-            given = torch.full_like(X, value)
-            assert torch.equal(opt.collect(negated, given, Y), torch.full_like(X, -value))
-            assert torch.equal(given, torch.full_like(X, value))
 
 
 # ---- what comes in between
@@ -89,7 +78,6 @@ def test_an_interrupt_leaves_the_step_as_it_was(
         return result
 
     with make(parallelize) as opt:
-        opt.load(X, Y)
         loss, expected = opt.evaluate(), TASKS[what](opt, lambda result: result)
         counters = opt.eval_counter, opt.batch_counter
         with pytest.raises(KeyboardInterrupt):
@@ -100,29 +88,6 @@ def test_an_interrupt_leaves_the_step_as_it_was(
         assert [worker.restarts for worker in opt.workers] == [0] * parallelize
 
 
-def test_close_in_a_signal_handler_ends_the_call() -> None:
-    parent = os.getpid()
-
-    def signals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if torch.equal(inputs[0], X[0]):
-            os.kill(parent, signal.SIGUSR1)
-            time.sleep(0.5)
-        return inputs
-
-    opt = make(2)
-    everyone = [psutil.Process(worker.pid) for worker in opt.workers]
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: opt.close())
-    try:
-        with pytest.raises(BatchoptError, match="was closed"):
-            opt.collect(signals, X, Y)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    _, left = psutil.wait_procs(everyone, timeout=10)
-    assert not left
-    with pytest.raises(BatchoptError, match="was closed"):
-        opt.predict(X)
-
-
 @EACH
 def test_after_an_exception_in_one_chunk_another_task_is_its_own(parallelize: int) -> None:
     def raises(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -131,7 +96,6 @@ def test_after_an_exception_in_one_chunk_another_task_is_its_own(parallelize: in
         return inputs
 
     with make(parallelize) as opt:
-        opt.load(X, Y)
         loss = opt.evaluate()
         for _ in range(3):
             for task in (opt.collect, lambda function: opt.total(lambda m, i, t: function(m, i, t).sum(0))):
@@ -151,7 +115,6 @@ def test_a_hang_is_ended_after_timeout(nobody_late: None, tmp_path: Path) -> Non
         return inputs
 
     with make(2, timeout=0.5) as opt:
-        opt.load(X, Y)
         loss = opt.evaluate()
         assert torch.equal(opt.collect(hangs), X)
         assert sum(worker.restarts for worker in opt.workers) == 1
@@ -233,7 +196,6 @@ def test_results_of_many_batches_take_no_descriptors() -> None:
 
 def test_limits_of_workers_are_named_and_survived() -> None:
     with make(2) as opt:
-        opt.load(X, Y)
         opt.run_on_workers(limit, resource.RLIMIT_FSIZE, 2**17)
         with pytest.raises(WorkerError, match="ulimit -f"):
             opt.collect(wide)
@@ -250,7 +212,6 @@ def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch
         return [bytes(3000) for _ in inputs]
 
     with make(2) as opt:
-        opt.load(X, Y)
         opt.run_on_workers(shrink)
         with pytest.raises(WorkerError, match=r"a result of .* pickled, and .* are the most: return less at a time"):
             opt.collect(objects)
@@ -260,10 +221,8 @@ def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch
 @EACH
 def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) -> None:
     with make(parallelize) as opt:
-        opt.load(X, Y)
         expected = opt.evaluate(), opt.predict(X), opt.collect(outputs), opt.total(gram)
         with make(parallelize) as fresh:
-            fresh.load(X, Y)
             for _ in range(2):
                 with torch.inference_mode():
                     inside = fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
@@ -280,11 +239,8 @@ def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) 
 
 def held(pids: list[int]) -> list[tuple[int, int]]:
     """Descriptors of each process, and mappings of memory without a name."""
-    found = []
-    for pid in pids:
-        with open(f"/proc/{pid}/maps") as maps:
-            found.append((len(os.listdir(f"/proc/{pid}/fd")), sum("memfd" in line for line in maps)))
-    return found
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    return [(len(os.listdir(f"/proc/{pid}/fd")), text.count("memfd")) for pid, text in zip(pids, maps, strict=True)]
 
 
 @pytest.mark.nightly
@@ -330,7 +286,6 @@ def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
 @EACH
 def test_results_die_with_their_last_reference(parallelize: int) -> None:
     with make(parallelize) as opt:
-        opt.load(X, Y)
         opt.evaluate()
         gc.collect()
         gc.disable()
@@ -368,7 +323,6 @@ def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None
         return torch.ones(3000, 2000, dtype=torch.float64)
 
     with make(2) as opt:
-        opt.load(X, Y)
         small = opt.total(gram)
         before = shared_bytes()
         for _ in range(2):
@@ -382,7 +336,6 @@ def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None
 
 def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
     with make(2) as opt:
-        opt.load(X, Y)
         opt.evaluate()
         opt.total(gram)
         before = opt.run_on_workers(lambda worker: shared_bytes())
@@ -398,8 +351,7 @@ def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
 
 def test_a_call_is_four_messages_to_a_worker() -> None:
     """The function with its file, the cut, the order, and that it is over."""
-    with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(torch.ones(8, 3), torch.ones(8, 2))
+    with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
         opt.predict()
         opt.run_on_workers(lambda worker: None)  # which has answered all
         backend = opt._function.workers.backend
@@ -417,8 +369,121 @@ def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
         kept: torch.Tensor = vars(nn.functional).setdefault("_kept_by_the_test", own)
         return kept.expand(len(inputs), -1).clone()
 
-    with BatchOptimizer(nn.Linear(3, 2), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(torch.ones(8, 3), torch.ones(8, 2))
+    with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
         for value in (1.0, 2.0, 3.0):
             found = opt.collect(partial(keep, own=torch.full((5,), value)))
             assert torch.equal(found, torch.ones(8, 5))
+
+
+# ---- on workers whose speeds differ
+
+
+MANY = torch.linspace(-2.0, 2.0, 60 * 6, dtype=torch.float64).reshape(60, 6).sin()
+
+
+def rows(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+    """Those of the samples."""
+    return inputs
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 9.0, 3.0), (0.001, 1.0, 0.001)])
+def test_results_come_in_the_order_of_samples_whatever_the_shares(speeds: tuple[float, ...]) -> None:
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=3, speeds=speeds) as opt:
+        assert torch.equal(opt.collect(rows, MANY), MANY)
+        assert torch.equal(torch.stack(opt.collect(lambda m, inputs, targets: [*inputs], MANY)), MANY)
+        torch.testing.assert_close(opt.total(lambda m, inputs, targets: inputs.sum(0), MANY), MANY.sum(0))
+
+
+def test_work_that_changes_hands_stays_in_order() -> None:
+    def late(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
+        time.sleep(0.05 if inputs[0, 0] < MANY[30, 0] else 0.001)
+        return inputs
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=2) as opt:
+        assert torch.equal(opt.collect(late, MANY), MANY)
+        with opt.timeline() as timeline:
+            assert torch.equal(opt.collect(late, MANY), MANY)
+        assert "collect" in str(timeline)
+        done = {
+            lane: sum(e.details["samples"] for e in timeline.events if e.lane == lane and e.name == "collect")
+            for lane in (0, 1)
+        }
+        assert sum(done.values()) >= len(MANY) and done[1] > done[0]
+
+
+def test_tasks_share_the_work_by_what_they_have_shown() -> None:
+    def counted(module: nn.Module, inputs: torch.Tensor, targets: None) -> list[int]:
+        time.sleep(len(inputs) * (0.01 if os.environ["RANK"] == "1" else 0.002))
+        return [len(inputs)] * len(inputs)
+
+    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        opt.run_on_workers(lambda worker: os.environ.update(RANK=str(worker.rank)))
+        first, *_, last = opt.collect(counted, MANY)
+        assert first == last == 30
+        first, *_, last = opt.collect(counted, MANY)
+        assert first + last == 60 and first > 1.5 * last
+
+
+# ---- the forms of all chunks have one reading, or the chunk that has another one is named
+
+
+def common(results: Sequence[tuple[Any, int]]) -> Form:
+    forms = {chunk: rows_form(result, samples)[0] for chunk, (result, samples) in enumerate(results)}
+    return common_form(forms, [0, *accumulate(samples for _, samples in results)])
+
+
+def columns(samples: int) -> list[torch.Tensor]:
+    return [torch.zeros(samples), torch.ones(samples)]
+
+
+def ragged(*lengths: int) -> list[torch.Tensor]:
+    return [torch.full((length,), float(length)) for length in lengths]
+
+
+def test_forms_come_in_the_order_of_chunks() -> None:
+    forms = [rows_form(torch.zeros(1, i), 1)[0] for i in range(4)]
+    answers = [
+        Answer(0, 2, 0.0, [], forms={3: forms[3], 1: forms[1]}),
+        Answer(1, 2, 0.0, [], forms={0: forms[0], 2: forms[2]}),
+    ]
+    assert list(forms_of(answers).items()) == list(enumerate(forms))
+
+
+def test_other_chunks_decide_how_a_list_is_read() -> None:
+    as_columns = common([(columns(2), 2), (columns(3), 3)])
+    assert as_columns.objects is None and len(as_columns.columns) == 2
+    for lengths in ((1, 2), (2, 3)):
+        as_objects = common([(ragged(2, 2), 2), (ragged(*lengths), 2)])
+        assert as_objects.objects is not None and [len(item) for item in as_objects.objects] == [2, 2, *lengths]
+
+
+def test_a_list_that_can_be_read_both_ways_in_all_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one tensor a sample, or one row a sample .*return a tuple"):
+        common([(columns(2), 2), (columns(2), 2)])
+    with pytest.raises(ValueError, match="one tensor a sample, or one row a sample"):
+        common([(columns(2), 2)])
+    assert len(common([(tuple(columns(2)), 2)]).columns) == 2
+
+
+def test_one_sample_alone_is_the_same_either_way() -> None:
+    assert len(common([([torch.zeros(1, 4)], 1)]).columns) == 1
+
+
+def test_objects_of_all_chunks_are_one_list() -> None:
+    assert common([([1, "a"], 2), ([None], 1), ([{}, []], 2)]).objects == [1, "a", None, {}, []]
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        (torch.zeros(2, 4), r"`result` \(4,\) torch.float32 for chunk 1 \(samples 3..4\), and `result` \(3,\)"),
+        (torch.zeros(2, 3).double(), r"torch.float64 for chunk 1 \(samples 3..4\), and `result` \(3,\) torch.float32"),
+        ((torch.zeros(2, 3),), r"`result\[0\]` .* for chunk 1"),
+        ([1, 2], "a list of objects for chunk 1"),
+    ],
+)
+def test_a_chunk_that_differs_is_named(other: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        common([(torch.zeros(3, 3), 3), (other, 2)])
+    with pytest.raises(ValueError, match="chunk"):
+        common([(other, 2), (torch.zeros(3, 3), 3)])

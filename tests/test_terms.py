@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, PoisonChunkError, Sample, Term, Worker, WorkerError
+from tests.building import loaded
+from tests.workloads import misfit, once, size
 
 WEIGHTS = {"pde": 1.5, "data": 10.0}
 POINTS, KNOWN = 23, 9
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -32,18 +36,6 @@ def residual(module: nn.Module, points: torch.Tensor, targets: None) -> torch.Te
     (first,) = torch.autograd.grad(u.sum(), points, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), points, create_graph=True)
     loss: torch.Tensor = (second + u).square().mean()
-    return loss
-
-
-def misfit(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean square of what differs."""
-    loss: torch.Tensor = (module(inputs) - targets).square().mean()
-    return loss
-
-
-def summed(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A sum."""
-    loss: torch.Tensor = (module(inputs) - targets).square().sum()
     return loss
 
 
@@ -88,51 +80,38 @@ def test_f_its_gradient_and_each_term_are_those_of_one_process(parallelize: int,
         assert opt.output == pytest.approx(expected[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_sums_lists_and_denominators(parallelize: int) -> None:
     module = network()
     lists = [torch.rand(n, 1, dtype=torch.float64) for n in (3, 1, 4, 2, 2)]
     counts = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
-
-    def cat(samples: list[torch.Tensor]) -> tuple[torch.Tensor, None]:
-        return torch.cat(samples), None
-
-    def energy(module: nn.Module, inputs: Any, targets: None) -> torch.Tensor:
-        loss: torch.Tensor = module(inputs[0]).square().sum()
-        return loss
 
     def masked(module: nn.Module, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = (module(inputs)[:, 0].square() * mask).sum() / mask.sum()
         return loss
 
     x, y = data()["data"]
+    terms = {
+        "sum": Term(lambda module, x, y: (module(x) - y).square().sum(), 0.5, "sum"),
+        "list": Term(
+            lambda module, inputs, _: module(inputs[0]).square().sum(),
+            reduction="sum",
+            collate_fn=lambda samples: (torch.cat(samples), None),
+        ),
+        "alone": Term(lambda module, x, _: module(x).square().sum(), 2.0),
+        "masked": Term(masked, 3.0, denominators=lambda inputs, mask: mask),
+    }
     batch = {"sum": (x, y), "list": lists, "alone": lists, "masked": (x[:4], counts)}
-    with BatchOptimizer(
-        module,
-        terms={
-            "sum": Term(summed, 0.5, "sum"),
-            "list": Term(energy, reduction="sum", collate_fn=cat),
-            "alone": Term(lambda module, x, _: module(x).square().sum(), 2.0),
-            "masked": Term(masked, 3.0, denominators=lambda inputs, mask: mask),
-        },
-        optimizer=None,
-        parallelize=parallelize,
-        chunk_size=3,
-    ) as opt:
-        opt.load(batch)
-        f = opt.evaluate().item()
-        each = {
-            "sum": summed(module, x, y),
-            "list": module(torch.cat(lists)).square().sum(),
-            "alone": torch.stack([module(one).square().sum() for one in lists]).mean(),
-            "masked": masked(module, x[:4], counts),
-        }
-        assert opt.losses == pytest.approx({name: loss.item() for name, loss in each.items()}, rel=1e-12)
-        whole = 0.5 * each["sum"] + each["list"] + 2 * each["alone"] + 3 * each["masked"]
-        assert f == pytest.approx(whole.item(), rel=1e-12)
-        gradients = torch.autograd.grad(whole, list(module.parameters()))
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        torch.testing.assert_close(opt.grad_parameters, flat, rtol=1e-12, atol=1e-13)
+    each = {
+        "sum": (module(x) - y).square().sum(),
+        "list": module(torch.cat(lists)).square().sum(),
+        "alone": torch.stack([module(one).square().sum() for one in lists]).mean(),
+        "masked": masked(module, x[:4], counts),
+    }
+    whole = 0.5 * each["sum"] + each["list"] + 2 * each["alone"] + 3 * each["masked"]
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(whole, list(module.parameters()))])
+    with loaded(module, None, batch, terms=terms, parallelize=parallelize, chunk_size=3) as opt:
+        agrees(opt, whole.item(), gradient, {name: loss.item() for name, loss in each.items()})
 
 
 class Scaled(nn.Module):
@@ -153,50 +132,41 @@ def test_terms_on_another_device(chunk_size: int | None) -> None:
     module, (x, y) = network(), data()["data"]
     scaled = {"a": Term(Scaled()), "b": Term(misfit, 0.5)}
     whole = Scaled()(module, x, y) + 0.5 * misfit(module, -2 * x, y)
-    with BatchOptimizer(
-        module, terms=scaled, optimizer=None, devices=["cpu:0", "cpu:0"], speeds=[1, 0], chunk_size=chunk_size
-    ) as opt:
-        opt.load({"a": (x, y), "b": (-2 * x, y)})
+    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:0"], "speeds": [1, 0], "chunk_size": chunk_size}
+    with loaded(module, None, {"a": (x, y), "b": (-2 * x, y)}, terms=scaled, **options) as opt:
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
 def test_one_term_of_weight_1_has_the_bits_of_a_loss_fn() -> None:
-    found = []
-    for how in ({"loss_fn": misfit}, {"terms": {"data": Term(misfit)}}):
-        x, y = data(torch.float32)["data"]
+    found = set()
+    x, y = data(torch.float32)["data"]
+    for how, batch in (({"loss_fn": misfit}, (x, y)), ({"terms": {"data": Term(misfit)}}, ({"data": (x, y)},))):
         with BatchOptimizer(network(torch.float32), parallelize=2, chunk_size=2, **how) as opt:
-            opt.step({"data": (x, y)} if "terms" in how else x, None if "terms" in how else y)
-            found.append(opt.fingerprint())
-    assert found[0] == found[1]
+            opt.step(*batch)
+            found.add(opt.fingerprint())
+    assert len(found) == 1
 
 
 def stepped(parallelize: int, **options: Any) -> str:
     """The fingerprint after two steps of L-BFGS, between which weights change."""
-    with BatchOptimizer(
-        network(torch.float32), terms=terms(), parallelize=parallelize, **{"chunk_size": 3, **options}
-    ) as opt:
+    options = {"chunk_size": 3, "parallelize": parallelize, **options}
+    with BatchOptimizer(network(torch.float32), terms=terms(), **options) as opt:
         opt.step(data(torch.float32))
         opt.weights = {"data": 2.0, "pde": opt.losses["data"] / opt.losses["pde"]}
         opt.step(data(torch.float32))
         return opt.fingerprint()
 
 
-@pytest.mark.slow
-def test_any_number_of_workers_gives_the_same_bits() -> None:
-    assert stepped(1) == stepped(2) == stepped(3)
-
-
-def test_a_worker_that_is_killed_changes_no_bits(tmp_path: Path) -> None:
-    flag = str(tmp_path / "killed")
+def test_neither_the_number_of_workers_nor_one_that_is_killed_changes_a_bit(tmp_path: Path) -> None:
+    flag = tmp_path / "killed"
 
     def die_once(worker: Worker, sample: Sample) -> None:
-        if sample.term == "data" and worker.rank == 1 and not os.path.exists(flag):
-            with open(flag, "w"):
-                os.kill(os.getpid(), signal.SIGKILL)
+        if sample.term == "data" and worker.rank == 1 and once(flag):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    assert stepped(2, prehook=die_once) == stepped(1)
-    assert os.path.exists(flag)
+    assert stepped(2, prehook=die_once) == stepped(1) == stepped(3)
+    assert flag.exists()
 
 
 def test_a_new_worker_knows_the_weights(tmp_path: Path) -> None:
@@ -219,7 +189,7 @@ def test_a_new_worker_knows_the_weights(tmp_path: Path) -> None:
         assert not os.path.exists(flag) and opt.workers[1].restarts == 1
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_new_weights_count_from_the_next_batch_on(parallelize: int) -> None:
     module = network()
     old, new = plain(module), plain(module, {"pde": 0.0, "data": 0.5})
@@ -233,26 +203,19 @@ def test_new_weights_count_from_the_next_batch_on(parallelize: int) -> None:
 
 
 def test_a_term_of_weight_0_is_evaluated_and_adds_nothing() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = network(), nn.Linear(1, 1).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.one(x)
-            return y
-
-    module = Two()
-    only = {"a": Term(misfit), "b": Term(lambda _, x, __: module.other(x).square().mean(), 0.0)}
+    module = nn.ModuleDict({"one": network(), "other": nn.Linear(1, 1).double()})
     x, y = data()["data"]
-    with BatchOptimizer(module, terms=only, optimizer=None) as opt:
-        opt.load({"a": (x, y), "b": x})
+    terms = {
+        "a": Term(lambda m, x, y: misfit(m["one"], x, y)),  # type: ignore[index]
+        "b": Term(lambda m, x, _: size(m["other"], x), 0.0),  # type: ignore[index]
+    }
+    with loaded(module, None, {"a": (x, y), "b": x}, terms=terms) as opt:
         assert opt.evaluate().item() == opt.losses["a"]
-        assert opt.losses["b"] == pytest.approx(module.other(x).square().mean().item())
-    assert module.other.weight.grad is None
+        assert opt.losses["b"] == pytest.approx(size(module["other"], x).item())
+    assert module["other"].weight.grad is None
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_hooks_see_the_term_and_the_positions_within_it(parallelize: int) -> None:
     def note(worker: Worker, sample: Sample) -> Any:
         return sample.term, sample.indices, sample.options, sample.loss
@@ -274,53 +237,32 @@ def test_hooks_see_the_term_and_the_positions_within_it(parallelize: int) -> Non
     assert found[2][3] == pytest.approx(losses["data"], rel=1e-12)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_an_error_in_a_collate_after_another_term_names_its_own(parallelize: int) -> None:
-    def broken(samples: list[Any]) -> Any:
+def broken(*given: Any) -> Any:
+    """A loss function, or one that collates."""
+    if len(given) == 1 or (given[1] == 0).any():
         raise ArithmeticError("no")
+    return misfit(*given)
 
-    batch = data()
-    both = {"pde": Term(residual), "bc": Term(misfit, collate_fn=broken)}
-    with BatchOptimizer(network(), terms=both, optimizer=None, parallelize=parallelize, chunk_size=30) as opt:
+
+@EACH
+def test_an_error_in_a_term_names_it_and_its_samples(parallelize: int) -> None:
+    both = {"pde": Term(residual), "bc": Term(broken)}
+    batch, options = data(), {"chunk_size": 5, "parallelize": parallelize, "speeds": [1] * parallelize}
+    with loaded(network(), None, {"pde": batch["pde"], "bc": batch["data"]}, terms=both, **options) as opt:
+        with pytest.raises(
+            WorkerError, match=r"ArithmeticError in worker \d, samples 2\.\.6 of term 'bc': no"
+        ) as caught:
+            opt.evaluate()
+        assert caught.value.terms == {"bc": range(2, 7)} and caught.value.samples == range(25, 30)
+    both["bc"] = Term(misfit, collate_fn=broken)
+    options["chunk_size"] = 30
+    with BatchOptimizer(network(), terms=both, optimizer=None, **options) as opt:
         with pytest.raises(WorkerError, match=r"samples 0\.\.6 of term 'bc': no"):
             opt.load({"pde": batch["pde"], "bc": ([*batch["data"][0]], [*batch["data"][1]])})
             opt.evaluate()
 
 
-def test_without_terms_hooks_see_none() -> None:
-    x, y = data()["data"]
-    with BatchOptimizer(network(), loss_fn=misfit, optimizer=None, posthook=lambda worker, sample: sample.term) as opt:
-        opt.load(x, y)
-        opt.evaluate()
-        assert opt.hook_results == [None] and opt.losses == {} and opt.weights == {}
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_an_error_in_a_term_names_it_and_its_samples(parallelize: int) -> None:
-    def broken(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if (inputs == 0).any():
-            raise ArithmeticError("no")
-        return misfit(module, inputs, targets)
-
-    with BatchOptimizer(
-        network(),
-        terms={"pde": Term(residual), "bc": Term(broken)},
-        optimizer=None,
-        parallelize=parallelize,
-        chunk_size=5,
-        speeds=None if parallelize == 1 else [1, 1],
-    ) as opt:
-        batch = data()
-        opt.load({"pde": batch["pde"], "bc": batch["data"]})
-        with pytest.raises(
-            WorkerError, match=r"ArithmeticError in worker \d, samples 2\.\.6 of term 'bc': no"
-        ) as caught:
-            opt.evaluate()
-        assert caught.value.terms == {"bc": range(2, 7)}
-        assert caught.value.samples == range(25, 30)
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 @pytest.mark.parametrize("weight", [10.0, 0.0])
 def test_a_number_that_is_not_finite_is_found_in_its_term(parallelize: int, weight: float) -> None:
     batch = data()
@@ -333,23 +275,20 @@ def test_a_number_that_is_not_finite_is_found_in_its_term(parallelize: int, weig
         assert caught.value.terms == {"data": range(4, 5)}
         assert opt.losses == {}
         opt.step(data())
-        assert opt.losses.keys() == {"pde", "data"}
+        before = opt.losses
+        assert before.keys() == {"pde", "data"}
+        with pytest.raises(NonFiniteError, match="of term 'data'"):
+            opt.step(batch)
+        assert opt.losses == before
 
 
-def test_an_infinite_loss_is_returned_where_that_is_wanted() -> None:
-    with BatchOptimizer(network(), terms=terms(data=1e308), optimizer=None, on_nonfinite="return") as opt:
-        batch = data()
-        opt.load({**batch, "data": (batch["data"][0], batch["data"][1] * 1e3)})
+def test_an_infinite_sum_is_returned_where_that_is_wanted_and_is_no_number_for_the_optimizer() -> None:
+    batch = data()
+    batch["data"] = (batch["data"][0], batch["data"][1] * 1e3)
+    with loaded(network(), None, batch, terms=terms(data=1e308), on_nonfinite="return") as opt:
         assert opt.evaluate().item() == math.inf
         assert math.isfinite(opt.losses["data"])
-
-
-def test_a_sum_of_terms_that_overflows_is_no_number_for_the_optimizer() -> None:
-    def high(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-        loss: torch.Tensor = module(inputs).sum() * 0 + 1e10
-        return loss
-
-    with BatchOptimizer(network(), terms={"high": Term(high, 1e300)}) as opt:
+    with BatchOptimizer(network(), terms={"high": Term(lambda m, x, _: m(x).sum() * 0 + 1e10, 1e300)}) as opt:
         with pytest.raises(NonFiniteError, match="or the sum overflows"):
             opt.step({"high": X})
 
@@ -367,7 +306,7 @@ def test_a_chunk_that_ends_three_workers_is_named_by_its_terms() -> None:
             opt.evaluate()
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_steps_read_ahead_and_weights_count_from_the_next_step_on(parallelize: int) -> None:
     batch = data()
     loaded = {"pde": [batch["pde"]], "data": list(batch["data"])}  # as a DataLoader's default_collate makes it
@@ -381,7 +320,7 @@ def test_steps_read_ahead_and_weights_count_from_the_next_step_on(parallelize: i
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
+@EACH
 def test_the_doctor_examines_terms(parallelize: int) -> None:
     with BatchOptimizer(network(), terms=terms(), parallelize=parallelize) as opt:
         opt.weights = {"pde": 3.0, "data": 0.5}
@@ -413,16 +352,6 @@ def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
         assert opt.weights == {"else": 1.0} and opt.batch_counter == 0
 
 
-def test_a_step_that_fails_leaves_the_losses_as_they_were() -> None:
-    with BatchOptimizer(network(), terms=terms(), optimizer="sgd") as opt:
-        opt.step(data())
-        before, batch = opt.losses, data()
-        batch["pde"][3] = math.inf
-        with pytest.raises(NonFiniteError, match="of term 'pde'"):
-            opt.step(batch)
-        assert opt.losses == before
-
-
 @pytest.mark.parametrize(
     "make, error, message",
     [
@@ -450,19 +379,12 @@ def test_what_are_no_terms_is_said_before_anything_starts(
         BatchOptimizer(network(), terms=make(), parallelize=2)
 
 
-@pytest.mark.parametrize(
-    "argument, value",
-    [
-        ("criterion", nn.MSELoss()),
-        ("loss_fn", misfit),
-        ("reduction", "mean"),
-        ("denominators", lambda inputs, targets: targets),
-        ("collate_fn", torch.stack),
-    ],
-)
-def test_terms_exclude_what_each_has_itself(argument: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"`terms` and `{argument}` are both given: each Term has its own"):
-        BatchOptimizer(network(), terms=terms(), **{argument: value})
+def test_terms_exclude_what_each_has_itself() -> None:
+    given: dict[str, Any] = {"criterion": nn.MSELoss(), "loss_fn": misfit, "reduction": "mean"}
+    given |= {"denominators": lambda inputs, targets: targets, "collate_fn": torch.stack}
+    for argument, value in given.items():
+        with pytest.raises(ValueError, match=f"`terms` and `{argument}` are both given: each Term has its own"):
+            BatchOptimizer(network(), terms=terms(), **{argument: value})
 
 
 X = torch.ones(3, 1, dtype=torch.float64)
@@ -510,15 +432,16 @@ def test_weights_are_checked_and_stay_as_they_were(weights: Any, error: type[Exc
             opt.weights["pde"] = 3.0  # type: ignore[index]
 
 
-def test_without_terms_there_are_no_weights() -> None:
-    with BatchOptimizer(network(), loss_fn=misfit, optimizer=None) as opt:
+def test_without_terms_there_are_none() -> None:
+    x, y = data()["data"]
+    with loaded(network(), None, x, y, loss_fn=misfit, posthook=lambda worker, sample: sample.term) as opt:
+        opt.evaluate()
+        assert opt.hook_results == [None] and opt.losses == {} and opt.weights == {}
         with pytest.raises(ValueError, match="this BatchOptimizer has none"):
             opt.weights = {"data": 1.0}
 
 
 def test_what_cannot_be_sent_is_named() -> None:
-    import threading
-
     lock = threading.Lock()
     batch = data()
     with BatchOptimizer(network(), terms=terms(), optimizer=None, parallelize=2) as opt:

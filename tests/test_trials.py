@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,16 +16,16 @@ from torch import nn
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
 from batchopt._function.observer import BLOCK, Evaluated, Trials, checksum
-from tests.workloads import Mlp, mlp
+from tests.building import handling
+from tests.workloads import Mlp, misfit, mlp, size
 
 
 def valley(scale: float) -> nn.Module:
     """Where line searches try points that are much worse than those they end at."""
     torch.manual_seed(0)
     module = Mlp().double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(scale)
+    for parameter in module.parameters():
+        parameter.data.mul_(scale)
     return module
 
 
@@ -78,18 +77,6 @@ def test_what_the_last_trial_had_is_not_said() -> None:
                 differ += opt.step(case.inputs, case.targets) != last[-1]
                 assert opt.output in last, name
     assert differ > 3
-
-
-def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A term."""
-    loss: torch.Tensor = (module(x) - y).square().mean()
-    return loss
-
-
-def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
-    """Another term."""
-    loss: torch.Tensor = module(x).square().mean()
-    return loss
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
@@ -219,30 +206,24 @@ def test_a_signal_handler_cannot_save_in_the_middle_of_a_step(parallelize: int, 
     case = mlp()
     caught: list[BatchoptError] = []
 
-    def handler(number: int, frame: FrameType | None) -> None:
+    def handler() -> None:
         try:
             opt.save(tmp_path / "state")
         except BatchoptError as error:
             caught.append(error)
 
-    def signalling(params: Any) -> torch.optim.Optimizer:
-        class Signals(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                loss = closure()
-                os.kill(os.getpid(), signal.SIGUSR1)
-                return loss
-
-        return Signals(params, lr=0.1)
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with BatchOptimizer(valley(1.0), case.criterion, optimizer=signalling, parallelize=parallelize) as opt:
-            opt.step(case.inputs, case.targets)
-            assert len(caught) == 1 and "a step" in str(caught[0])
+    class Signals(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert len(caught) == 1 and (tmp_path / "state").exists()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+            return loss
+
+    opt = BatchOptimizer(valley(1.0), case.criterion, optimizer=Signals, parallelize=parallelize)
+    with opt, handling(handler):
+        opt.step(case.inputs, case.targets)
+        assert len(caught) == 1 and "a step" in str(caught[0])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(caught) == 1 and (tmp_path / "state").exists()
 
 
 def test_between_the_steps_of_a_loop_and_after_a_step_that_failed_it_can_be_saved(tmp_path: Any) -> None:

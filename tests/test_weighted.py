@@ -14,6 +14,8 @@ from torch import nn
 
 from batchopt import BatchOptimizer, LevenbergMarquardt, NonFiniteError, Term, Weighted
 from batchopt_workers.map.squares import LOSSES, ROBUST, MeanSquare
+from tests.building import loaded
+from tests.workloads import difference
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 ROBUST_LOSSES = pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "linear"])
@@ -28,11 +30,6 @@ W[3:9] = 0.0
 def network(outputs: int = 2) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
-
-
-def residual(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = module(inputs) - targets
-    return found
 
 
 def close(found: tuple[float, torch.Tensor], loss: torch.Tensor, module: nn.Module) -> None:
@@ -111,8 +108,7 @@ CASES: dict[str, tuple[Any, torch.Tensor, int, Callable[[torch.Tensor, torch.Ten
 def test_criteria(parallelize: int, chunk_size: int | None, case: str) -> None:
     criterion, targets, outputs, loss = CASES[case]
     module = network(outputs)
-    with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
-        opt.load(Weighted(X, W), targets)
+    with loaded(module, criterion, Weighted(X, W), targets, parallelize=parallelize, chunk_size=chunk_size) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()
         reference = network(outputs)
         close(found, loss(reference(X), targets), reference)
@@ -131,8 +127,9 @@ def test_forms_of_batches(parallelize: int, form: str) -> None:
     inputs: Any = {"list": [*X], "dataset": Items(), "array": X.numpy()}[form]
     targets: Any = {"list": [*Y], "dataset": None, "array": Y.numpy()}[form]
     module, reference = network(), network()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=9) as opt:
-        opt.load(Weighted(inputs, W.tolist()), targets)
+    with loaded(
+        module, nn.MSELoss(), Weighted(inputs, W.tolist()), targets, parallelize=parallelize, chunk_size=9
+    ) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()
     close(found, mean(F.mse_loss)(reference(X), Y), reference)
 
@@ -140,7 +137,7 @@ def test_forms_of_batches(parallelize: int, form: str) -> None:
 @EACH
 def test_terms_steps_and_another_weight(parallelize: int) -> None:
     module, reference = network(), network()
-    terms = {"one": Term(residual=residual), "two": Term(residual=residual, weight=0.5, reduction="sum")}
+    terms = {"one": Term(residual=difference), "two": Term(residual=difference, weight=0.5, reduction="sum")}
     with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=parallelize) as opt:
         opt.step({"one": (Weighted(X, W), Y), "two": (X[:5], Y[:5])})
         found = opt.output, opt.grad_parameters.clone()
@@ -161,8 +158,7 @@ def test_bits_do_not_depend_on_the_number_of_workers() -> None:
 
 def test_products_and_input_gradients_have_the_weights() -> None:
     module = network()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=8) as opt:
-        opt.load(Weighted(X, W), Y)
+    with loaded(module, nn.MSELoss(), Weighted(X, W), Y, chunk_size=8) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
         product, slopes = opt.hvp(v), opt.input_gradients()
     reference, inputs = network(), X.clone().requires_grad_()
@@ -183,11 +179,12 @@ def test_products_and_input_gradients_have_the_weights() -> None:
         (torch.full((N,), math.nan), ValueError, "finite"),
         ("many", TypeError, "one a sample; got str"),
         (W.to(torch.complex128), TypeError, "complex"),
+        (None, TypeError, "twice"),
     ],
 )
 def test_weights_that_are_none(weights: Any, error: type[Exception], words: str) -> None:
     with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt, pytest.raises(error, match=words):
-        opt.load(Weighted(X, weights), Y)
+        opt.load(Weighted(Weighted(X, W), W) if weights is None else Weighted(X, weights), Y)
 
 
 @pytest.mark.parametrize(
@@ -199,15 +196,12 @@ def test_weights_that_are_none(weights: Any, error: type[Exception], words: str)
         {"terms": {"one": Term(lambda module, inputs, targets: module(inputs).mean())}},
     ],
 )
-def test_losses_of_unknown_samples_are_refused(options: dict[str, Any]) -> None:
+def test_losses_of_unknown_samples_and_functions_are_refused(options: dict[str, Any]) -> None:
     with BatchOptimizer(network(), optimizer=None, **options) as opt:
         batch = ({"one": (Weighted(X, W), Y)},) if "terms" in options else (Weighted(X, W), Y)
         with pytest.raises(ValueError, match="samples can have weights where their losses are known"):
             opt.load(*batch)
-
-
-def test_functions_of_the_user_are_not_weighed() -> None:
-    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt:
+    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt:  # functions of the user are not weighed
         with pytest.raises(ValueError, match="samples can have weights where"):
             opt.collect(lambda module, inputs, targets: inputs, Weighted(X, W))
 
@@ -222,19 +216,15 @@ def test_weights_of_any_size() -> None:
     assert found == pytest.approx([found[0]] * 3, rel=1e-6) and math.isfinite(found[0])
 
 
-def test_weights_are_given_once() -> None:
-    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt, pytest.raises(TypeError, match="twice"):
-        opt.load(Weighted(Weighted(X, W), W), Y)
-
-
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 @pytest.mark.parametrize("weights", [None, [1.0, 5.0, 0.5]])
 @pytest.mark.parametrize("loss", ["linear", "huber"])
 def test_samples_of_different_numbers_of_residuals(weights: list[float] | None, loss: str) -> None:
     inputs, targets = [X[:1], X[1:4], X[4:6]], [Y[:1], Y[1:4], Y[4:6]]
-    terms = {"one": Term(residual=residual, loss=loss, scale=0.3)}
-    with BatchOptimizer(network(), terms=terms, optimizer=None) as opt:
-        opt.load({"one": (inputs if weights is None else Weighted(inputs, weights), targets)})
+    terms = {"one": Term(residual=difference, loss=loss, scale=0.3)}
+    with loaded(
+        network(), None, {"one": (inputs if weights is None else Weighted(inputs, weights), targets)}, terms=terms
+    ) as opt:
         f, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
         squares, x = opt.objective().least_squares(), opt.objective().x0
         fun, jac = squares.fun(x), squares.jac(x)
@@ -265,9 +255,15 @@ def plain(loss: str, z: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("weights", [None, W])
 def test_f_gradient_and_normal_equations(parallelize: int, loss: str, weights: torch.Tensor | None) -> None:
     module, reference, scale = network(), network(), 0.4
-    terms = {"one": Term(residual=residual, loss=loss, scale=scale, weight=3.0)}
-    with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=parallelize, chunk_size=11) as opt:
-        opt.load({"one": (X if weights is None else Weighted(X, weights), Y)})
+    terms = {"one": Term(residual=difference, loss=loss, scale=scale, weight=3.0)}
+    with loaded(
+        module,
+        None,
+        {"one": (X if weights is None else Weighted(X, weights), Y)},
+        terms=terms,
+        parallelize=parallelize,
+        chunk_size=11,
+    ) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()
         normal = opt.normal()
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
@@ -338,7 +334,7 @@ def test_the_minimum_is_scipys(loss: str, weighted: bool) -> None:
     for parameter, value in zip(module.parameters(), start, strict=True):
         parameter.data.fill_(value)
     inputs, targets = torch.from_numpy(t), torch.from_numpy(y)
-    terms = {"data": Term(residual=residual, loss=loss, scale=scale)}
+    terms = {"data": Term(residual=difference, loss=loss, scale=scale)}
     with BatchOptimizer(module, terms=terms, optimizer="lm", parallelize=1) as opt:
         batch = {"data": (Weighted(inputs, weights) if weighted else inputs, targets)}
         opt.step(batch)
@@ -353,7 +349,7 @@ def test_the_minimum_is_scipys(loss: str, weighted: bool) -> None:
 @ROBUST_LOSSES
 def test_at_any_magnitude(loss: str) -> None:
     u = torch.tensor([0.0, 1e-9, 0.5, 3.0, 1e8, 1e150], dtype=torch.float64, requires_grad=True)
-    robust, squares = ROBUST[loss], MeanSquare(residual, loss=loss)
+    robust, squares = ROBUST[loss], MeanSquare(difference, loss=loss)
     value = robust.value(u)
     assert bool(value.isfinite().all()) and bool((value.diff() >= 0).all())
     (slope,) = torch.autograd.grad(value.sum(), u, create_graph=True)
@@ -369,7 +365,7 @@ def test_at_any_magnitude(loss: str) -> None:
 def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -> None:
     module = network()
     optimizer = LevenbergMarquardt(module.parameters(), max_iter=30, **options)
-    terms = {"data": Term(residual=residual, loss="cauchy", scale=0.5)}
+    terms = {"data": Term(residual=difference, loss="cauchy", scale=0.5)}
     with BatchOptimizer(module, terms=terms, optimizer=optimizer) as opt:
         opt.load({"data": (Weighted(X, W), Y)})
         before = opt.evaluate().item()
@@ -386,7 +382,7 @@ def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -
 )
 def test_robust_losses_that_are_none(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Term(residual=residual, **options)
+        Term(residual=difference, **options)
     with pytest.raises(ValueError, match="are those of its `residual`"):
         Term(lambda module, inputs, targets: module(inputs).mean(), loss="huber")
 
@@ -394,7 +390,8 @@ def test_robust_losses_that_are_none(options: dict[str, Any], words: str) -> Non
 def test_a_residual_that_is_not_finite_is_named() -> None:
     targets = Y.clone()
     targets[11] = math.inf
-    with BatchOptimizer(network(), terms={"one": Term(residual=residual, loss="cauchy")}, optimizer=None) as opt:
-        opt.load({"one": (Weighted(X, W), targets)})
+    with loaded(
+        network(), None, {"one": (Weighted(X, W), targets)}, terms={"one": Term(residual=difference, loss="cauchy")}
+    ) as opt:
         with pytest.raises(NonFiniteError, match="11"):
             opt.evaluate()

@@ -12,6 +12,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, WorkerError
 from batchopt_workers.map.buffers import LARGEST_STATISTIC
+from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -44,25 +45,15 @@ class Writing(nn.Module):
         return y
 
 
-def _replace_parameter(module: Any) -> None:
-    module.ema = nn.Parameter(module.ema + 1, requires_grad=False)
-
-
-def _replace_buffer(module: Any) -> None:
-    module.spectrum = module.spectrum + 1j
-
-
-def _in_place_of_a_view(module: Any) -> None:
-    module.wide[0] += 1
-
-
 STATE: dict[str, Callable[[Any], object]] = {
     "frozen parameter": lambda module: module.ema.add_(1),
     "frozen parameter, data": lambda module: module.ema.data.add_(1),
-    "frozen parameter, replaced": _replace_parameter,
+    "frozen parameter, replaced": lambda module: setattr(
+        module, "ema", nn.Parameter(module.ema + 1, requires_grad=False)
+    ),
     "complex buffer": lambda module: module.spectrum.add_(1j),
-    "complex buffer, replaced": _replace_buffer,
-    "expanded buffer": _in_place_of_a_view,
+    "complex buffer, replaced": lambda module: setattr(module, "spectrum", module.spectrum + 1j),
+    "expanded buffer": lambda module: module.wide[0].add_(1),
     "attribute": lambda module: module.table.add_(1),
 }
 DATA = torch.linspace(-1, 1, 24).view(8, 3), torch.linspace(0, 1, 8).view(8, 1)
@@ -103,8 +94,7 @@ def test_a_failed_step_puts_state_back(way: str, parallelize: int) -> None:
             return y
 
     module = Fails(STATE[way])
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(*DATA)
+    with loaded(module, nn.MSELoss(), *DATA, parallelize=parallelize) as opt:
         first = opt.evaluate().item()
         opt.load(*DATA)
         with pytest.raises(WorkerError, match="ArithmeticError"):
@@ -114,27 +104,33 @@ def test_a_failed_step_puts_state_back(way: str, parallelize: int) -> None:
         assert opt.evaluate().item() != first
 
 
+def nothing(module: Any) -> None:
+    """Written."""
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "too large": (
+        lambda module: module.large.add_(1),
+        ValueError,
+        "forward writes 'large', which has 1048577 elements",
+    ),
+    "made": (lambda module: setattr(module, "unset", torch.ones(1)), WorkerError, "the buffer 'unset' was None"),
+}
+
+
 @WORKERS
-def test_what_is_too_large_to_be_copied_is_refused_by_name_and_stays_as_it_was(parallelize: int) -> None:
-    module = Writing(lambda module: module.large.add_(1))
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_kept_apart_is_refused_by_name_and_stays_as_it_was(what: str, parallelize: int) -> None:
+    write, error, message = REFUSED[what]
+    module = Writing(write)
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
         for _ in range(2):
-            with pytest.raises(ValueError, match="forward writes 'large', which has 1048577 elements"):
+            with pytest.raises(error, match=message):
                 evaluate(opt, *DATA)
         assert not module.large.any()
-        module.write = lambda module: None
-        opt.load(*DATA)
-        assert opt.evaluate().item() == pytest.approx(plain(module), rel=1e-6)
-
-
-@WORKERS
-def test_a_buffer_that_a_forward_makes_is_refused_by_name(parallelize: int) -> None:
-    module = Writing(lambda module: setattr(module, "unset", torch.ones(1)))
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        for _ in range(2):
-            with pytest.raises(WorkerError, match="the buffer 'unset' was None"):
-                evaluate(opt, *DATA)
-        module(DATA[0])
+        if what == "made":
+            module(DATA[0])
+        module.write = nothing
         opt.load(*DATA)
         assert opt.evaluate().item() == pytest.approx(plain(module), rel=1e-6)
 
@@ -153,39 +149,33 @@ def test_a_tensor_that_the_loss_keeps_for_itself_is_refused(parallelize: int) ->
     assert parallelize == 1 or not running
 
 
-class Halves(nn.Module):
+class Halves(nn.Linear):
     """Writes its input if it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.writes = nn.Linear(3, 1), True
+    writes = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.writes:
             x /= 2
-        y: torch.Tensor = self.linear(x)
-        return y
+        return super().forward(x)
 
 
 @WORKERS
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_forward_that_writes_its_input_is_refused(parallelize: int, chunk_size: int | None, as_list: bool) -> None:
-    module = Halves()
-    with BatchOptimizer(
-        module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size, speeds=[1.0] * parallelize
-    ) as opt:
-        inputs, targets = (part.clone() for part in DATA)
-        batch: Any = (list(inputs), list(targets)) if as_list else (inputs, targets)
+    module = Halves(3, 1)
+    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": chunk_size, "speeds": [1.0] * parallelize}
+    inputs, targets = (part.clone() for part in DATA)
+    batch: Any = (list(inputs), list(targets)) if as_list else (inputs, targets)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
         for _ in range(2):
             opt.load(*batch)
             with pytest.raises(WorkerError, match="writes its `inputs` in place"):
                 opt.evaluate()
         assert parallelize == 1 or torch.equal(inputs, DATA[0])
         module.writes = False
-        opt.load(*batch)
-        expected = nn.functional.mse_loss(module(inputs), targets).item()
-        assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)
+        assert evaluate(opt, *batch) == pytest.approx(nn.functional.mse_loss(module(inputs), targets).item(), rel=1e-6)
 
 
 @WORKERS
@@ -193,9 +183,8 @@ def test_a_forward_may_write_what_a_collate_function_makes(parallelize: int) -> 
     def collate(pairs: list[Any]) -> Any:
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
-    module = Halves()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, collate_fn=collate) as opt:
-        opt.load(list(DATA[0]), list(DATA[1]))
+    module = Halves(3, 1)
+    with loaded(module, nn.MSELoss(), list(DATA[0]), list(DATA[1]), parallelize=parallelize, collate_fn=collate) as opt:
         expected = nn.functional.mse_loss(module(DATA[0].clone()), DATA[1]).item()
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)

@@ -76,6 +76,22 @@ def mean_square(residual: torch.Tensor) -> torch.Tensor:
     return residual.square().mean()
 
 
+def misfit(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean square of what differs, as a loss function."""
+    return difference(module, inputs, targets).square().mean()
+
+
+def difference(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As residuals."""
+    found: torch.Tensor = module(inputs) - targets
+    return found
+
+
+def size(module: nn.Module, inputs: torch.Tensor, targets: Any = None) -> torch.Tensor:
+    """The mean square of the output, as a loss function."""
+    return mean_square(module(inputs))
+
+
 @dataclass
 class Workload:
     """A module, its criterion, and a batch."""

@@ -14,6 +14,7 @@ from torch import nn
 from batchopt import BatchOptimizer, WorkerError
 from batchopt._machine.cores import share_cores
 from batchopt.ignite import create_trainer
+from tests.building import loaded, on
 from tests.ignite.common import batches, optimizer
 from tests.workloads import mlp, reference
 
@@ -24,8 +25,7 @@ each_number = pytest.mark.parametrize("parallelize", [1, 2])
 def test_a_module_that_is_shared_already(parallelize: int) -> None:
     case = mlp()
     case.module.share_memory()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=parallelize) as opt:
-        opt.load(case.inputs, case.targets)
+    with on(case, parallelize=parallelize) as opt:
         f, gradient = case.reference()
         assert opt.evaluate().item() == pytest.approx(f, rel=1e-12)
         torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
@@ -51,8 +51,7 @@ def test_a_graph_that_depends_on_the_data(parallelize: int) -> None:
     samples = list(torch.randn(11, 4).double())
     targets = [torch.zeros(4).double()] * 11
     f, gradient = reference(net, nn.MSELoss(), samples, targets)
-    with BatchOptimizer(net, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(samples, targets)
+    with loaded(net, nn.MSELoss(), samples, targets, parallelize=parallelize) as opt:
         assert opt.evaluate().item() == pytest.approx(f, rel=1e-12)
         torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
 
@@ -82,8 +81,7 @@ def test_hooks_on_tensors_of_a_forward_fire_and_inner_outputs_are_collected(para
     module = Tripled(case.module)
     handle = case.module.get_submodule("second").register_full_backward_hook(halved)
     f, gradient = reference(module, case.criterion, case.inputs, case.targets)
-    with BatchOptimizer(module, case.criterion, optimizer=None, parallelize=parallelize) as opt:
-        opt.load(case.inputs, case.targets)
+    with loaded(module, case.criterion, case.inputs, case.targets, parallelize=parallelize) as opt:
         assert opt.evaluate().item() == pytest.approx(f, rel=1e-12)
         torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
         hidden = opt.collect(layers=["net.first"])["net.first"]

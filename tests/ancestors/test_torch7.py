@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,23 +16,10 @@ import batchopt
 from batchopt import Batches, BatchOptimizer, Sample, Worker
 from batchopt.backends.nodes.placing import Room, spread
 from batchopt.ignite import fit
-from tests.workloads import Mlp, cnn, mlp, reference
+from tests.building import on
+from tests.workloads import Mlp, cnn, mlp
 
 each_number = pytest.mark.parametrize("parallelize", [1, 2])
-
-
-@each_number
-def test_an_optimizer_outside_evaluates_batch_after_batch(parallelize: int) -> None:
-    case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=parallelize) as opt:
-        for first, last in ((0, 30), (30, 37), (5, 12)):
-            x, y = case.inputs[first:last], case.targets[first:last]
-            opt.load(x, y)
-            for _ in range(3):
-                f, gradient = reference(case.module, case.criterion, x, y)
-                assert opt.evaluate().item() == pytest.approx(f, rel=1e-12) == opt.output
-                torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
-                opt.parameters.sub_(opt.grad_parameters, alpha=0.1)
 
 
 @each_number
@@ -44,8 +32,7 @@ def test_a_posthook_fills_a_confusion_matrix_of_all_samples(parallelize: int) ->
     expected = torch.zeros(10, 10, dtype=torch.long)
     for label, found in zip(case.targets, case.module(case.inputs).argmax(1), strict=True):
         expected[label, found] += 1
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=parallelize, posthook=counted) as opt:
-        opt.load(case.inputs, case.targets)
+    with on(case, parallelize=parallelize, posthook=counted) as opt:
         opt.evaluate()
         assert torch.equal(sum(opt.hook_results), expected)
 
@@ -59,14 +46,6 @@ def test_workers_are_known_by_rank_and_process_and_take_functions_with_what_they
             (pids[0], 0),
             (pids[1], 10),
         ]
-
-
-@pytest.mark.parametrize(
-    "n, speeds, shares",
-    [(10, [1.0] * 8, [2, 2, 1, 1, 1, 1, 1, 1]), (9, [1.0] * 4, [3, 2, 2, 2]), (4, [1.0, 1.0, 1.0, 0.1], [2, 1, 1, 0])],
-)
-def test_no_worker_starves(n: int, speeds: list[float], shares: list[int]) -> None:
-    assert batchopt.split_batch(n, speeds) == shares
 
 
 def test_sixteen_workers_on_machines_of_8_16_and_4_cores() -> None:
@@ -137,23 +116,16 @@ def test_the_error_of_an_epoch_is_the_mean_over_its_samples() -> None:
 @each_number
 def test_two_optimizers_with_a_history_take_turns(parallelize: int) -> None:
     def run(turns: list[int]) -> list[str]:
-        cases = [mlp(), mlp(samples=23)]
-        made = [
-            BatchOptimizer(
-                case.module,
-                case.criterion,
-                parallelize=parallelize,
-                chunk_size=5,
-                optimizer=lambda p: batchopt.LBFGS(p, max_iter=3),
-            )
-            for case in cases
-        ]
-        for turn in turns:
-            made[turn].step(cases[turn].inputs, cases[turn].targets)
-        found = [opt.fingerprint() for opt in made]
-        for opt in made:
-            opt.close()
-        return found
+        one, other = mlp(), mlp(samples=23)
+        options: dict[str, Any] = {"optimizer": partial(batchopt.LBFGS, max_iter=3), "chunk_size": 5}
+        with (
+            on(one, parallelize=parallelize, **options) as first,
+            on(other, parallelize=parallelize, **options) as second,
+        ):
+            for turn in turns:
+                case, opt = ((one, first), (other, second))[turn]
+                opt.step(case.inputs, case.targets)
+            return [first.fingerprint(), second.fingerprint()]
 
     assert run([0, 0, 0, 1, 1, 1]) == run([0, 1, 0, 1, 1, 0])
 

@@ -1,9 +1,8 @@
-"""The user's optimizer, by name, from a factory, or made already."""
+"""The user's optimizer, by name, from a factory, or made already; `test_bad_inputs.py` has what is refused."""
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import pytest
@@ -29,29 +28,25 @@ def matrices() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3, 2))]
 
 
-def held(optimizer: torch.optim.Optimizer | None) -> list[int]:
-    assert optimizer is not None
-    return [id(p) for group in optimizer.param_groups for p in group["params"]]
+def chosen(choice: Any) -> torch.optim.Optimizer:
+    """The optimizer, over all of the parameters."""
+    parameters = matrices()
+    found = choose_optimizer(choice, parameters)
+    assert found is not None
+    assert [id(p) for group in found.param_groups for p in group["params"]] == [id(p) for p in parameters]
+    return found
 
 
 @pytest.mark.parametrize("name", [*OURS, "sgd", "adam", *sorted(KINDS.keys() - {"lbfgs", "sgd", "adam"})])
-def test_a_name_is_that_of_a_class_in_lower_case_ours_before_those_of_torch(name: str) -> None:
-    parameters = matrices()
-    chosen = choose_optimizer(name, parameters)
-    assert type(chosen) is {**KINDS, **OURS}[name]
-    assert held(chosen) == [id(p) for p in parameters]
+def test_a_name_is_that_of_a_class_in_any_case_ours_before_those_of_torch(name: str) -> None:
+    assert type(chosen(name)) is type(chosen(name.upper())) is {**KINDS, **OURS}[name]
 
 
-def test_lbfgs_has_a_line_search() -> None:
-    chosen = choose_optimizer("lbfgs", matrices())
-    assert chosen is not None
-    assert chosen.param_groups[0]["line_search_fn"] == "strong_wolfe"
-
-
-def test_other_names_have_the_defaults_of_torch() -> None:
-    chosen = choose_optimizer("sgd", matrices())
-    assert chosen is not None
-    assert chosen.defaults == torch.optim.SGD(matrices()).defaults
+def test_a_class_or_a_name_has_its_defaults_and_lbfgs_a_line_search() -> None:
+    for choice in ("Adam", torch.optim.Adam):
+        assert type(chosen(choice)) is torch.optim.Adam
+        assert chosen(choice).defaults == torch.optim.Adam(matrices()).defaults
+    assert chosen("lbfgs").param_groups[0]["line_search_fn"] == "strong_wolfe"
 
 
 @pytest.mark.parametrize(
@@ -60,133 +55,29 @@ def test_other_names_have_the_defaults_of_torch() -> None:
     ids=["lambda", "partial"],
 )
 def test_a_factory_is_given_the_parameters(factory: Any) -> None:
-    parameters = matrices()
-    chosen = choose_optimizer(factory, parameters)
-    assert chosen is not None
-    assert held(chosen) == [id(p) for p in parameters]
-    assert chosen.defaults["lr"] == 0.5
+    assert chosen(factory).defaults["lr"] == 0.5
 
 
-def test_an_instance_is_taken_as_it_is() -> None:
-    parameters = matrices()
-    instance = torch.optim.Adam(parameters[:1])
-    assert choose_optimizer(instance, parameters) is instance
+class Own(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"max_iter": 0})
 
 
-def test_none_is_no_optimizer() -> None:
-    assert choose_optimizer(None, matrices()) is None
-
-
-def test_frozen_parameters_of_the_optimizer_are_no_concern() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Own])
+def test_an_instance_is_taken_as_it_is_over_some_and_over_frozen_parameters(kind: Any) -> None:
     parameters = matrices()
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    instance = torch.optim.SGD([*parameters, frozen])
-    assert choose_optimizer(instance, parameters) is instance
-
-
-def test_foreign_parameters_are_refused() -> None:
-    instance = torch.optim.SGD([*matrices(), torch.nn.Parameter(torch.zeros(10, 4))])
-    parameters = [p for p in instance.param_groups[0]["params"] if p.shape == (2, 3)]
-    with pytest.raises(ValueError, match=r"^2 parameters of `optimizer` are not.*first: shape \(3, 2\)"):
-        choose_optimizer(instance, parameters)
-
-
-def test_a_factory_over_foreign_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^2 parameters of `optimizer` are not trainable parameters of the module"):
-        choose_optimizer(lambda params: torch.optim.SGD(matrices()), matrices())
-
-
-@pytest.mark.parametrize("choice", ["Adam", "ADAM", torch.optim.Adam])
-def test_a_name_in_any_case_or_a_class_is_made_with_its_defaults(choice: Any) -> None:
-    parameters = matrices()
-    chosen = choose_optimizer(choice, parameters)
-    assert type(chosen) is torch.optim.Adam and chosen.defaults == torch.optim.Adam(matrices()).defaults
-    assert held(chosen) == [id(p) for p in parameters]
-    assert type(choose_optimizer("LBFGS", parameters)) is OURS["lbfgs"]
-
-
-@pytest.mark.parametrize("name", ["newton", "", "optimizer"])
-def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"`optimizer` must be one of \[.*'adam'.*'lbfgs'.*\].*got '{name}'"):
-        choose_optimizer(name, matrices())
-
-
-class Needy(torch.optim.SGD):
-    """Has no default learning rate."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-
-
-@pytest.mark.parametrize(
-    "choice, message",
-    [
-        (Needy, r"Needy cannot .* \(missing a required argument: 'lr'\): pass lambda params: Needy\(params, \.\.\.\)"),
-        (
-            torch.nn.Linear,
-            r"a class of optimizers, a factory, an instance or None; got <class .*Linear",
-        ),
-        (3, r"`optimizer` must be a name, a class of optimizers, a factory, an instance or None; got 3$"),
-        (lambda params: None, r"the factory given as `optimizer` returned NoneType, not a torch\.optim\.Optimizer"),
-        (lambda params: torch.optim.SGD, r"the factory given as `optimizer` returned type"),
-    ],
-    ids=["class that needs more", "class of something else", "number", "factory of nothing", "factory of a class"],
-)
-def test_what_makes_no_optimizer_is_refused(choice: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        choose_optimizer(choice, matrices())
-
-
-def with_options(kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-    """An optimizer of two groups, of which the second has these options; set where torch does not look."""
-    first, second = matrices()
-    groups = [first] if kind is torch.optim.LBFGS else [{"params": [first]}, {"params": [second]}]
-    optimizer = kind(groups)  # type: ignore[call-arg]
-    optimizer.param_groups[-1].update(options)
-    return optimizer
-
-
-def of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    for held in (parameters, parameters[:1], [*parameters, frozen]):
+        instance = kind(held)
+        assert choose_optimizer(instance, parameters) is instance
+    assert choose_optimizer(None, parameters) is None
 
 
 @pytest.mark.parametrize("lr", [0, 0.5, 1e9, torch.tensor(0.1), "not a number, and torch's affair"])
 def test_a_learning_rate_that_goes_somewhere_or_nowhere_is_taken(lr: Any) -> None:
-    instance = with_options(torch.optim.SGD, lr=lr)
-    assert choose_optimizer(instance, of(instance)) is instance
-
-
-@pytest.mark.parametrize("lr, said", [(math.nan, "nan"), (-0.5, "-0.5"), (math.inf, "inf"), (-1, "-1")])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
-def test_no_other_learning_rate_is_taken(kind: type[torch.optim.Optimizer], lr: float, said: str) -> None:
-    for value in (lr, torch.tensor(float(lr))):
-        instance = with_options(kind, lr=value)
-        with pytest.raises(ValueError, match=rf"^`optimizer` has lr {said}(\.0)?: it must be finite and >= 0$"):
-            choose_optimizer(instance, of(instance))
-
-
-def test_the_learning_rate_of_a_factory_is_looked_at_too() -> None:
-    with pytest.raises(ValueError, match=r"`optimizer` has lr nan"):
-        choose_optimizer(lambda params: torch.optim.SGD(params, lr=math.nan), matrices())
-
-
-def test_an_optimizer_without_a_learning_rate_is_taken() -> None:
-    class Own(torch.optim.Optimizer):
-        pass
-
-    instance = Own(matrices(), {"max_iter": 0})
-    assert choose_optimizer(instance, of(instance)) is instance
-
-
-@pytest.mark.parametrize("max_iter", [0, -1])
-def test_lbfgs_without_iterations_is_refused(max_iter: int) -> None:
-    instance = with_options(torch.optim.LBFGS, max_iter=max_iter)
-    with pytest.raises(
-        ValueError, match=rf"`optimizer` has max_iter {max_iter}: it must be >= 1 \(optimizer=None only"
-    ):
-        choose_optimizer(instance, of(instance))
-
-
-def test_lbfgs_with_groups_is_refused_by_torch() -> None:
-    with pytest.raises(ValueError, match="parameter groups"):
-        choose_optimizer(lambda params: torch.optim.LBFGS([{"params": [p]} for p in params]), matrices())
+    parameters = matrices()
+    instance = torch.optim.SGD([{"params": [parameter]} for parameter in parameters])
+    instance.param_groups[-1]["lr"] = lr
+    assert choose_optimizer(instance, parameters) is instance

@@ -113,16 +113,6 @@ def test_result_says_what_was_done(make: Make) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])
-def test_max_eval_means_what_it_says(make: Make, limit: int) -> None:
-    problem = Problem(make, rosenbrock, start(), max_eval=limit, max_iter=None)
-    result = problem.step()
-    assert result.status is Status.EVALUATIONS
-    assert result.evaluations == limit == len(problem.values)
-    assert rosenbrock(problem.x).item() == min(problem.values)
-
-
-@every_kind
 def test_no_limits_and_no_tolerances_mean_that_it_runs_until_nothing_lower_is_found(make: Make) -> None:
     problem = Problem(make, logistic, start(), max_iter=None, tolerance_grad=0.0, tolerance_change=0.0)
     result = problem.step()
@@ -132,20 +122,24 @@ def test_no_limits_and_no_tolerances_mean_that_it_runs_until_nothing_lower_is_fo
 
 
 @every_kind
-def test_tolerance_change_and_callback_end_a_step(make: Make) -> None:
+def test_what_ends_a_step(make: Make) -> None:
+    for limit in (1, 2, 3, 5, 9):
+        problem = Problem(make, rosenbrock, start(), max_eval=limit, max_iter=None)
+        result = problem.step()
+        assert result.status is Status.EVALUATIONS and result.evaluations == limit == len(problem.values)
+        assert rosenbrock(problem.x).item() == min(problem.values)
     problem = Problem(make, logistic, start(), max_iter=None, tolerance_grad=0.0, tolerance_change=1e-3)
     assert problem.step().status is Status.CHANGE
     problem = Problem(make, logistic, start(), callback=lambda iteration: iteration.number == 2)
     result = problem.step()
     assert (result.status, result.iterations) == (Status.CALLBACK, 2)
-
-
-@every_kind
-def test_a_minimum_is_seen_at_once(make: Make) -> None:
-    problem = Problem(make, lambda x: (x * x).sum(), torch.zeros(5, dtype=torch.float64), tolerance_grad=0.0)
+    problem = Problem(make, lambda x: (x * x).sum(), 0 * start(), tolerance_grad=0.0)  # a minimum is seen at once
     result = problem.step()
     assert (result.status, result.iterations, result.evaluations) == (Status.GRADIENT, 0, 1)
-    assert torch.equal(problem.x, torch.zeros(5, dtype=torch.float64))
+    assert torch.equal(problem.x, 0 * start())
+    problem = Problem(make, lambda x: (x - 1).log().sum(), start())
+    assert problem.step().status is Status.NOT_FINITE
+    assert torch.equal(problem.x, start())
 
 
 def wall(bad: float) -> reference.Function:
@@ -160,38 +154,23 @@ def wall(bad: float) -> reference.Function:
 
 @every_kind
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_trial_that_is_not_finite_shortens_the_step(make: Make, bad: float) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_trial_that_is_not_finite_or_is_refused_shortens_the_step(make: Make, bad: float, refused: bool) -> None:
     problem = Problem(make, wall(bad), start(), max_iter=30, lr=50.0)
-    result = problem.step()
-    assert result.not_finite == sum(not math.isfinite(value) for value in problem.values) > 0
-    assert math.isfinite(result.f) and problem.x.isfinite().all()
-    assert result.f < problem.values[0]
-    assert (problem.x - start()).norm() <= 0.5
-
-
-@every_kind
-def test_a_closure_that_refuses_a_result_that_is_not_finite_shortens_the_step(make: Make) -> None:
-    problem = Problem(make, wall(math.nan), start(), max_iter=30, lr=50.0)
-    plain, refused = problem.closure, []
+    plain = problem.closure
 
     def closure() -> torch.Tensor:
         f = plain()
-        if not f.isfinite():
-            refused.append(1)
+        if refused and not f.isfinite():
             raise batchopt.NonFiniteError("loss is nan", 0, range(1), 1, 1)
         return f
 
     problem.closure = closure  # type: ignore[method-assign]
     result = problem.step()
-    assert result.not_finite == len(refused) > 0 and result.f < problem.values[0]
-
-
-@every_kind
-def test_a_start_that_is_not_finite_is_said_and_left(make: Make) -> None:
-    problem = Problem(make, lambda x: (x - 1).log().sum(), start())
-    result = problem.step()
-    assert result.status is Status.NOT_FINITE
-    assert torch.equal(problem.x, start())
+    assert result.not_finite == sum(not math.isfinite(value) for value in problem.values) > 0
+    assert math.isfinite(result.f) and problem.x.isfinite().all()
+    assert result.f < problem.values[0]
+    assert (problem.x - start()).norm() <= 0.5
 
 
 @every_kind
@@ -210,14 +189,12 @@ def test_a_gradient_that_is_not_that_of_f_is_said(make: Make) -> None:
 @every_kind
 def test_what_the_closure_raises_is_raised_at_the_best_point(make: Make) -> None:
     problem = Problem(make, rosenbrock, start(), max_iter=None)
-    plain = problem.closure
 
     def closure() -> torch.Tensor:
         if len(problem.values) == 12:
             raise KeyboardInterrupt
-        return plain()
+        return problem.closure()
 
-    problem.closure = closure  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         problem.optimizer.step(closure)
     assert rosenbrock(problem.x).item() == min(problem.values)
@@ -284,28 +261,6 @@ def test_lower_precision(make: Make, dtype: torch.dtype) -> None:
 
 
 @every_kind
-def test_parameters_that_are_views_of_one_vector(make: Make) -> None:
-    vector = start(7).clone()
-    views = [torch.nn.Parameter(view) for view in torch.split(vector, [2, 5])]
-    apart = [torch.nn.Parameter(view.clone()) for view in torch.split(vector, [2, 5])]
-    found = []
-    for parameters in (views, apart):
-        optimizer = make(parameters, max_iter=9)
-
-        def closure() -> torch.Tensor:
-            for parameter in parameters:  # noqa: B023  # called before the next one
-                parameter.grad = None
-            f = rosenbrock(torch.cat(list(parameters)))  # noqa: B023
-            f.backward()  # type: ignore[no-untyped-call]
-            return f
-
-        optimizer.step(closure)
-        found.append(torch.cat([parameter.detach() for parameter in parameters]))
-    assert torch.equal(*found)
-    assert torch.equal(vector, found[0])
-
-
-@every_kind
 def test_parameters_without_gradient_stay_and_complex_ones_move(make: Make) -> None:
     unused = torch.nn.Parameter(torch.ones(2, dtype=torch.complex128))
     used = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
@@ -323,42 +278,39 @@ def test_parameters_without_gradient_stay_and_complex_ones_move(make: Make) -> N
     assert torch.equal(unused.detach(), torch.ones(2, dtype=torch.complex128))
 
 
+ONE, OTHER, WIDE = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (None, None, torch.float64))
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lr": 0.0}, ValueError, "`lr` must be positive"),
+    ({"lr": "fast"}, TypeError, "`lr` must be a number"),
+    ({"max_iter": 0}, ValueError, "`max_iter` must be >= 1"),
+    ({"max_iter": 2.5}, TypeError, "`max_iter` must be an int"),
+    ({"max_eval": True}, TypeError, "`max_eval` must be an int"),
+    ({"tolerance_grad": -1.0}, ValueError, "`tolerance_grad` must be >= 0"),
+    ({"tolerance_change": math.nan}, ValueError, "`tolerance_change` must be >= 0"),
+    ({"params": [{"params": [ONE]}, {"params": [OTHER]}]}, ValueError, "one group of parameters"),
+    ({"params": [ONE, WIDE]}, ValueError, "one dtype"),
+    ({"make": batchopt.LBFGS, "line_search_fn": "wolfe"}, ValueError, "'strong_wolfe', 'armijo', None; got 'wolfe'"),
+    ({"make": batchopt.CG, "beta": "fr"}, ValueError, "`beta` must be one of 'fletcher-reeves'"),
+    ({"make": batchopt.LBFGS, "history_size": 0}, ValueError, "`history_size` must be >= 1"),
+]
+
+
 @every_kind
-@pytest.mark.parametrize(
-    "options, error, words",
-    [
-        ({"lr": 0.0}, ValueError, "`lr` must be positive"),
-        ({"lr": "fast"}, TypeError, "`lr` must be a number"),
-        ({"max_iter": 0}, ValueError, "`max_iter` must be >= 1"),
-        ({"max_iter": 2.5}, TypeError, "`max_iter` must be an int"),
-        ({"max_eval": True}, TypeError, "`max_eval` must be an int"),
-        ({"tolerance_grad": -1.0}, ValueError, "`tolerance_grad` must be >= 0"),
-        ({"tolerance_change": math.nan}, ValueError, "`tolerance_change` must be >= 0"),
-    ],
-)
-def test_bad_options(make: Make, options: dict[str, Any], error: type[Exception], words: str) -> None:
+@pytest.mark.parametrize("options, error, words", BAD)
+def test_options_that_cannot_work(make: Make, options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        make([torch.nn.Parameter(torch.ones(2))], **options)
+        (options.get("make") or make)(**{"params": [ONE], **{k: v for k, v in options.items() if k != "make"}})
 
 
-@every_kind
-def test_bad_parameters_and_closures(make: Make) -> None:
-    one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="one group of parameters"):
-        make([{"params": [one]}, {"params": [other]}])
-    with pytest.raises(ValueError, match="one dtype"):
-        make([one, torch.nn.Parameter(torch.ones(2, dtype=torch.float64))])
-    with pytest.raises(TypeError, match="`closure` must be a function"):
-        make([one]).step(None)  # type: ignore[arg-type]
-
-
-def test_names_of_what_there_is_no_more_than_one_of() -> None:
-    with pytest.raises(ValueError, match="`line_search_fn` must be one of 'strong_wolfe', 'armijo', None; got 'wolfe'"):
-        batchopt.LBFGS([torch.nn.Parameter(torch.ones(2))], line_search_fn="wolfe")
-    with pytest.raises(ValueError, match="`beta` must be one of 'fletcher-reeves'"):
-        batchopt.CG([torch.nn.Parameter(torch.ones(2))], beta="fr")
-    with pytest.raises(ValueError, match="`history_size` must be >= 1"):
-        batchopt.LBFGS([torch.nn.Parameter(torch.ones(2))], history_size=0)
+@pytest.mark.parametrize("make", [*KINDS.values(), batchopt.LevenbergMarquardt], ids=[*KINDS, "lm"])
+def test_a_closure_is_needed_and_a_group_that_comes_later_is_refused(make: Any) -> None:
+    optimizer = make([ONE])
+    if make is not batchopt.LevenbergMarquardt:
+        with pytest.raises(TypeError, match="`closure` must be a function"):
+            optimizer.step(None)
+    with pytest.raises(ValueError, match="moves one vector"):
+        optimizer.add_param_group({"params": [OTHER]})
+    assert len(optimizer.param_groups) == 1
 
 
 @every_kind

@@ -22,8 +22,13 @@ class Problem:
     def __init__(self, make: Factory | None) -> None:
         self.vector = torch.linspace(-1.5, 1.25, sum(LENGTHS), dtype=torch.float64)
         self.parameters = [torch.nn.Parameter(view) for view in torch.split(self.vector, LENGTHS)]
-        self.optimizer = None if make is None else make(self.parameters)
-        self.undo = Rollback(self.vector, self.optimizer)
+        self._optimizer = None if make is None else make(self.parameters)
+        self.undo = Rollback(self.vector, self._optimizer)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        assert self._optimizer is not None
+        return self._optimizer
 
     def f(self) -> torch.Tensor:
         x, y = self.parameters
@@ -37,20 +42,18 @@ class Problem:
         return loss
 
     def steps(self, count: int) -> None:
-        assert self.optimizer is not None
         for _ in range(count):
             self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
 
     def state(self) -> list[dict[str, Any]]:
         """What the optimizer remembers of each parameter."""
-        assert self.optimizer is not None
         return [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in self.parameters]
 
     def present(self) -> Any:
         """All that an undone step must leave as it was, as bytes."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        return bits([self.vector, self.state() if self.optimizer else [], options])
+        return bits([self.vector, self.state() if self._optimizer else [], options])
 
 
 def bits(value: Any) -> Any:
@@ -96,51 +99,45 @@ each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMI
 
 
 @each_optimizer
-def test_after_a_detour_everything_runs_on_as_without_it(make: Factory) -> None:
-    for before in (0, 1, 5):
-        straight, detour = Problem(make), Problem(make)
-        straight.steps(before)
-        detour.steps(before)
-        detour.undo.take()
-        detour.steps(3)
-        assert detour.present() != straight.present()
-        detour.undo.back()
-        assert detour.present() == straight.present()
-        straight.steps(5)
-        detour.steps(5)
-        assert detour.present() == straight.present()
-
-
-@each_optimizer
-def test_any_number_of_detours_may_be_made_on_the_way(make: Factory) -> None:
+def test_after_detours_everything_runs_on_as_without_them(make: Factory) -> None:
     straight, detour = Problem(make), Problem(make)
-    for detours in (1, 2, 0, 3):
-        straight.steps(1)
-        detour.steps(1)
+    for steps, detours in ((0, 1), (1, 2), (1, 0), (4, 3)):
+        straight.steps(steps)
+        detour.steps(steps)
         for count in range(detours):
             detour.undo.take()
             detour.steps(count + 1)
+            assert detour.present() != straight.present()
             detour.undo.back()
+            assert detour.present() == straight.present() and len(detour.optimizer.state) == len(
+                straight.optimizer.state
+            )
         detour.undo.take()  # of a step that succeeds
-        assert detour.present() == straight.present()
+    straight.steps(5)
+    detour.steps(5)
+    assert detour.present() == straight.present()
+    assert all(ours is its for ours, its in zip(detour.parameters, held(detour.optimizer), strict=True))
+    detour.vector.fill_(4.0)
+    assert all((parameter == 4.0).all() for parameter in detour.parameters)
+
+
+def held(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @each_optimizer
 def test_a_step_that_fails_in_the_middle_is_undone(make: Factory) -> None:
     problem = Problem(make)
     problem.steps(3)
-    before = problem.present()
+    before, calls = problem.present(), []
     problem.undo.take()
-    calls = 0
 
     def failing() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
+        calls.append(1)
+        if len(calls) > 1:
             raise KeyboardInterrupt
         return problem.closure()
 
-    assert problem.optimizer is not None
     with pytest.raises(KeyboardInterrupt):
         for _ in range(2):
             problem.optimizer.step(failing)  # type: ignore[arg-type]
@@ -149,80 +146,42 @@ def test_a_step_that_fails_in_the_middle_is_undone(make: Factory) -> None:
     assert problem.present() == before
 
 
-@each_optimizer
-def test_an_optimizer_that_never_stepped_remembers_nothing_again(make: Factory) -> None:
-    problem = Problem(make)
-    problem.undo.take()
-    problem.steps(2)
-    problem.undo.back()
-    assert problem.optimizer is not None
-    assert len(problem.optimizer.state) == 0
+def as_by_a_scheduler(problem: Problem) -> None:
+    for group in problem.optimizer.param_groups:
+        group["lr"] *= 0.5
 
 
-def test_the_optimizer_goes_back_to_what_was_taken_last() -> None:
-    problem = Problem(OPTIMIZERS["adam"])
-    problem.undo.take()
-    problem.steps(2)
-    problem.undo.take()
-    last = problem.present()
-    problem.steps(2)
-    problem.undo.back()
-    assert problem.present() == last
+def written_in_place(problem: Problem) -> None:
+    problem.optimizer.param_groups[0]["lr"].fill_(7.0)
 
 
-def test_a_learning_rate_that_a_scheduler_changed_is_restored() -> None:
-    problem = Problem(OPTIMIZERS["sgd in two groups"])
-    assert problem.optimizer is not None
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(problem.optimizer, gamma=0.5)
-    problem.steps(1)
-    problem.undo.take()
-    problem.steps(1)
-    scheduler.step()
-    assert [group["lr"] for group in problem.optimizer.param_groups] == [0.01, 0.005]
-    problem.undo.back()
-    assert [group["lr"] for group in problem.optimizer.param_groups] == [0.02, 0.01]
-
-
-def test_a_learning_rate_that_is_written_in_place_is_restored() -> None:
-    problem = Problem(OPTIMIZERS["adam with a tensor as lr"])
-    assert problem.optimizer is not None
-    (group,) = problem.optimizer.param_groups
-    problem.undo.take()
-    group["lr"].fill_(7.0)
-    problem.undo.back()
-    assert group["lr"].item() == pytest.approx(0.05)
-
-
-def test_the_optimizer_keeps_its_parameters_which_stay_views_of_the_vector() -> None:
-    problem = Problem(OPTIMIZERS["lbfgs with strong_wolfe"])
-    problem.undo.take()
-    problem.steps(2)
-    problem.undo.back()
-    assert problem.optimizer is not None
-    (group,) = problem.optimizer.param_groups
-    assert all(ours is its for ours, its in zip(problem.parameters, group["params"], strict=True))
-    problem.vector.fill_(4.0)
-    assert all((parameter == 4.0).all() for parameter in problem.parameters)
-
-
-def test_state_that_was_loaded_since_is_replaced_too() -> None:
-    problem, other = Problem(OPTIMIZERS["adam"]), Problem(OPTIMIZERS["adam"])
-    problem.steps(2)
+def loaded_state(problem: Problem) -> None:
+    other = Problem(OPTIMIZERS["adam"])
     other.steps(5)
-    problem.undo.take()
-    before = problem.present()
-    assert problem.optimizer is not None and other.optimizer is not None
     problem.optimizer.load_state_dict(other.optimizer.state_dict())
-    assert problem.present() != before
-    problem.undo.back()
-    assert problem.present() == before
 
 
-def test_without_an_optimizer_the_parameters_alone_are_restored() -> None:
-    problem = Problem(None)
-    before = problem.present()
-    problem.undo.take()
+def scaled(problem: Problem) -> None:
     problem.vector.mul_(3.0)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("sgd in two groups", as_by_a_scheduler),
+        ("adam with a tensor as lr", written_in_place),
+        ("adam", loaded_state),
+        (None, scaled),
+    ],
+)
+def test_what_was_changed_since_goes_back(name: str | None, change: Callable[[Problem], None]) -> None:
+    problem = Problem(OPTIMIZERS[name] if name else None)
+    if name:
+        problem.steps(2)
+    problem.undo.take()
+    before = problem.present()
+    change(problem)
+    assert problem.present() != before
     problem.undo.back()
     assert problem.present() == before
 
@@ -247,25 +206,20 @@ def test_taking_again_uses_the_same_memory_again(name: str, tensors: int) -> Non
 
 
 def test_what_was_put_back_is_not_overwritten_by_the_next_take() -> None:
-    straight, detour = Problem(OPTIMIZERS["adam"]), Problem(OPTIMIZERS["adam"])
-    for problem in (straight, detour):
-        problem.steps(2)
-    detour.undo.take()
-    detour.steps(1)
-    detour.undo.back()
-    detour.undo.take()
-    theirs = {v.data_ptr() for state in detour.state() for v in state.values() if isinstance(v, torch.Tensor)}
-    assert theirs.isdisjoint(kept_memory(detour.undo))
-    straight.steps(1)
-    detour.steps(1)
-    assert detour.present() == straight.present()
+    problem = Problem(OPTIMIZERS["adam"])
+    problem.steps(2)
+    problem.undo.take()
+    problem.steps(1)
+    problem.undo.back()
+    problem.undo.take()
+    theirs = {v.data_ptr() for state in problem.state() for v in state.values() if isinstance(v, torch.Tensor)}
+    assert theirs.isdisjoint(kept_memory(problem.undo))
 
 
 @pytest.mark.parametrize("kind", [torch.zeros(3, dtype=torch.float32), torch.zeros(1, dtype=torch.float64)])
 def test_memory_of_another_kind_is_not_used_again(kind: torch.Tensor) -> None:
     problem = Problem(OPTIMIZERS["sgd with momentum"])
     problem.steps(1)
-    assert problem.optimizer is not None
     state = problem.optimizer.state[problem.parameters[0]]
     momentum = state["momentum_buffer"]
     state["momentum_buffer"] = kind
