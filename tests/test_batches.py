@@ -18,7 +18,6 @@ from batchopt._data.batches import Reading, read_part
 from batchopt_workers.data.batch import Columns, Part, Samples
 from batchopt_workers.data.items import Collate
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.weighting import Denominators
 
 
 class Pair(NamedTuple):
