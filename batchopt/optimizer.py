@@ -36,6 +36,7 @@ from batchopt.optim.choose import (
 )
 from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.rollback import Rollback
+from batchopt.scaling import Scaling, measure_scaling
 from batchopt_workers.data.items import Collate
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import ResidualFunction
@@ -292,6 +293,19 @@ class BatchOptimizer(Evaluations):
         has to be loaded again.
         """
         return examine(self._function, self.evaluate, inputs, targets, options)
+
+    @exclusive
+    def scaling(self, *, seconds: float = 5.0, bandwidth: float = 1.25e8) -> Scaling:
+        """Measure how fast evaluations of the loaded batch are by this process and by 2, 4, ... workers on all usable
+        cores, for `seconds` in all, and compute it for more workers and for several machines like this one.
+
+        `print` the result for a table with a summary; `draw(path)` makes a figure. Computed times follow from the time
+        of the whole batch and of a part of it on one thread, from what coordination took here, and for machines from
+        the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1 Gbit/s). Parameters,
+        counters and later draws are as before; workers are started again, so they run `precode`; hooks run. A batch has
+        to be loaded again. Raises `ValueError` on a cluster and with `devices`.
+        """
+        return measure_scaling(self._function, self.evaluate, seconds, bandwidth)
 
     # ---- workers
 

@@ -17,6 +17,11 @@ FIRST, LATER = 1.0, 0.15
 OFTEN, FACTOR = 64, 1.6
 
 
+def coordination(workers: int, gradient: int) -> float:
+    """Return the seconds that an evaluation by workers takes beside computing; `gradient`: its bytes."""
+    return COORDINATION + workers * (EACH + BYTE * gradient)
+
+
 class Configuration(NamedTuple):
     """`workers`, 1 of which is this process, with `threads` each; None: as torch is set."""
 
@@ -111,7 +116,7 @@ class Choice:
     def probed(self, seconds: float) -> None:
         """Note that a worker's share took this long in this process, with a worker's threads."""
         share, best = self.share, self.times[self.configuration]
-        self._expected = seconds + COORDINATION + share.workers * (EACH + BYTE * self._bytes)
+        self._expected = seconds + coordination(share.workers, self._bytes)
         if self._expected > GAIN * best:
             self.choose(f"{share} are expected to take {_ms(self._expected)}")
         else:

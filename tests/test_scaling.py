@@ -1,0 +1,91 @@
+"""`scaling()`: its table, what is computed, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer
+from batchopt.scaling import Scaling, ScalingRow
+from tests.test_auto import Slow
+from tests.workloads import mlp
+
+SCRIPT = """
+import torch, batchopt
+
+def make():
+    opt = batchopt.BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), optimizer=None)
+    opt.load(torch.randn(64, 3), torch.randn(64, 1))
+    return opt
+
+not_one = 3
+"""
+
+
+def rows(*seconds: float) -> tuple[ScalingRow, ...]:
+    """This process with two threads and with one, two workers, and four and eight computed."""
+    (two, one, workers, four, eight) = seconds
+    computed = [ScalingRow(4, 1, four, measured=False), ScalingRow(8, 1, eight, measured=False)]
+    return (ScalingRow(1, 2, two), ScalingRow(1, 1, one), ScalingRow(2, 1, workers, memory=74_000_000), *computed)
+
+
+def test_speed_ups_are_of_the_best_this_process_can_and_efficiencies_of_one_thread() -> None:
+    found = Scaling(rows(0.08, 0.1, 0.05, 0.03, 0.029))
+    assert found.speed_up(found.rows[2]) == pytest.approx(1.6) and found.efficiency(found.rows[2]) == pytest.approx(1)
+    assert found.summary == (
+        "2 workers are 1.6 times as fast as this process. On a machine with more cores 4 would be 2.7 times as fast, "
+        "and more than that would gain less than 5 %."
+    )
+    assert "74" in str(found) and "8 workers, 1 thread" in str(found) and "computed" in str(found)
+    assert Scaling(rows(0.01, 0.02, 0.05, 0.06, 0.07)).summary == "No number of workers is faster than this process."
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_it_measures_what_there_is_and_leaves_no_trace(
+    chunk_size: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("batchopt.scaling.usable_cores", lambda: 2)
+    case = mlp()
+    with BatchOptimizer(Slow(), nn.MSELoss(), optimizer=None, parallelize="auto", chunk_size=chunk_size) as opt:
+        opt.load(case.inputs, case.targets)
+        before, state = opt.evaluate(), opt.fingerprint()
+        found = opt.scaling(seconds=0.5)
+        assert opt.fingerprint() == state and len(opt.workers) == 1
+        opt.load(case.inputs, case.targets)
+        torch.testing.assert_close(opt.evaluate(), before)
+    assert [row.workers for row in found.rows if row.measured] == ([1, 1, 2] if chunk_size is None else [1, 2])
+    assert 1.5 < found.speed_up(found.best) < 2.1  # a sample takes a millisecond, wherever
+    memory = found.best.memory
+    assert memory is not None and memory > 1_000_000
+    four = next(row for row in found.rows if row.workers == 4)
+    assert not four.measured and 2.5 < found.speed_up(four) < 4.1
+    pytest.importorskip("matplotlib")
+    found.draw(tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_it_is_of_this_machine() -> None:
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=["cpu", "cpu"]) as opt:
+        opt.load(torch.randn(8, 2), torch.randn(8, 1))
+        with pytest.raises(ValueError, match="the cores of this machine"):
+            opt.scaling()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["train.py:make", "--seconds", "0.2"], 0, "per second"),
+        (["train.py:not_one"], 2, "has no function 'not_one'"),
+        (["train.py"], 2, "give SCRIPT:FUNCTION"),
+    ],
+)
+def test_from_the_shell(tmp_path: Path, arguments: list[str], status: int, words: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "batchopt", "scaling", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == status and words in done.stdout + done.stderr, done.stderr
