@@ -83,7 +83,9 @@ class Scaling:
         fastest = min(here, key=lambda row: row.seconds, default=best)
         if not fastest.measured and fastest.seconds < 0.97 * best.seconds:
             enough = next(row for row in here if row.seconds <= 1.05 * fastest.seconds)
-            found += f" On a machine with more cores {enough.workers} would be {self.speed_up(enough):.1f} times as fast"
+            found += (
+                f" On a machine with more cores {enough.workers} would be {self.speed_up(enough):.1f} times as fast"
+            )
             found += "." if enough is here[-1] else ", and more than that would gain less than 5 %."
         return found
 

@@ -15,10 +15,10 @@ MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes
 serve = forkserver.main
 
 
-def lasting(connection: Connection, parent: int, leash: int = -1) -> None:
+def lasting(connection: Connection, parent: int, *others: Any) -> None:
     """As `forkserver.main`, but it does not end after a minute in which nobody needed it."""
     forkserver.LINGER = 3600.0
-    serve(connection, parent, leash)
+    serve(connection, parent, *others)
 
 
 def main(*arguments: Any) -> None:

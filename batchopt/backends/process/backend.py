@@ -32,7 +32,7 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import Backend, Prepared, Setup
-from batchopt.backends.process.forkserver import anticipate, is_ready
+from batchopt.backends.process.forkserver import anticipate, is_ready, libraries_of
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.startup import check_workers
@@ -85,7 +85,9 @@ class ProcessBackend(WorkerGroup, Backend):
     @classmethod
     def anticipate(cls, setup: Setup) -> None:
         assert setup.workers is not None
-        anticipate(setup.workers, setup.threads)
+        # precode comes before the imports of the program, some of which it may be for
+        libraries = [] if setup.precode is not None else libraries_of(setup.program)
+        anticipate(setup.workers, setup.threads, libraries)
 
     @classmethod
     def is_anticipated(cls) -> bool:

@@ -9,9 +9,10 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from multiprocessing import util
@@ -22,8 +23,9 @@ import torch.multiprocessing as mp
 from batchopt._machine.cores import share_cores
 from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, standard_output
 from batchopt.backends.process.stderr import Stderr
+from batchopt_workers.map.evaluate import Program
 from batchopt_workers.process import forkserver
-from batchopt_workers.process.forkserver import REPLY, Command, CommandMessage, Descriptors
+from batchopt_workers.process.forkserver import HAS_THREADS, REPLY, Command, CommandMessage, Descriptors
 
 # Timeouts in seconds of the fork server: to start and answer for the first time; to answer later, which takes
 # milliseconds; and to end the workers and their remaining processes once it is no longer needed.
@@ -132,8 +134,9 @@ def _is_readable(fd: int, timeout: float) -> bool:
 class ForkServer:
     """A process that forks workers; they depend on the values in `key`: interpreter, environment, cores, limits."""
 
-    def __init__(self, key: object, environment: Mapping[str, str]) -> None:
-        """Start it without waiting. Raises `OSError` if no process or descriptor is available."""
+    def __init__(self, key: object, environment: Mapping[str, str], libraries: Sequence[str]) -> None:
+        """Start it without waiting; it imports these libraries first. Raises `OSError` if no process or descriptor is
+        available."""
         self.key = key
         self._owner = os.getpid()
         self._lock = threading.RLock()
@@ -141,12 +144,12 @@ class ForkServer:
         self._answers: dict[int, int] = {}
         self._serves = threading.Event()
         with apart_from_streams():
-            self._start(environment)
+            self._start(environment, libraries)
         self.tell(Command.GREET, 0)  # answered once it serves
         # Before multiprocessing waits at exit for its children.
         util.Finalize(self, _end, (self._process, self._socket, self._leash, self._serves), exitpriority=5)
 
-    def _start(self, environment: Mapping[str, str]) -> None:
+    def _start(self, environment: Mapping[str, str], libraries: Sequence[str]) -> None:
         self._stderr = Stderr()
         ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
         self._socket = socket.socket(fileno=ours.fileno())
@@ -157,7 +160,7 @@ class ForkServer:
             self._stderr.writer,
             leash,
             target=forkserver.main,
-            args=(theirs, self._owner, leash),
+            args=(theirs, self._owner, leash, libraries),
             name="batchopt-forkserver",
             daemon=True,
         )
@@ -176,6 +179,11 @@ class ForkServer:
     def lives(self) -> bool:
         """Tell whether it can fork workers."""
         return self._owner == os.getpid() and self._process.exitcode is None
+
+    @property
+    def has_refused(self) -> bool:
+        """Tell whether it has ended since a library started threads, which a fork would lose."""
+        return self._process.exitcode == HAS_THREADS
 
     @property
     def serves(self) -> bool:
@@ -261,9 +269,9 @@ _latest: ForkServer | None = None
 _lock = threading.Lock()
 
 
-def _fork_server(threads: int) -> ForkServer:
+def _fork_server(threads: int, libraries: Sequence[str] = ()) -> ForkServer:
     """The fork server to use now: the latest, unless it has ended or its workers would differ from those of a new
-    one."""
+    one, which imports these libraries."""
     global _latest
     environment = worker_environment(threads)
     lasting = {name: value for name, value in environment.items() if name not in _FLEETING}
@@ -274,15 +282,32 @@ def _fork_server(threads: int) -> ForkServer:
     key = (sys.executable, lasting, affinity, limits)
     with _lock:
         if _latest is None or not _latest.lives or _latest.key != key:
-            _latest = ForkServer(key, environment)
+            if _latest is not None and _latest.has_refused:
+                libraries = ()
+            _latest = ForkServer(key, environment, libraries)
         return _latest
 
 
-def anticipate(workers: int, threads: int | None) -> None:
-    """Start the fork server, if there is none, for `workers` workers that will be needed soon. Do nothing if that is
-    impossible."""
+def anticipate(workers: int, threads: int | None, libraries: Sequence[str] = ()) -> None:
+    """Start the fork server, if there is none, for `workers` workers that will be needed soon, and will import these
+    libraries. Do nothing if that is impossible."""
     with suppress(OSError):
-        _fork_server(max(share_cores(workers, threads)))
+        _fork_server(max(share_cores(workers, threads)), libraries)
+
+
+def _library_folders() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+
+
+def libraries_of(program: Program) -> list[str]:
+    """Return the modules of installed libraries that define parts of the program. Those of the user may be edited and
+    reloaded, so each worker imports them from their files."""
+    parts = [*map(type, program.module.modules()), program.criterion, *program.loss_fns]
+    names = {str(getattr(part, "__module__", None) or type(part).__module__) for part in parts}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    own = ("torch", "batchopt", "batchopt_workers", "numpy")
+    installed = [name for name, file in files.items() if file.startswith(_library_folders())]
+    return sorted(name for name in installed if name.partition(".")[0] not in own)
 
 
 def is_ready() -> bool:

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from importlib import import_module
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -38,6 +39,7 @@ _INTERVAL = 0.1
 # Seconds for workers, and the processes that they leave, to end once the parent is gone.
 _ENDING = 2.0
 _F_SETSIG = 10  # Linux; Python does not name it
+HAS_THREADS = 77  # an exit code
 
 
 class Command(IntEnum):
@@ -85,10 +87,12 @@ class Descriptors(NamedTuple):
     stderr: int
 
 
-def main(connection: Connection, parent: int, leash: int = -1) -> None:
+def main(connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = ()) -> None:
     """Serve process `parent` until it hangs up or ends, or has not needed this process for `LINGER` seconds. `leash`: a
-    descriptor whose signal ends this process, in any state, when the parent is gone."""
+    descriptor whose signal ends this process, in any state, when the parent is gone. `libraries` are imported first,
+    so that workers need not; if one starts threads, which a fork would lose, this process ends with `HAS_THREADS`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored: then no child can be waited for
+    _import(libraries)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to the memory that it shares with the others
     adopt()
@@ -100,6 +104,16 @@ def main(connection: Connection, parent: int, leash: int = -1) -> None:
         workers = _serve(end, parent, orphans)
     _end(workers, orphans)
     os._exit(0)  # functions registered to run at exit are for the workers
+
+
+def _import(libraries: Sequence[str]) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    for name in libraries:
+        with warnings.catch_warnings(), suppress(Exception):  # the worker that needs it finds out
+            warnings.simplefilter("ignore")
+            import_module(name)
+    if len(os.listdir("/proc/self/task")) > before:
+        os._exit(HAS_THREADS)
 
 
 def _serve(end: socket.socket, parent: int, orphans: Orphans) -> set[int]:
