@@ -184,7 +184,8 @@ def made(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) ->
     """A factory whose product has these options, set where torch does not look."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = kind(parameters)  # type: ignore[call-arg]
+        groups = parameters if kind is torch.optim.LBFGS else [{"params": [parameter]} for parameter in parameters]
+        optimizer = kind(groups)  # type: ignore[call-arg]
         optimizer.param_groups[-1].update(options)
         return optimizer
 
@@ -393,7 +394,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"chunk_size": 0}, ValueError, r"`chunk_size` must be >= 1, got 0"),
     ({"chunk_size": 2.0}, TypeError, r"`chunk_size` must be an int, got float 2\.0"),
     ({"seed": -1}, ValueError, r"`seed` must be >= 0, got -1"),
-    ({"seed": "1"}, TypeError, r"`seed` must be an int, got str '1'"),
+    ({"seed": None}, TypeError, r"`seed` must be an int, got NoneType None"),
     *(
         (
             {"on_nonfinite": value},
