@@ -184,7 +184,8 @@ def made(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) ->
     """A factory whose product has these options, set where torch does not look."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = kind(parameters)  # type: ignore[call-arg]
+        groups = parameters if kind is torch.optim.LBFGS else [{"params": [parameter]} for parameter in parameters]
+        optimizer = kind(groups)  # type: ignore[call-arg]
         optimizer.param_groups[-1].update(options)
         return optimizer
 
@@ -221,6 +222,12 @@ FOREIGN = torch.optim.SGD([*nn.Linear(4, 10).parameters()])
 HOOK = r"^`prehook` must be callable as prehook\(worker, sample\); got "
 SPEEDS = "`speeds` must be a sequence of 2 numbers or None, got "
 NOT_FINITE = r"^`speeds` must be finite and >= 0, and not all 0; got "
+OTHERS: dict[str, dict[str, Any]] = {
+    "criterion": {"criterion": nn.MSELoss()},
+    "loss_fn": {"loss_fn": loss_fn},
+    "denominators": {"denominators": lambda x, y: torch.ones(len(x))},
+}
+UNKNOWN: list[Any] = ["ignore", "Raise", "", None, True, ["raise"], {}]
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"parallelize": 0}, ValueError, r"`parallelize` must be >= 1, got 0"),
     ({"parallelize": -1}, ValueError, r"`parallelize` must be >= 1, got -1"),
@@ -261,11 +268,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"criterion": nn.MSELoss(), "loss_fn": loss_fn}, ValueError, r"`criterion` and `loss_fn` are both given"),
     *(
         ({"residual": loss_fn, **other}, ValueError, f"`residual` and `{name}` are both given")
-        for name, other in {
-            "criterion": {"criterion": nn.MSELoss()},
-            "loss_fn": {"loss_fn": loss_fn},
-            "denominators": {"denominators": lambda x, y: torch.ones(len(x))},
-        }.items()
+        for name, other in OTHERS.items()
     ),
     (
         {"residual": loss_fn, "terms": {"a": batchopt.Term(residual=loss_fn)}},
@@ -391,14 +394,14 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"chunk_size": 0}, ValueError, r"`chunk_size` must be >= 1, got 0"),
     ({"chunk_size": 2.0}, TypeError, r"`chunk_size` must be an int, got float 2\.0"),
     ({"seed": -1}, ValueError, r"`seed` must be >= 0, got -1"),
-    ({"seed": "1"}, TypeError, r"`seed` must be an int, got str '1'"),
+    ({"seed": None}, TypeError, r"`seed` must be an int, got NoneType None"),
     *(
         (
             {"on_nonfinite": value},
             ValueError,
             rf"^`on_nonfinite` must be 'raise' or 'return', got {re.escape(repr(value))}$",
         )
-        for value in ("ignore", "Raise", "", None, True, ["raise"], {})
+        for value in UNKNOWN
     ),
     *(
         ({"verbose": value}, ValueError, rf"`verbose` must be 0, 1, 2 or 3, got {value!r}")

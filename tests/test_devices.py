@@ -123,7 +123,8 @@ def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -
 
 def test_a_stand_in_gives_the_same_bits_and_stays_as_it_is() -> None:
     fingerprints = set()
-    for options in ({}, {"devices": ["cpu:0", "cpu:0", "cpu"]}):
+    given: list[dict[str, Any]] = [{}, {"devices": ["cpu:0", "cpu:0", "cpu"]}]
+    for options in given:
         work = mlp()
         with BatchOptimizer(work.module, work.criterion, chunk_size=3, **options) as opt:
             opt.step(work.inputs, work.targets)

@@ -63,9 +63,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         single = x.float()
-        normed = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + 1e-6)
-        y: torch.Tensor = self.weight * normed.to(x.dtype)
-        return y
+        return self.weight * (single * torch.rsqrt(single.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class Block(nn.Module):

@@ -52,7 +52,8 @@ def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
 @pytest.mark.parametrize("backend", ["serial", "process", "in one call"])
 def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> None:
     expected, losses = plain(3, shuffle)
-    module, given = network(), {"batch_size": 10, "epochs": 3, "shuffle": shuffle}
+    module = network()
+    given: dict[str, Any] = {"batch_size": 10, "epochs": 3, "shuffle": shuffle}
     if backend == "in one call":
         found = hogwild(module, nn.MSELoss(), (X, Y), optimizer=momentum, threads_per_worker=1, seed=0, **given)
         two = hogwild(network(), nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, parallelize=2)
@@ -66,6 +67,8 @@ def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> Non
 
 class Counting(Mlp):
     """Writes a tensor that nobody knew of."""
+
+    seen: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1

@@ -302,6 +302,18 @@ def test_what_a_train_of_its_own_does_is_undone_also_in_a_training_with_validati
 
 
 @EACH
+def test_outputs_after_a_step_are_those_of_the_module_as_it_is(parallelize: int) -> None:
+    module = Living()
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
+        opt.step(X, Y)
+        assert module.norm.running_mean.ne(0.0).any()
+        assert torch.equal(opt.predict(), opt.predict(X))
+        assert torch.allclose(opt.predict(), module.eval()(X))
+        module.train()
+        assert torch.equal(opt.collect(lambda m, x, y: m(x), train=False), opt.predict(X))
+
+
+@EACH
 def test_state_that_is_written_between_evaluations_counts_from_the_next_batch_on(parallelize: int) -> None:
     with opened(parallelize) as opt, torch.no_grad():
         norm: Any = opt.module.norm

@@ -71,19 +71,28 @@ def test_it_is_a_part_of_what_is_computed_here(made: tuple[BatchOptimizer, Workl
     agrees(case, use, penalised)
 
 
-def test_gradients_add_up_whoever_made_them_where_each_was_evaluated(made: tuple[BatchOptimizer, Workload]) -> None:
+def test_gradients_add_up_whoever_made_them(made: tuple[BatchOptimizer, Workload]) -> None:
     """Two losses, and what `evaluate` had left in `.grad`."""
     opt, case = made
 
     def use() -> None:
         opt.evaluate()
-        one, two = opt.loss(), opt.loss()
-        before = opt.parameters.clone()
-        opt.parameters.mul_(1.5)
-        back(one + two)
-        opt.parameters.copy_(before)
+        back(opt.loss() + opt.loss())
 
     agrees(case, use, lambda loss: 3.0 * loss)
+
+
+def test_its_gradient_is_of_where_it_was_evaluated(made: tuple[BatchOptimizer, Workload]) -> None:
+    opt, case = made
+
+    def use() -> None:
+        loss = opt.loss()
+        opt.parameters.mul_(1.5)
+        opt.evaluate()
+        opt.module.zero_grad()
+        back(loss)
+
+    agrees(case, use, lambda loss: loss)
 
 
 def test_a_graph_that_is_retained_is_differentiated_again(

@@ -101,9 +101,10 @@ def test_other_threads_are_told_which_one_uses_it_and_take_nothing_with_them() -
     machine, other = Machine(), Machine()
     for name in ("the-first-one", "the-second-one"):
         with in_use(machine, name):
-            for call in (lambda: machine.add(1), lambda: elsewhere(lambda: machine.add(1))):
-                with pytest.raises(BatchoptError, match=f"is running in thread '{name}'"):
-                    call()
+            with pytest.raises(BatchoptError, match=f"is running in thread '{name}'"):
+                machine.add(1)
+            with pytest.raises(BatchoptError, match=f"is running in thread '{name}'"):
+                elsewhere(lambda: machine.add(1))
             assert other.add(0) == 0  # two objects know nothing of each other
         before = machine.value
         assert elsewhere(lambda: machine.add(1)) == before + 1 and machine.add(1) == before + 2
@@ -195,10 +196,10 @@ def signal_parent() -> None:
 
 
 @pytest.fixture
-def armed(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchOptimizer], None]:
+def armed(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchOptimizer], object]:
     """Has the second worker signal."""
     monkeypatch.setenv("BATCHOPT_TEST_PARENT", str(os.getpid()))
-    return lambda opt: opt.run_on_workers(lambda worker: worker.state.update(parent=worker.rank == 1)) and None
+    return lambda opt: opt.run_on_workers(lambda worker: worker.state.update(parent=worker.rank == 1))
 
 
 @pytest.mark.sampled
@@ -216,7 +217,7 @@ def armed(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchOptimizer], None]:
     ids=["evaluate", "map", "step", "load", "run_on_workers", "resize", "prehook"],
 )
 def test_a_signal_handler_cannot_use_what_waits_for_workers(
-    use: Callable[[BatchOptimizer], object], armed: Callable[[BatchOptimizer], None]
+    use: Callable[[BatchOptimizer], object], armed: Callable[[BatchOptimizer], object]
 ) -> None:
     said: list[str] = []
     module = nn.Linear(2, 1)
@@ -244,7 +245,7 @@ def test_a_signal_handler_cannot_use_what_waits_for_workers(
     ids=["evaluate", "step", "collect"],
 )
 def test_a_signal_handler_that_closes_ends_the_call(
-    call: Callable[[BatchOptimizer], object], armed: Callable[[BatchOptimizer], None]
+    call: Callable[[BatchOptimizer], object], armed: Callable[[BatchOptimizer], object]
 ) -> None:
     opt = BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer="sgd", parallelize=2, prehook=signalling)
     armed(opt)

@@ -41,19 +41,6 @@ def test_each_item_is_prepared_once_and_in_order() -> None:
     assert list(ahead) == [] and prepared == [0, 1, 2]
 
 
-def test_an_error_is_raised_when_its_turn_has_come() -> None:
-    def source() -> Iterator[int]:
-        yield 1
-        raise OSError("no such file")
-
-    ahead = Ahead(source(), lambda item: item)
-    ahead.fetch()
-    assert next(ahead) == 1
-    ahead.fetch()
-    with pytest.raises(OSError, match="no such file"):
-        next(ahead)
-
-
 class Stops(Dataset[Any]):
     """Raises StopIteration, as a `next` without a default does, where it is asked for its length or for an item."""
 
@@ -80,27 +67,20 @@ STOPS: dict[str, Any] = {
 }
 
 
+def stop(*given: Any) -> Any:
+    return next(iter(()))
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("parallelize", [1, 2])
-@pytest.mark.parametrize("read", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize("read", [*STOPS.values(), None], ids=[*STOPS, "of denominators"])
 def test_stop_iteration_out_of_user_code_is_no_end_of_the_data(read: Any, parallelize: int) -> None:
-    with (
-        BatchOptimizer(linear().float(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt,
-        pytest.raises((RuntimeError, WorkerError), match="StopIteration"),
-    ):
-        list(read(opt))
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_stop_iteration_out_of_denominators_is_no_end_of_the_data(parallelize: int) -> None:
-    def denominators(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        raise StopIteration
-
-    with BatchOptimizer(
-        linear(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, denominators=denominators
-    ) as opt:
-        with pytest.raises(RuntimeError, match="StopIteration was raised while a batch was read"):
-            list(opt.steps([(torch.ones(4, 3).double(), torch.ones(4, 1).double())]))
+    options: dict[str, Any] = {"parallelize": parallelize, "denominators": stop if read is None else None}
+    words = "StopIteration" if read else "StopIteration was raised while a batch was read"
+    read = read or (lambda opt: opt.steps([(torch.ones(4, 3), torch.ones(4, 1))]))
+    with BatchOptimizer(linear().float(), nn.MSELoss(), optimizer="sgd", **options) as opt:
+        with pytest.raises((RuntimeError, WorkerError), match=words):
+            list(read(opt))
 
 
 def test_what_a_loader_yields() -> None:
@@ -130,14 +110,32 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 def test_steps_are_the_steps_one_by_one(parallelize: int, optimizer: str) -> None:
-    def run(ahead: bool) -> tuple[list[float], torch.Tensor]:
-        with BatchOptimizer(linear(), nn.MSELoss(), optimizer=optimizer, parallelize=parallelize, chunk_size=4) as opt:
-            losses = list(opt.steps(batches())) if ahead else [opt.step(*batch) for batch in batches()]
-            return losses, opt.parameters.clone()
+    options: dict[str, Any] = {"optimizer": optimizer, "parallelize": parallelize, "chunk_size": 4}
+    with (
+        BatchOptimizer(linear(), nn.MSELoss(), **options) as ahead,
+        BatchOptimizer(linear(), nn.MSELoss(), **options) as opt,
+    ):
+        assert list(ahead.steps(batches())) == [opt.step(*batch) for batch in batches()]
+        assert torch.equal(ahead.parameters, opt.parameters)
 
-    (losses, parameters), (expected, expected_parameters) = run(True), run(False)
-    assert losses == expected
-    assert torch.equal(parameters, expected_parameters)
+
+def unreadable() -> Iterator[Any]:
+    yield batches()[0]
+    raise OSError("no such file")
+
+
+EMPTY = torch.zeros(0, 3).double(), torch.zeros(0, 1).double()
+
+
+@pytest.mark.parametrize("source, error", [(lambda: iter([batches()[0], EMPTY]), ValueError), (unreadable, OSError)])
+def test_a_batch_that_cannot_be_read_fails_its_own_step(source: Any, error: type[Exception]) -> None:
+    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
+        steps = opt.steps(source())
+        next(steps)
+        with pytest.raises(error):
+            next(steps)
+        assert opt.batch_counter == 1
+        opt.step(*batches()[0])
 
 
 def test_the_next_batch_is_read_while_workers_compute() -> None:
@@ -159,17 +157,6 @@ def test_the_next_batch_is_read_while_workers_compute() -> None:
         assert len(list(opt.steps(source()))) == 3
         assert opt.batch_counter == 3
     assert events == ["read", "map", "read", "mapped", "map", "read", "mapped", "map", "mapped"]
-
-
-def test_a_batch_that_cannot_be_read_fails_its_own_step() -> None:
-    good = batches()[0]
-    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
-        steps = opt.steps([good, (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())])
-        next(steps)
-        with pytest.raises(ValueError):
-            next(steps)
-        assert opt.batch_counter == 1
-        opt.step(*good)
 
 
 def test_evaluations_between_steps_see_the_batch_of_the_last_step() -> None:

@@ -96,31 +96,28 @@ def test_long_vectors_are_summed_in_blocks_to_the_same_bits(chunks: int, monkeyp
     assert bits(reduced(answers(), chunks)) == at_once
 
 
+def of_chunks(*partials: tuple[tuple[float, ...], torch.Tensor]) -> list[Answer]:
+    """An answer for each, of a worker of its own."""
+    return [
+        Answer(rank, 1, 0.0, [(Node(0, rank), Partial(losses, gradient, torch.zeros(0), b"\1"))])
+        for rank, (losses, gradient) in enumerate(partials)
+    ]
+
+
 def test_a_gradient_of_less_precision_is_the_rounded_sum() -> None:
     gradient = torch.zeros(SIZE, dtype=torch.float16)
-    partials = [Partial((0.0,), torch.full((SIZE,), value), torch.zeros(0), b"\1") for value in (2048.0, 1.0)]
-    answers = [Answer(rank, 1, 0.0, [(Node(0, rank), partial)]) for rank, partial in enumerate(partials)]
+    answers = of_chunks(*(((0.0,), torch.full((SIZE,), value)) for value in (2048.0, 1.0)))
     assert reduce_answers(answers, 2, gradient).finite
     assert torch.equal(gradient, torch.full((SIZE,), 2049.0).half())
 
 
 @pytest.mark.parametrize("loss, element", [(math.inf, 0.0), (math.nan, 0.0), (0.0, math.inf), (0.0, math.nan)])
-def test_what_is_not_finite_is_noticed(loss: float, element: float) -> None:
+def test_what_is_not_finite_is_noticed_in_each_term(loss: float, element: float) -> None:
     bad = torch.zeros(SIZE)
     bad[-1] = element
-    answer = Answer(0, 1, 0.0, [(Node(0, 0), Partial((loss,), bad, torch.zeros(0), b"\1"))])
-    assert not reduced([answer, answer_of(1, 1, 2, 2)], 2)[0].finite
-
-
-def test_each_terms_losses_are_summed_and_looked_at() -> None:
-    gradient = torch.zeros(SIZE)
-    losses = [(1.0, 2.0), (3.0, math.nan)]
-    answers = [
-        Answer(rank, 1, 0.0, [(Node(0, rank), Partial(both, torch.zeros(SIZE), torch.zeros(0), b"\1"))])
-        for rank, both in enumerate(losses)
-    ]
-    whole = reduce_answers(answers, 2, gradient)
-    assert whole.losses[0] == 4.0 and math.isnan(whole.losses[1]) and not whole.finite
+    whole, _ = reduced(of_chunks(((1.0, loss), bad), ((3.0, 4.0), torch.zeros(SIZE))), 2)
+    assert not whole.finite and whole.losses[0] == 4.0
+    assert str(whole.losses[1]) == str(loss + 4.0)
 
 
 def test_f_is_the_weighed_sum_of_the_terms_and_one_of_weight_1_is_itself() -> None:

@@ -75,8 +75,8 @@ def move(opt: BatchOptimizer) -> None:
 def evaluations(module: nn.Module, parallelize: int, chunk_size: int | None, **options: Any) -> list[torch.Tensor]:
     """f, df/dX and the module's state, again and again."""
     found: list[torch.Tensor] = []
-    settings = {"parallelize": parallelize, "chunk_size": chunk_size, "check_cut": False, "threads_per_worker": 1}
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **settings, **options) as opt:
+    options |= {"parallelize": parallelize, "chunk_size": chunk_size, "check_cut": False, "threads_per_worker": 1}
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
         for scale in (1.0, 2.0):
             opt.load(scale * X, Y)
             for _ in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -96,22 +97,12 @@ def test_what_a_class_is_called() -> None:
 
 def without(name: str) -> Callable[[dict[str, Any]], None]:
     """Takes an entry out."""
-
-    def change(state: dict[str, Any]) -> None:
-        del state[name]
-
-    return change
+    return lambda state: state.pop(name) and None
 
 
 def having(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     """Puts a value at a path."""
-
-    def change(state: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        state[path[-1]] = value
-
-    return change
+    return lambda state: functools.reduce(lambda inner, key: inner[key], path[:-1], state).update({path[-1]: value})
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
@@ -164,8 +155,16 @@ def test_what_is_no_state_at_all(state: Any) -> None:
         opt.load_state_dict(state)
 
 
+def test_what_compression_had_left_is_not_dropped_without_a_word() -> None:
+    with optimizer("sgd") as opt:
+        state = opt.state_dict()
+        state["residuals"] = {0: torch.zeros_like(opt.parameters)}
+        with pytest.warns(RuntimeWarning, match="has what compression had left of gradients, which is dropped here"):
+            opt.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
-    ("residuals", "kind"),
+    ("residuals", "error"),
     [
         ([], TypeError),
         ({"a": torch.zeros(3)}, ValueError),
@@ -175,20 +174,9 @@ def test_what_is_no_state_at_all(state: Any) -> None:
         ({0: torch.zeros(3, dtype=torch.float64)}, ValueError),
     ],
 )
-def test_what_compression_can_not_have_left(residuals: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="`residuals` of the state"):
+def test_what_compression_can_and_cannot_have_left(residuals: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="`residuals` of the state"):
         check_residuals(residuals, torch.zeros(3))
-
-
-def test_what_compression_had_left_is_not_dropped_without_a_word() -> None:
-    with optimizer("sgd") as opt:
-        state = opt.state_dict()
-        state["residuals"] = {0: torch.zeros_like(opt.parameters)}
-        with pytest.warns(RuntimeWarning, match="has what compression had left of gradients, which is dropped here"):
-            opt.load_state_dict(state)
-
-
-def test_what_compression_may_have_left() -> None:
-    check_residuals({}, torch.zeros(3))
-    check_residuals({0: torch.zeros(3), 5: torch.zeros(3)}, torch.zeros(3))
-    check_residuals({0: torch.zeros(3)}, torch.zeros(3, dtype=torch.bfloat16))  # whose sums are of single precision
+    for possible in ({}, {0: torch.zeros(3), 5: torch.zeros(3)}):
+        check_residuals(possible, torch.zeros(3))
+        check_residuals(possible, torch.zeros(3, dtype=torch.bfloat16))  # whose sums are of single precision

@@ -84,7 +84,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-def each_case(test: Callable[..., None]) -> Callable[..., None]:
+def each_case(test: Any) -> Any:
     return pytest.mark.parametrize("workers", [1, 2])(pytest.mark.parametrize("closed", [False, True])(test))
 
 

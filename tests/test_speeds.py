@@ -22,16 +22,14 @@ from batchopt_workers.process.messages import Kind
 RATES = st.floats(1e-3, 1e9)
 
 
-def test_nothing_is_known_at_first_and_all_workers_count_the_same() -> None:
-    speeds = Speeds.unknown(3)
-    assert not speeds.measured
-    assert speeds.relative == [1.0, 1.0, 1.0]
-
-
-def test_a_worker_not_measured_counts_as_the_median_of_the_others() -> None:
-    speeds = Speeds((10.0, None, 30.0, 20.0))
-    assert not speeds.measured
-    assert speeds.relative == [10.0, 20.0, 30.0, 20.0]
+def test_what_is_not_measured_counts_as_the_median_and_keeps_its_speed_and_what_is_fixed_never_changes() -> None:
+    for values, relative in (((None,) * 3, [1.0, 1.0, 1.0]), ((10.0, None, 30.0, 20.0), [10.0, 20.0, 30.0, 20.0])):
+        assert not Speeds(values).measured and Speeds(values).relative == relative
+    assert Speeds.unknown(3) == Speeds((None,) * 3)
+    assert Speeds((50.0, 30.0, None)).observed([0, 10, 0], [1.0, 0.0, 1.0]).values == (50.0, 30.0, None)
+    speeds = Speeds((1.0, 1000.0, 0.0), fixed=True)
+    assert speeds.measured and speeds.relative == [1.0, 1000.0, 0.0]
+    assert speeds.observed([5, 5, 5], [1.0, 1.0, 1.0]) == speeds
 
 
 def test_an_absent_worker_gets_nothing_and_keeps_its_estimate() -> None:
@@ -52,13 +50,6 @@ def test_no_worker_is_starved_by_one_measurement(rates: list[float]) -> None:
         assert middle / LARGEST_RATIO <= relative <= middle * LARGEST_RATIO
         if middle / LARGEST_RATIO <= rate <= middle * LARGEST_RATIO:
             assert relative == rate
-
-
-def test_fixed_speeds_are_used_as_given_and_never_change() -> None:
-    speeds = Speeds((1.0, 1000.0, 0.0), fixed=True)
-    assert speeds.measured
-    assert speeds.observed([5, 5, 5], [1.0, 1.0, 1.0]) == speeds
-    assert speeds.relative == [1.0, 1000.0, 0.0]
 
 
 def test_the_estimate_is_the_median_of_the_last_measurements() -> None:
@@ -86,10 +77,6 @@ def test_workers_that_come_have_no_measurements_and_those_that_stay_keep_theirs(
     assert Speeds((7.0,)).observed([5], [1.0]).recent == ((7.0, 5.0),)  # as from a checkpoint
 
 
-def test_a_worker_that_idled_or_was_not_timed_keeps_its_speed() -> None:
-    assert Speeds((50.0, 30.0, None)).observed([0, 10, 0], [1.0, 0.0, 1.0]).values == (50.0, 30.0, None)
-
-
 @given(RATES, RATES)
 @settings(deadline=None)
 def test_the_estimate_reaches_a_steady_speed(before: float, now: float) -> None:
@@ -107,16 +94,13 @@ def test_no_split_is_faster_than_the_shortest(n: int, rates: list[float]) -> Non
 
 
 @pytest.mark.parametrize("shares, seconds", [([50, 50], 50 / 3), ([54, 46], 18.0), ([100, 0], 100 / 3), ([0, 0], 0.0)])
-def test_the_slowest_worker_is_waited_for(shares: list[int], seconds: float) -> None:
+def test_the_slowest_worker_is_waited_for_also_for_ever(shares: list[int], seconds: float) -> None:
     speeds = Speeds((3.0, 3.0))
     assert speeds.makespan(shares) == pytest.approx(seconds)
     assert speeds.shortest(sum(shares)) == pytest.approx(sum(shares) / 6)
-
-
-def test_samples_at_a_worker_of_speed_zero_take_for_ever() -> None:
-    speeds = Speeds((0.0, 1.0), fixed=True)
-    assert speeds.makespan([1, 99]) == math.inf
-    assert speeds.makespan([0, 100]) == speeds.shortest(100) == 100
+    stopped = Speeds((0.0, 1.0), fixed=True)
+    assert stopped.makespan([1, 99]) == math.inf
+    assert stopped.makespan([0, 100]) == stopped.shortest(100) == 100
     assert Speeds((1.0, 1.0)).without([0, 1]).shortest(5) == 0.0
 
 
@@ -142,7 +126,6 @@ def test_only_what_is_slow_without_work_recovers() -> None:
 
 
 DATA = torch.linspace(-1, 1, 240).view(120, 2), torch.linspace(0, 1, 120).view(120, 1)
-FOUR = 4
 
 
 def slow_loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -162,14 +145,8 @@ def hook(worker: Worker, sample: Any) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_worker_whose_share_is_always_taken_over_is_measured(hooked: bool) -> None:
-    with BatchOptimizer(
-        nn.Linear(2, 1),
-        loss_fn=slow_loss,
-        optimizer=None,
-        parallelize=FOUR,
-        prehook=hook if hooked else None,
-        check_cut=False,
-    ) as opt:
+    options: dict[str, Any] = {"parallelize": 4, "prehook": hook if hooked else None, "check_cut": False}
+    with BatchOptimizer(nn.Linear(2, 1), loss_fn=slow_loss, optimizer=None, **options) as opt:
         if not hooked:
             opt.load(*DATA)
             opt.evaluate()

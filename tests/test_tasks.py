@@ -34,9 +34,11 @@ Y = torch.linspace(-1.0, 3.0, 40 * 4, dtype=torch.float64).reshape(40, 4).cos()
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 
-def make(parallelize: int, **options: Any) -> BatchOptimizer:
+def make(parallelize: int, *batch: Any, **options: Any) -> BatchOptimizer:
     torch.manual_seed(0)
-    return loaded(Mlp().double(), nn.MSELoss(), X, Y, **{"parallelize": parallelize, "chunk_size": 5, **options})
+    return loaded(
+        Mlp().double(), nn.MSELoss(), *(batch or (X, Y)), **{"parallelize": parallelize, "chunk_size": 5, **options}
+    )
 
 
 def outputs(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -51,6 +53,20 @@ def gram(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torc
 def wide(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Rows that are too many to be copied."""
     return inputs.repeat(1, 1000)
+
+
+@EACH
+def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
+    def negated(module: nn.Module, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
+        array = inputs.numpy()
+        array *= -1.0
+        return inputs.clone()
+
+    with make(parallelize, backend="process") as opt:
+        for value in (1.0, 7.0, 3.0):
+            given = torch.full_like(X, value)
+            assert torch.equal(opt.collect(negated, given, Y), torch.full_like(X, -value))
+            assert torch.equal(given, torch.full_like(X, value))
 
 
 # ---- what comes in between
@@ -246,8 +262,7 @@ def held(pids: list[int]) -> list[tuple[int, int]]:
 @pytest.mark.nightly
 def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
     inputs, targets = X.repeat(50, 1), Y.repeat(50, 1)
-    with make(2, chunk_size=250) as opt:
-        opt.load(inputs, targets)
+    with make(2, inputs, targets, chunk_size=250) as opt:
         points = torch.stack([opt.parameters] * 4)
 
         def of_the_last() -> Any:

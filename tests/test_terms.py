@@ -59,6 +59,11 @@ def plain(module: nn.Module, weights: dict[str, float] = WEIGHTS) -> tuple[float
     return f.item(), torch.cat([g.flatten() for g in gradients]), {name: t.item() for name, t in each.items()}
 
 
+def made(**options: Any) -> BatchOptimizer:
+    """The two terms over the network."""
+    return BatchOptimizer(network(), terms=terms(), **{"optimizer": None, **options})
+
+
 def agrees(opt: BatchOptimizer, f: float, gradient: torch.Tensor, losses: dict[str, float]) -> None:
     """One evaluation has these numbers."""
     assert opt.evaluate().item() == pytest.approx(f, rel=1e-12)
@@ -222,9 +227,7 @@ def test_hooks_see_the_term_and_the_positions_within_it(parallelize: int) -> Non
 
     batch = data()
     batch["data"] = (*batch["data"], list(range(KNOWN)))
-    with BatchOptimizer(
-        network(), terms=terms(), optimizer=None, parallelize=parallelize, chunk_size=20, posthook=note
-    ) as opt:
+    with made(parallelize=parallelize, chunk_size=20, posthook=note) as opt:
         opt.load(batch)
         opt.evaluate()
         found = opt.hook_results
@@ -247,7 +250,8 @@ def broken(*given: Any) -> Any:
 @EACH
 def test_an_error_in_a_term_names_it_and_its_samples(parallelize: int) -> None:
     both = {"pde": Term(residual), "bc": Term(broken)}
-    batch, options = data(), {"chunk_size": 5, "parallelize": parallelize, "speeds": [1] * parallelize}
+    batch = data()
+    options: dict[str, Any] = {"chunk_size": 5, "parallelize": parallelize, "speeds": [1] * parallelize}
     with loaded(network(), None, {"pde": batch["pde"], "bc": batch["data"]}, terms=both, **options) as opt:
         with pytest.raises(
             WorkerError, match=r"ArithmeticError in worker \d, samples 2\.\.6 of term 'bc': no"
@@ -298,9 +302,7 @@ def test_a_chunk_that_ends_three_workers_is_named_by_its_terms() -> None:
         if sample.term == "data":
             os._exit(3)
 
-    with BatchOptimizer(
-        network(), terms=terms(), optimizer=None, parallelize=2, chunk_size=20, speeds=[1, 1], prehook=die
-    ) as opt:
+    with made(parallelize=2, chunk_size=20, speeds=[1, 1], prehook=die) as opt:
         opt.load(data())
         with pytest.raises(PoisonChunkError, match=r"chunk 1 \(samples 20\.\.22 of term 'pde', samples 0\.\.8 of term"):
             opt.evaluate()
@@ -334,14 +336,14 @@ def test_the_doctor_examines_terms(parallelize: int) -> None:
 def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
     found = []
     for saved in (False, True):
-        with BatchOptimizer(network(), terms=terms(), optimizer="sgd", chunk_size=5) as opt:
+        with made(optimizer="sgd", chunk_size=5) as opt:
             opt.step(data())
             opt.weights = {"pde": 2.0, "data": 0.125}
             if saved:
                 opt.save(tmp_path / "checkpoint")
             opt.step(data())
             found.append(opt.fingerprint())
-    with BatchOptimizer(network(), terms=terms(), optimizer="sgd", chunk_size=5, parallelize=2) as opt:
+    with made(optimizer="sgd", chunk_size=5, parallelize=2) as opt:
         opt.load_checkpoint(tmp_path / "checkpoint")
         assert opt.weights == {"pde": 2.0, "data": 0.125} and opt.losses.keys() == {"pde", "data"}
         opt.step(data())
@@ -408,7 +410,7 @@ X = torch.ones(3, 1, dtype=torch.float64)
     ],
 )
 def test_what_is_no_batch_of_terms_is_said(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with BatchOptimizer(network(), terms=terms(), optimizer=None) as opt:
+    with made() as opt:
         with pytest.raises(error, match=message):
             opt.load(*arguments)
 
@@ -424,7 +426,7 @@ def test_what_is_no_batch_of_terms_is_said(arguments: tuple[Any, ...], error: ty
     ],
 )
 def test_weights_are_checked_and_stay_as_they_were(weights: Any, error: type[Exception], message: str) -> None:
-    with BatchOptimizer(network(), terms=terms(), optimizer=None) as opt:
+    with made() as opt:
         with pytest.raises(error, match=message):
             opt.weights = weights
         assert opt.weights == WEIGHTS
@@ -444,7 +446,7 @@ def test_without_terms_there_are_none() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
     batch = data()
-    with BatchOptimizer(network(), terms=terms(), optimizer=None, parallelize=2) as opt:
+    with made(parallelize=2) as opt:
         with pytest.raises(TypeError, match=r"the batch cannot be sent .* it captures 'data\.options\[0\]'"):
             opt.load({**batch, "data": (*batch["data"], [lock] * KNOWN)})
     locked = {**terms(), "bad": Term(lambda module, x, y: misfit(module, x, y) if lock else x)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import batchopt
+from batchopt import BatchOptimizer
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 Y = X.sum(1, keepdim=True).sin()
@@ -31,76 +34,62 @@ def vector(linear: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in linear.parameters()])
 
 
+def stepping(make: Any, parallelize: int = 1) -> Iterator[tuple[BatchOptimizer, torch.Tensor]]:
+    """The optimizer after each of five steps, and the parameters that it leaves."""
+    linear = model()
+    with BatchOptimizer(linear, torch.nn.MSELoss(), optimizer=make, parallelize=parallelize) as opt:
+        for _ in range(5):
+            opt.step(X, Y)
+            yield opt, vector(linear)
+
+
 def test_momentum_that_dampens_the_gradient() -> None:
     """g = (1 - m) g + m g_before, the first g as it is."""
-    linear, w, before = model(), vector(model()), None
-    with batchopt.BatchOptimizer(
-        linear, torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.9)
-    ) as opt:
-        for _ in range(5):
-            g = gradient(w)
-            before = g if before is None else 0.1 * g + 0.9 * before
-            w = w - 0.1 * before
-            opt.step(X, Y)
-            torch.testing.assert_close(vector(linear), w)
+    w, before = vector(model()), None
+    for _, found in stepping(partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.9)):
+        g = gradient(w)
+        before = g if before is None else 0.1 * g + 0.9 * before
+        w = w - 0.1 * before
+        torch.testing.assert_close(found, w)
 
 
 def test_weight_decay_that_is_not_times_the_learning_rate() -> None:
     """w = w - decay w - lr g: torch's weight_decay is decay / lr."""
-    linear, w = model(), vector(model())
-    with batchopt.BatchOptimizer(
-        linear, torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.02 / 0.1)
-    ) as opt:
-        for _ in range(4):
-            w = w - 0.02 * w - 0.1 * gradient(w)
-            opt.step(X, Y)
-        torch.testing.assert_close(vector(linear), w)
+    w = vector(model())
+    for _, found in stepping(partial(torch.optim.SGD, lr=0.1, weight_decay=0.02 / 0.1)):
+        w = w - 0.02 * w - 0.1 * gradient(w)
+        torch.testing.assert_close(found, w)
 
 
 def test_learning_rate_that_decays_by_the_sample() -> None:
     """lr / (1 + samples * decay), by a scheduler that looks at the counter."""
-    linear, w, samples = model(), vector(model()), 0
-    with batchopt.BatchOptimizer(linear, torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as opt:
-        assert opt.optimizer is not None
-        scheduler = torch.optim.lr_scheduler.LambdaLR(opt.optimizer, lambda _: 1 / (1 + opt.sample_counter * 0.05))
-        for _ in range(4):
-            w = w - 0.1 / (1 + samples * 0.05) * gradient(w)
-            samples += 12
-            opt.step(X, Y)
+    w, scheduler = vector(model()), None
+    for steps, (opt, found) in enumerate(stepping(partial(torch.optim.SGD, lr=0.1))):
+        w = w - 0.1 / (1 + 12 * steps * 0.05) * gradient(w)
+        torch.testing.assert_close(found, w)
+        if scheduler is None:
+            lambda_of: Any = lambda _, opt=opt: 1 / (1 + opt.sample_counter * 0.05)  # noqa: E731
+            scheduler = torch.optim.lr_scheduler.LambdaLR(opt.optimizer, lambda_of)  # type: ignore[arg-type]
+        else:
             scheduler.step()
-        torch.testing.assert_close(vector(linear), w)
 
 
 def test_learning_rates_of_their_own() -> None:
-    linear, w = model(), vector(model())
-
-    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        weight, bias = params
-        groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "lr": 0.01}]
-        return torch.optim.SGD(groups, lr=0.1)
-
-    with batchopt.BatchOptimizer(linear, torch.nn.MSELoss(), optimizer=make) as opt:
-        for _ in range(3):
-            w = w - torch.tensor([0.1, 0.1, 0.01]) * gradient(w)
-            opt.step(X, Y)
-    torch.testing.assert_close(vector(linear), w)
+    w = vector(model())
+    for _, found in stepping(lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:], "lr": 0.01}], lr=0.1)):
+        w = w - torch.tensor([0.1, 0.1, 0.01]) * gradient(w)
+        torch.testing.assert_close(found, w)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_averaged_parameters_to_evaluate_with(parallelize: int) -> None:
-    linear = model()
-    points = []
-    with batchopt.BatchOptimizer(
-        linear, torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), parallelize=parallelize
-    ) as opt:
-        averaged = torch.optim.swa_utils.AveragedModel(linear)
-        for _ in range(4):
-            opt.step(X, Y)
-            averaged.update_parameters(linear)
-            points.append(vector(linear))
-    mean = torch.stack(points).mean(0)
-    torch.testing.assert_close(vector(averaged.module), mean)
-    torch.testing.assert_close(vector(linear), points[-1])
+    averaged, points = None, []
+    for opt, found in stepping(partial(torch.optim.SGD, lr=0.1), parallelize):
+        averaged = averaged or torch.optim.swa_utils.AveragedModel(opt.module)
+        averaged.update_parameters(opt.module)
+        points.append(found)
+    assert averaged is not None
+    torch.testing.assert_close(vector(averaged.module), torch.stack(points).mean(0))
 
 
 def test_averaged_sgd_by_name() -> None:

@@ -22,7 +22,7 @@ from tests.workloads import Mlp
 Residuals = Callable[[torch.Tensor], torch.Tensor]
 TIMES = torch.linspace(0.0, 3.0, 20, dtype=torch.float64)
 START = torch.tensor([1.0, 0.2, 0.5], dtype=torch.float64)
-EXACT = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
+EXACT: dict[str, Any] = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
 
 
 def decay(x: torch.Tensor) -> torch.Tensor:

@@ -107,16 +107,13 @@ def test_where_f_has_no_more_digits_slopes_decide() -> None:
     assert abs(found.step - 1) < 0.5
 
 
-def test_noise_is_no_excuse_for_a_higher_f() -> None:
-    phi = Phi(lambda t: (1.0 + 1e-3 * t, -1.0))
-    assert strong_wolfe(phi, phi.start, 1.0, 10, noise=1e-6) is None
-
-
-def test_nothing_is_found_where_the_slope_is_not_that_of_f() -> None:
+def test_nothing_is_found_where_the_slope_is_not_that_of_f_and_noise_is_no_excuse_for_a_higher_one() -> None:
     for search in (strong_wolfe, armijo):
         phi = Phi(lambda t: (1.0 + t, -1.0))
         assert search(phi, phi.start, 1.0, 20) is None
         assert len(phi.samples) <= 20
+    phi = Phi(lambda t: (1.0 + 1e-3 * t, -1.0))
+    assert strong_wolfe(phi, phi.start, 1.0, 10, noise=1e-6) is None
 
 
 def test_the_best_trial_is_returned_when_evaluations_are_spent() -> None:

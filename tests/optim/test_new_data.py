@@ -210,7 +210,11 @@ def test_the_trial_goes_on_after_a_checkpoint(kind: Kind) -> None:
 
 
 @every_kind
-def test_where_nothing_changes_both_are_the_same(kind: Kind) -> None:
+def test_without_curvature_or_a_change_there_is_nothing_to_keep_and_another_choice_is_named(kind: Kind) -> None:
+    run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep", max_eval=1)
+    run.function = OTHERS["a millionth"]
+    result = run.step(max_eval=None, max_iter=2)
+    assert result.iterations == 2 and not result.kept and not result.forgotten
     points = []
     for when in ("forget", "keep"):
         run = Changing(kind, quadratic(EIGENVALUES), when_data_change=when, max_iter=20)
@@ -218,20 +222,8 @@ def test_where_nothing_changes_both_are_the_same(kind: Kind) -> None:
         assert not result.kept and not result.forgotten
         points.append(run.x.detach())
     assert torch.equal(*points)
-
-
-@every_kind
-def test_without_curvature_there_is_nothing_to_keep(kind: Kind) -> None:
-    run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep", max_eval=1)
-    run.function = OTHERS["a millionth"]
-    result = run.step(max_eval=None, max_iter=2)
-    assert result.iterations == 2 and not result.kept and not result.forgotten
-
-
-@every_kind
-def test_another_choice_is_named(kind: Kind) -> None:
     with pytest.raises(ValueError, match="`when_data_change` must be one of 'forget', 'keep'; got 'ask'"):
-        kind([torch.zeros(2, requires_grad=True)], when_data_change="ask")
+        Changing(kind, quadratic(EIGENVALUES), when_data_change="ask")
 
 
 def test_an_l1_penalty_keeps_its_history_too() -> None:
