@@ -108,15 +108,6 @@ def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
         BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=precode)
 
 
-def test_what_cannot_be_pickled_is_refused_before_a_worker_starts() -> None:
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"`precode` cannot be sent to worker processes: .*lock"):
-        BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=lambda worker: lock.acquire())
-    own = psutil.Process()
-    forking = set(own.children())  # the process that workers are forked from, perhaps one before it that ends
-    assert set(own.children(recursive=True)) <= forking
-
-
 def test_a_worker_has_a_group_threads_and_the_callers_recursion_limit_and_none_of_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
