@@ -66,12 +66,16 @@ def flow() -> Flow:
     return Flow().double()
 
 
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 def jacobian(module: nn.Module, residuals: torch.Tensor) -> torch.Tensor:
     """Row by row, by torch alone."""
     rows = []
     for residual in residuals.reshape(-1):
-        found = torch.autograd.grad(residual, [*module.parameters()], retain_graph=True, allow_unused=True)
-        pairs = zip(found, module.parameters(), strict=True)
+        found = torch.autograd.grad(residual, trained(module), retain_graph=True, allow_unused=True)
+        pairs = zip(found, trained(module), strict=True)
         rows.append(torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.flatten() for g, p in pairs]))
     return torch.stack(rows)
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,15 +105,6 @@ def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
 
     with pytest.raises(batchopt.WorkerError, match="OSError in worker 0, running precode: no such device on worker 0"):
         BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=precode)
-
-
-def test_what_cannot_be_pickled_is_refused_before_a_worker_starts() -> None:
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"`precode` cannot be sent to worker processes: .*lock"):
-        BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=lambda worker: lock.acquire())
-    own = psutil.Process()
-    forking = set(own.children())  # the process that workers are forked from, perhaps one before it that ends
-    assert set(own.children(recursive=True)) <= forking
 
 
 def test_a_worker_has_a_group_threads_and_the_callers_recursion_limit_and_none_of_its_package(

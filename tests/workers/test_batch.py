@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.data.batch import Batch, Columns, Part, Samples, realigned
+from batchopt_workers.data.batch import Columns, Part, Samples, realigned
 from batchopt_workers.data.memory import ALIGNMENT
 from batchopt_workers.data.structures import map_tensors
 from batchopt_workers.map.weighting import Weighting
@@ -116,78 +116,36 @@ def test_what_is_cut_out_is_a_leaf_whose_gradient_stays_out_of_the_batch(require
     assert data.grad is None
 
 
-def test_columns_go_through_one_forward() -> None:
-    batch = Part(Columns(DATA), Columns(DATA[:, 0]), list("abcdef"), MEAN)
-    assert batch.size == 6
-    (piece,) = batch.pieces(2, 5)
-    assert piece.inputs.tolist() == DATA[2:5].tolist()
-    assert piece.targets.tolist() == [4, 6, 8]
-    assert piece.options == ["c", "d", "e"]
-    assert piece.indices == range(2, 5)
+def collated(items: list[Any]) -> Any:
+    """Is given the inputs alone where there are no targets."""
+    if isinstance(items[0], tuple):
+        return tuple(torch.stack(column) for column in zip(*items, strict=True))
+    return torch.stack(items)
 
 
-@pytest.mark.parametrize("targets", [Columns(torch.arange(6)), Samples(list(torch.arange(6)))])
-def test_a_list_takes_one_forward_a_sample(targets: Columns | Samples) -> None:
-    batch = Part(Samples(list(DATA)), targets, list("abcdef"), MEAN)
-    pieces = list(batch.pieces(1, 4))
-    assert [piece.inputs.tolist() for piece in pieces] == [[2, 3], [4, 5], [6, 7]]
-    assert [piece.targets.item() for piece in pieces] == [1, 2, 3]
-    assert [piece.options for piece in pieces] == [["b"], ["c"], ["d"]]
-    assert [piece.indices for piece in pieces] == [range(1, 2), range(2, 3), range(3, 4)]
-
-
-def test_what_a_batch_does_not_have_its_pieces_lack() -> None:
-    for inputs in (Columns(DATA), Samples(list(DATA))):
-        pieces = [*Part(inputs, None, None, MEAN).pieces(0, 6)]
-        assert {(piece.targets, piece.options, *piece.attributes) for piece in pieces} == {(None, None)}
-
-
-def padded(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = zip(*pairs, strict=True)
-    return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), torch.stack(targets)
-
-
-def test_a_collate_makes_one_forward_of_a_list() -> None:
-    lists = [torch.ones(1), torch.ones(2), torch.ones(3)]
-    batch = Part(Samples(lists), Columns(torch.arange(3)), list("abc"), Weighting("mean", 3), padded)
-    (piece,) = batch.pieces(1, 3)
-    assert piece.inputs.tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert piece.targets.tolist() == [1, 2]
-    assert piece.options == ["b", "c"]
-    assert piece.indices == range(1, 3)
-    (piece,) = Part(Samples(list(DATA)), None, None, MEAN, torch.stack).pieces(2, 4)
-    assert piece.inputs.tolist() == [[4, 5], [6, 7]] and piece.targets is None  # it was given the inputs alone
-
-
-@given(st.sampled_from(["columns", "list", "collated"]), st.integers(0, 6), st.integers(0, 6))
+@given(st.sampled_from(["columns", "list", "collated"]), st.booleans(), st.integers(0, 5), st.integers(1, 6))
 @settings(deadline=None)
-def test_pieces_are_each_sample_once_and_in_order(kind: str, one: int, other: int) -> None:
-    start, stop = min(one, other), max(one, other)
+def test_pieces_are_each_sample_once_and_in_order_of_columns_in_one_forward_and_of_a_list_one_each(
+    kind: str, alone: bool, start: int, count: int
+) -> None:
+    stop = min(start + count, 6)
     inputs = Columns(DATA) if kind == "columns" else Samples(list(DATA))
-    batch = Part(inputs, None, range(6), MEAN, (lambda items: items) if kind == "collated" else None)
+    targets = None if alone else Columns(DATA[:, 0])
+    options = None if alone else range(6)
+    batch = Part(inputs, targets, options, MEAN, collated if kind == "collated" else None)
+    assert batch.size == 6
+    assert kind == "collated" or not any(piece.indices for piece in batch.pieces(start, start))
     pieces = list(batch.pieces(start, stop))
+    assert len(pieces) == (stop - start if kind == "list" else 1)
     assert [index for piece in pieces for index in piece.indices] == list(range(start, stop))
-    assert [option for piece in pieces for option in piece.options or ()] == list(range(start, stop))
-
-
-@pytest.mark.parametrize("form", ["columns", "collated"])
-def test_a_piece_has_the_rows_of_its_samples_in_a_criterions_weight(form: str) -> None:
-    rows = torch.arange(12).view(6, 2)
-    inputs = Columns(DATA) if form == "columns" else Samples(list(DATA))
-    batch = Part(inputs, Columns(DATA), None, MEAN, padded if form == "collated" else None, {"weight": rows})
-    (piece,) = batch.pieces(2, 4)
-    assert piece.attributes["weight"].tolist() == [[4, 5], [6, 7]]
-
-
-def test_no_piece_of_a_batch_has_samples_of_two_terms() -> None:
-    first = Part(Columns(DATA), None, None, MEAN, name="first")
-    second = Part(Columns(-DATA[:4]), None, list("abcd"), Weighting("sum", 4), name="second")
-    batch = Batch((first, second))
-    assert batch.size == 10
-    one, other = batch.pieces(3, 8)
-    assert (one.term, one.indices, one.weight, one.options) == (0, range(3, 6), 0.5, None)
-    assert (other.term, other.indices, other.weight, other.options) == (1, range(0, 2), 1.0, ["a", "b"])
-    assert other.inputs.tolist() == (-DATA[:2]).tolist()
+    rows = [piece.inputs.view(-1, 2) for piece in pieces]
+    assert torch.equal(torch.cat(rows), DATA[start:stop])
+    if alone:
+        assert {(piece.targets, piece.options, *piece.attributes) for piece in pieces} == {(None, None)}
+    else:
+        found = torch.cat([piece.targets.view(-1) for piece in pieces])
+        assert torch.equal(found, DATA[start:stop, 0])
+        assert [option for piece in pieces for option in piece.options or ()] == list(range(start, stop))
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.evaluate import Evaluator, Program
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.sums import Rows
-from batchopt_workers.map.tree import Fold, Node
+from batchopt_workers.map.tree import Node
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut, Kind, Order, Report
 from batchopt_workers.worker import Worker
@@ -86,7 +86,7 @@ class Bench:
         return self.rows[(done or self.evaluate()).summaries[0].row].gradient
 
     def check(self, done: Report, inputs: Any = INPUTS, targets: Any = TARGETS, rtol: float = 1e-12) -> None:
-        """What was found is what one process computes on the whole batch; to the bit, if `rtol` is 0."""
+        """What was found is what one process computes on the whole batch; to the bit if `rtol` is 0."""
         loss, gradient = plain(self.module, self.criterion, inputs, targets)
         assert done.summaries[0].losses[0] == pytest.approx(loss, rel=rtol / 10, abs=0.0)
         torch.testing.assert_close(self.gradient(done), gradient, rtol=rtol, atol=rtol / 1000)
@@ -137,29 +137,6 @@ def test_every_cut_gives_the_loss_and_gradient_of_one_process(
     assert summary.used == b"\1" * len(bench.parameters)
 
 
-@pytest.mark.slow
-@given(bounds_of(), st.data())
-@settings(deadline=None, max_examples=40)
-def test_two_workers_give_the_bits_of_one(bounds: tuple[int, ...], data: st.DataObject) -> None:
-    bench, chunks = Bench(network(dropout=True, norm=True), nn.MSELoss(), rows=8), len(bounds) - 1
-    inputs, targets = (torch.cat([tensor, tensor]) for tensor in (INPUTS, TARGETS))
-    bench.load(inputs, targets, tuple(2 * bound for bound in bounds))  # batch norm wants two samples
-    border = data.draw(st.integers(0, chunks))
-
-    def add(left: list[Any], right: list[Any]) -> list[Any]:
-        return [one + other for one, other in zip(left, right, strict=True)]
-
-    fold: Fold[list[Any]] = Fold(chunks, add)
-    for first, last in ((border, chunks), (0, border)):
-        for summary in bench.evaluate(first, last).summaries if first < last else ():
-            row = bench.rows[summary.row]
-            fold.add(summary.node, [summary.losses[0], row.gradient.clone(), row.changes.clone()])
-    done = bench.evaluate()
-    assert fold.root[0] == done.summaries[0].losses[0]
-    assert torch.equal(fold.root[1], bench.gradient(done))
-    assert torch.equal(fold.root[2], bench.rows[done.summaries[0].row].changes)
-
-
 def test_a_chunk_that_counts_nothing_adds_nothing_even_if_its_loss_is_no_number() -> None:
     inputs, targets = torch.cat([INPUTS, torch.full((2, 3), torch.nan)]), torch.cat([TARGETS, TARGETS[:2]])
     running = running_sum([1.0] * SIZE + [0.0] * 2)
@@ -208,25 +185,9 @@ def test_some_chunks_are_the_largest_subtrees_that_they_fill() -> None:
         torch.testing.assert_close(bench.rows[summary.row].gradient, gradient * size / SIZE, rtol=1e-12, atol=1e-15)
 
 
-CLASSES = st.lists(st.sampled_from([0, 1, IGNORED]), min_size=SIZE, max_size=SIZE)
-
-
-@pytest.mark.slow
-@given(bounds_of(), CLASSES.filter(lambda classes: {*classes} != {IGNORED}), st.booleans())
-@settings(deadline=None, max_examples=40)
-def test_with_class_weights_and_ignored_targets_each_sample_counts_its_own(
-    bounds: tuple[int, ...], classes: list[int], as_list: bool
-) -> None:
-    targets, bench = torch.tensor(classes), Bench(network(), weighted_cross_entropy())
-    data: tuple[Any, Any] = (list(INPUTS), list(targets)) if as_list else (INPUTS, targets)
-    bench.check(bench.load(*data, bounds=bounds, running=counted(classes)).evaluate(), targets=targets, rtol=1e-11)
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_where_every_target_is_ignored_the_mean_is_no_number_as_in_one_process(as_list: bool) -> None:
+def test_where_every_target_is_ignored_the_mean_is_no_number_as_in_one_process() -> None:
     targets, bench = torch.full((SIZE,), IGNORED), Bench(network(), weighted_cross_entropy())
-    data: tuple[Any, Any] = (list(INPUTS), list(targets)) if as_list else (INPUTS, targets)
-    bench.load(*data, bounds=(0, 5, 12), running=running_sum([0.0] * SIZE))
+    bench.load(INPUTS, targets, bounds=(0, 5, 12), running=running_sum([0.0] * SIZE))
     assert torch.tensor(plain(bench.module, bench.criterion, targets=targets)[0]).isnan()
     assert torch.tensor(bench.evaluate().summaries[0].losses[0]).isnan()
 

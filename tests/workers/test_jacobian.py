@@ -11,6 +11,8 @@ from torch import nn
 import batchopt_workers.tasks.jacobian as jacobian_module
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.tasks.jacobian import Jacobian
+from tests.backends.least_squares_contract import jacobian as rows
+from tests.backends.least_squares_contract import trained
 from tests.workloads import Mlp
 
 torch.manual_seed(0)
@@ -79,17 +81,15 @@ class Tied(nn.Module):
         return found
 
 
-def rows(module: nn.Module, residuals: torch.Tensor) -> torch.Tensor:
-    found = []
-    for residual in residuals.reshape(-1):
-        gradients = torch.autograd.grad(residual, trained(module), retain_graph=True, allow_unused=True)
-        pairs = zip(gradients, trained(module), strict=True)
-        found.append(torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in pairs]))
-    return torch.stack(found)
+def by_rows(residual: Any, module: nn.Module | None = None) -> tuple[Any, Jacobian]:
+    """A module, and what has the rows of its residual."""
+    module = Mlp().double() if module is None else module
+    return module, Jacobian(module, trained(module), MeanSquare(residual))
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+def same(found: torch.Tensor, module: nn.Module, residuals: torch.Tensor) -> None:
+    """The rows are those of one backward each."""
+    torch.testing.assert_close(found, rows(module, residuals), rtol=1e-12, atol=1e-13)
 
 
 CASES: dict[str, tuple[type[nn.Module], Any, str]] = {
@@ -108,9 +108,8 @@ CASES: dict[str, tuple[type[nn.Module], Any, str]] = {
 def test_rows_and_products(case: str, dtype: torch.dtype) -> None:
     make, residual, way = CASES[case]
     torch.manual_seed(1)
-    module = make().to(dtype)
+    module, jacobian = by_rows(residual, make().to(dtype))
     inputs, targets = X.to(dtype), Y.to(dtype)
-    jacobian = Jacobian(module, trained(module), MeanSquare(residual))
     blocks = [*jacobian.blocks(inputs, targets, 23)]
     assert [method.__name__ for method in jacobian._ways][:1] == ([way] if way else [])
     assert (jacobian.one_by_one > 0) == (not way)
@@ -131,10 +130,9 @@ def test_rows_and_products(case: str, dtype: torch.dtype) -> None:
 
 
 def test_memory_bounds_the_rows_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Mlp().double()
+    module, jacobian = by_rows(difference)
     size = sum(parameter.numel() for parameter in module.parameters())
     monkeypatch.setattr(jacobian_module, "ROOM", 8 * size * 12)
-    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
     assert [len(block.rows) for block in jacobian.blocks(X, Y, 23)] == [12, 12, 12, 12, 12, 12, 12, 8]
 
 
@@ -148,15 +146,14 @@ def test_inputs_of_any_structure() -> None:
             found: torch.Tensor = self.mlp(fields["x"] * fields["scale"]) * fields["weights"][0]
             return found
 
-    module = Fields().double()
+    module, jacobian = by_rows(difference, Fields().double())
     inputs = {"x": X, "weights": (Y[:, :1],), "scale": torch.tensor(2.0, dtype=torch.float64), "name": "a"}
-    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
     (block,) = jacobian.blocks(inputs, Y, 23)
     assert jacobian.one_by_one == 0
-    torch.testing.assert_close(block.rows, rows(module, difference(module, inputs, Y)), rtol=1e-12, atol=1e-13)
-    mlp = module.mlp  # and a sample that is not one of several
-    (block,) = Jacobian(mlp, trained(mlp), MeanSquare(difference)).blocks(X[0], Y[0], None)
-    torch.testing.assert_close(block.rows, rows(mlp, difference(mlp, X[0], Y[0])), rtol=1e-12, atol=1e-13)
+    same(block.rows, module, difference(module, inputs, Y))
+    module, jacobian = by_rows(difference)  # and a sample that is not one of several
+    (block,) = jacobian.blocks(X[0], Y[0], None)
+    same(block.rows, module, difference(module, X[0], Y[0]))
 
 
 def complex_numbers(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
@@ -182,20 +179,18 @@ DEPENDS = "depend on the other samples of its chunk, or on random numbers"
     ],
 )
 def test_what_is_no_residual(residual: Any, error: type[Exception], words: str) -> None:
-    module = Mlp().double()
+    _, jacobian = by_rows(residual)
     with pytest.raises(error, match=words):
-        [*Jacobian(module, trained(module), MeanSquare(residual)).blocks(X, Y, 23)]
+        [*jacobian.blocks(X, Y, 23)]
 
 
 def test_a_residual_that_does_not_depend_on_the_parameters_has_rows_of_zeros() -> None:
-    module = Mlp().double()
-    constant = Jacobian(module, trained(module), MeanSquare(lambda module, x, y: y)).blocks(X, Y, 23)
-    assert not any(block.rows.any() for block in constant)
+    _, jacobian = by_rows(lambda module, x, y: y)
+    assert not any(block.rows.any() for block in jacobian.blocks(X, Y, 23))
 
 
 def test_bad_samples_do_not_decide_the_way() -> None:
-    module = Mlp().double()
-    jacobian = Jacobian(module, trained(module), MeanSquare(difference))
+    module, jacobian = by_rows(difference)
     (block,) = jacobian.blocks(X[:5] * torch.nan, Y[:5], 5)
     assert block.rows.isnan().any()
 
@@ -204,10 +199,10 @@ def test_bad_samples_do_not_decide_the_way() -> None:
             raise ArithmeticError("mine")
         return difference(module, inputs, targets)
 
-    other = Jacobian(module, trained(module), MeanSquare(picky))
+    _, other = by_rows(picky, module)
     with pytest.raises(ArithmeticError, match="mine"):
         [*other.blocks(X[:, :5], Y, 23)]
     for each in (jacobian, other):
         found = torch.cat([block.rows for block in each.blocks(X, Y, 23)])
         assert each.one_by_one == 0
-        torch.testing.assert_close(found, rows(module, difference(module, X, Y)), rtol=1e-12, atol=1e-13)
+        same(found, module, difference(module, X, Y))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,41 +49,32 @@ def test_numbers_keep_every_bit(seconds: float, loss: float) -> None:
     assert Report.decode(frame).encode() == frame
 
 
-@given(RECORDS)
-@settings(deadline=None, max_examples=50)
-def test_every_truncation_is_a_value_error(record: Report | Failure) -> None:
-    frame = record.encode()
-    for length in range(len(frame)):
-        with pytest.raises(ValueError, match="frame"):
-            type(record).decode(frame[:length])
-
-
 @given(RECORDS, st.binary(min_size=1, max_size=30))
-@settings(deadline=None)
-def test_bytes_past_the_end_are_a_value_error(record: Report | Failure, more: bytes) -> None:
-    with pytest.raises(ValueError, match="frame"):
-        type(record).decode(record.encode() + more)
+@settings(deadline=None, max_examples=50)
+def test_every_truncation_and_bytes_past_the_end_are_a_value_error(record: Report | Failure, more: bytes) -> None:
+    frame = record.encode()
+    for wrong in (*(frame[:length] for length in range(len(frame))), frame + more):
+        with pytest.raises(ValueError, match="frame"):
+            type(record).decode(wrong)
 
 
-@given(st.sampled_from([Report, Failure]), st.binary(max_size=80))
-@settings(deadline=None)
-def test_any_bytes_are_a_record_or_a_value_error(kind: type[Report | Failure], frame: bytes) -> None:
-    try:
-        assert isinstance(kind.decode(frame), kind)
-    except ValueError:
-        pass
-
-
-@given(RECORDS, st.data())
-@settings(deadline=None)
-def test_damaged_bytes_are_a_record_or_a_value_error(record: Report | Failure, data: st.DataObject) -> None:
+def damaged(record: Report | Failure, changes: list[tuple[int, int]]) -> tuple[type[Report | Failure], bytes]:
     frame = bytearray(record.encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        assert isinstance(type(record).decode(bytes(frame)), type(record))
-    except ValueError:
-        pass
+    for at, byte in changes:
+        frame[at % len(frame)] = byte
+    return type(record), bytes(frame)
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4)
+ANY_BYTES = st.tuples(st.sampled_from([Report, Failure]), st.binary(max_size=80))
+
+
+@given(ANY_BYTES | st.builds(damaged, RECORDS, CHANGES))
+@settings(deadline=None, max_examples=200)
+def test_any_bytes_and_damaged_ones_are_a_record_or_a_value_error(drawn: tuple[type[Report | Failure], bytes]) -> None:
+    kind, frame = drawn
+    with suppress(ValueError):
+        assert isinstance(kind.decode(frame), kind)
 
 
 def test_a_long_text_keeps_its_end() -> None:

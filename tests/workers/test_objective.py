@@ -24,51 +24,11 @@ class OwnLoss(nn.Module):
         return self.weight * (inputs.sum() if targets is None else targets.sum())
 
 
-def test_a_criterion_is_given_the_output_and_the_targets_if_there_are_any() -> None:
-    module = nn.Linear(2, 1)
-    cases: list[tuple[Callable[..., torch.Tensor], Any]] = [(nn.MSELoss(), TARGETS), (torch.sum, None)]
-    for criterion, targets in cases:
-        output, loss = Objective(module, criterion, None)(INPUTS, targets)
-        assert torch.equal(output, module(INPUTS))
-        assert torch.equal(loss, criterion(output) if targets is None else criterion(output, targets))
-
-
-@pytest.mark.parametrize("targets", [None, TARGETS])
-def test_a_loss_function_is_given_the_module_the_inputs_and_the_targets(targets: torch.Tensor | None) -> None:
-    module = OwnLoss()
-    seen: list[Any] = []
-
-    def loss_fn(*arguments: Any) -> torch.Tensor:
-        seen.extend(arguments)
-        return module.weight * 3
-
-    output, loss = Objective(module, None, loss_fn)(INPUTS, targets)
-    assert [id(argument) for argument in seen] == [id(module), id(INPUTS), id(targets)]
-    assert output is None
-    assert loss.item() == 6.0
-
-
 @pytest.mark.parametrize(("targets", "expected"), [(None, 20.0), (TARGETS, 2.0)])
 def test_a_module_alone_is_its_own_loss(targets: torch.Tensor | None, expected: float) -> None:
     output, loss = Objective(OwnLoss(), None, None)(INPUTS, targets)
     assert output is None
     assert loss.item() == expected
-
-
-@pytest.mark.parametrize("kind", [nn.BCELoss, nn.BCEWithLogitsLoss])
-@pytest.mark.parametrize("columns", [1, 3])
-def test_rows_of_a_weight_make_the_loss_of_their_samples(
-    kind: type[nn.BCELoss | nn.BCEWithLogitsLoss], columns: int
-) -> None:
-    module = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid())
-    inputs, targets, rows = torch.rand(5, 2), torch.rand(5, 3), torch.rand(5, columns)
-    criterion = kind(weight=rows, reduction="sum")
-    objective = Objective(module, criterion, None)
-    whole = criterion(module(inputs), targets)
-    part, rest = (objective(inputs[cut], targets[cut], {"weight": rows[cut]})[1] for cut in (slice(0, 2), slice(2, 5)))
-    assert torch.equal(part, kind(weight=rows[:2], reduction="sum")(module(inputs[:2]), targets[:2]))
-    torch.testing.assert_close(part + rest, whole)
-    assert criterion.weight is rows
 
 
 def test_the_criterion_has_its_own_weight_back_after_it_raised() -> None:

@@ -10,11 +10,9 @@ import torch
 
 from batchopt.backends.process.task_files import read_columns
 from batchopt_workers.data import memory
-from batchopt_workers.data.batch import Columns, Part, Samples
 from batchopt_workers.data.memory import GrowingFile, anonymous_file
-from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.tasks import forms
-from batchopt_workers.tasks.forms import FileOutput, MemoryOutput, Output, rows_form, write_results
+from batchopt_workers.tasks.forms import FileOutput, MemoryOutput, Output, rows_form
 from tests.workers.test_memory import limited
 
 ROWS = {
@@ -54,22 +52,6 @@ def large(file: GrowingFile, copied: bool = False) -> torch.Tensor:
     FileOutput(os.dup(file.fd)).write(form.columns, tensors, 0, 100, 100)
     (found,) = read_columns(file, form.columns, 100, copied)
     return found
-
-
-def test_what_was_read_takes_no_descriptor_and_goes_with_its_last_reference() -> None:
-    def mappings() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("memfd" in line for line in maps)
-
-    opened, mapped = len(os.listdir("/proc/self/fd")), mappings()
-    kept = [large(GrowingFile()) for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == opened and mappings() == mapped + 20
-    part = kept[0][3:]
-    del kept
-    assert mappings() == mapped + 1 and part.sum() == 97_000
-    part.add_(1.0)  # is this process's own
-    del part
-    assert mappings() == mapped
 
 
 def test_what_is_written_to_the_result_stays_in_this_process() -> None:
@@ -112,13 +94,3 @@ def test_a_block_that_cannot_be_mapped_gives_its_descriptor_back() -> None:
     with limited(resource.RLIMIT_NOFILE, 3), pytest.raises(OSError, match="ulimit -n"):
         memory.SharedBlock(fd)
     assert len(os.listdir("/proc/self/fd")) == opened
-
-
-def test_a_list_of_samples_yields_one_object_each() -> None:
-    part = Part(Samples([1, 2, 3]), None, None, Weighting("mean", 3))
-    to = MemoryOutput()
-    form = write_results(to, [torch.zeros(2), "x", None], part, range(0, 3))
-    assert form.objects is not None and len(form.objects) == 3 and not to.tensors
-    columns = Part(Columns(torch.zeros(3)), None, None, Weighting("mean", 3))
-    assert not write_results(to, [["a", "b"]], columns, range(1, 3)).columns and not to.tensors
-    assert write_results(to, [torch.ones(2)], columns, range(1, 3)).columns and to.tensors[0][1:].tolist() == [1, 1]
