@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,10 +16,10 @@ MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes
 serve = forkserver.main
 
 
-def lasting(connection: Connection, parent: int, *others: Any) -> None:
+def lasting(connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = ()) -> None:
     """As `forkserver.main`, but it does not end after a minute in which nobody needed it."""
     forkserver.LINGER = 3600.0
-    serve(connection, parent, *others)
+    serve(connection, parent, leash, libraries)
 
 
 def main(*arguments: Any) -> None:
