@@ -1,4 +1,4 @@
-"""How fast evaluations are by 1, 2, 4, ... workers here, measured, and by more of them and other machines, computed."""
+"""The speed-up of evaluations by 1, 2, 4, ... workers, measured here, and by more workers and machines, computed."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _model(function: BatchFunction, batch: Batch, chunk_size: int | None) -> tup
     workers, step = function.workers, function.ready()
     plan = make_plan(batch.size, chunk_size, Speeds.unknown(PART))
 
-    def evaluate(cut: Cut, last: int) -> float:
+    def seconds_of(cut: Cut, last: int) -> float:
         order = Order(workers.number(), step.number, 0, last, Kind.EVALUATE)
         began = time.perf_counter()
         workers.backend.evaluate(cut, [order])
@@ -196,8 +196,8 @@ def _model(function: BatchFunction, batch: Batch, chunk_size: int | None) -> tup
     whole_cut = plan.cut if chunk_size is not None else Cut((0, batch.size))
     chunks, part = whole_cut.chunks, max(1, plan.runs[0][1])
     with workers.without_hooks():
-        whole = statistics.median([evaluate(whole_cut, chunks) for _ in range(6)][1:])
-        share = statistics.median([evaluate(plan.cut, part) for _ in range(6)][1:])
+        whole = statistics.median([seconds_of(whole_cut, chunks) for _ in range(6)][1:])
+        share = statistics.median([seconds_of(plan.cut, part) for _ in range(6)][1:])
     samples = plan.cut.bounds[part] / batch.size
     of_all = max(0.0, (whole - share) / (1 - samples)) if samples < 1 else whole
     return max(0.0, whole - of_all), of_all

@@ -1,11 +1,11 @@
 """Is `parallelize="auto"` ever slower than what one could have chosen by hand?
 
-For fifteen functions of a tenth of a millisecond to a second, in turn, each in a process of its own: plain torch on all
+For fifteen functions of one to some hundreds of milliseconds, in turn, each in a process of its own: plain torch on all
 cores and on one thread, `parallelize=1`, the same with one thread, `parallelize=N`, and `"auto"`, once it has chosen.
 `chosen / best` compares it with the fastest of our own ways, `chosen / torch` with torch on all cores: smaller is
 better.
 
-    python -m benchmarks.auto [--workloads linear ...] [--rounds 6]
+    python -m benchmarks.auto [--workloads "GRU, 256 of 30" ...] [--rounds 6]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 import batchopt
 from benchmarks.arms import Arm, take_turns
 from benchmarks.findings import Finding, publish
-from benchmarks.workloads import Supervised, Workload, burgers
+from benchmarks.workloads import Recurrent, Supervised, Workload, burgers
 
 ROUNDS = 6
 # Evaluations after which "auto" must have chosen.
@@ -64,18 +64,6 @@ def convolutional(samples: int) -> Callable[[], Workload]:
     return make
 
 
-class Recurrent(nn.Module):
-    """A GRU, whose last state is mapped to a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRU(16, 64, batch_first=True), nn.Linear(64, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.cell(x)[0][:, -1])
-        return found
-
-
 def recurrent() -> Workload:
     """Sequences of 30."""
     return Workload(Recurrent(), Supervised(nn.MSELoss()), torch.randn(256, 30, 16), torch.randn(256, 1))
@@ -89,8 +77,7 @@ def attention() -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "linear, 500": dense([10, 1], 500),
-    "20-20, 1,000": dense([2, 20, 20, 1], 1000),
+    "20-20, 10,000": dense([2, 20, 20, 1], 10_000),
     "20-20, 20,000": dense([2, 20, 20, 1], 20_000),
     "20 layers of 64, 1,000": dense([16, *[64] * 20, 1], 1000),
     "20 layers of 64, 20,000": dense([16, *[64] * 20, 1], 20_000),
@@ -100,6 +87,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "Burgers, 300": physics(300),
     "Burgers, 3,000": physics(3000),
     "Burgers, 30,000": physics(30_000),
+    "Burgers, 100,000": physics(100_000),
     "convolutions, 64": convolutional(64),
     "convolutions, 1,024": convolutional(1024),
     "GRU, 256 of 30": recurrent,

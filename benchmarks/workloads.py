@@ -31,6 +31,18 @@ class Supervised:
         return loss
 
 
+class Recurrent(nn.Module):
+    """A GRU, whose last state is mapped to a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(16, 64, batch_first=True), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.cell(x)[0][:, -1])
+        return found
+
+
 def burgers(module: nn.Module, points: torch.Tensor, targets: None) -> torch.Tensor:
     """The mean square of the residual u_t + u u_x - (0.01 / pi) u_xx at the points (t, x)."""
     points = points.detach().requires_grad_()

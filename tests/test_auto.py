@@ -255,3 +255,23 @@ def test_mini_batches_and_functions_of_the_batch_go_on_as_before(capsys: pytest.
     assert found[0][0] == found[1][0] and found[0][3] == found[1][3]
     assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
     assert capsys.readouterr().err.count("parallelize='auto' is 2 workers, threads=1: measured") == 1
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_batch_that_cannot_be_sent_is_evaluated_here() -> None:
+    case = mlp()
+
+    class Samples(list[Any]):
+        def __reduce__(self) -> Any:
+            raise TypeError("these samples stay here")
+
+    samples = Samples(zip(case.inputs, case.targets, strict=True))
+    given: dict[str, Any] = {"collate_fn": lambda pairs: tuple(map(torch.stack, zip(*pairs, strict=True)))}
+    with BatchOptimizer(**parts(Slow()), **given) as opt:
+        opt.load([x for x, _ in samples], Samples(case.targets))
+        expected = opt.evaluate()
+        for _ in range(400):
+            assert torch.allclose(opt.evaluate(), expected)
+            if choice_of(opt).phase is Phase.CHOSEN:
+                break
+        assert len(opt.workers) == 1 and "cannot" in choice_of(opt).reason

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = [*sorted((ROOT / "batchopt").rglob("*.py")), *sorted((ROOT / "workers").rglob("*.py"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-LINES, FILES, LINES_OF_TESTS = 30_109, 174, 32_764
+LINES, FILES, LINES_OF_TESTS = 30_105, 173, 32_593
 LINES_OF_A_FILE, FILES_OF_A_FOLDER = 450, 20
 CHAIN = 24
-DEFINITIONS = {"evaluate": 17, "resize": 11, "begin_task": 10}
+DEFINITIONS = {"evaluate": 18, "resize": 12, "begin_task": 10}
 # A docstring that begins so is half a sentence.
 BEGINNINGS = {"What", "Whether", "Where", "How", "Those", "As", "Of", "Who", "Which", "When", "That"}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchopt._data.terms import reweighed
-from batchopt._function.counters import Counters
+from batchopt._function.step import Counters
 from batchopt.optim.choose import check_options
 
 if TYPE_CHECKING:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 
 from batchopt._function.checks import compare, refuse_frequencies
 from batchopt._function.choice import LATER, Choice, Configuration, Phase
-from batchopt._function.counters import Counters
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import Planned
 from batchopt._function.prepared import PreparedBatch
 from batchopt._function.settings import Settings
-from batchopt._function.step import Step
+from batchopt._function.step import Counters, Step
 from batchopt._machine.cores import usable_cores
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._mapreduce.answers import Answer
@@ -69,7 +68,7 @@ class AutoFunction(BatchFunction):
         began = time.perf_counter()
         loss = super().evaluate(map, reduce)
         seconds, self._seconds = time.perf_counter() - began + self._seconds, 0.0
-        if not self._others:
+        if not self._others and self._choice.configuration == self._present:  # else it could not change yet
             before = self._choice.phase
             self._choice.took(seconds)
             if self._choice.phase is not before:
@@ -97,16 +96,16 @@ class AutoFunction(BatchFunction):
         super().begin(prepared, rows)
         self._seconds += time.perf_counter() - began
 
-    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+    def prepared(self, batches: Iterable[Any]) -> Generator[PreparedBatch, None, None]:
         """Yield each of `batches`, prepared."""
-        found = super().prepared(batches)
-        while True:
-            began = time.perf_counter()
-            batch = next(found, None)
-            self._seconds += time.perf_counter() - began
-            if batch is None:
-                return
-            yield batch
+        with closing(super().prepared(batches)) as found:
+            while True:
+                began = time.perf_counter()
+                batch = next(found, None)
+                self._seconds += time.perf_counter() - began
+                if batch is None:
+                    return
+                yield batch
 
     @contextmanager
     def under_examination(self) -> Iterator[None]:
@@ -164,14 +163,14 @@ class AutoFunction(BatchFunction):
         first, last = max(plan.runs, key=lambda run: run[1] - run[0])
         found: list[float] = []
 
-        def evaluate() -> list[Answer]:
+        def run() -> list[Answer]:
             order = Order(workers.number(), step.number, first, last, Kind.EVALUATE)
             return workers.backend.evaluate(plan.cut, [order])
 
         with self._at_start(), workers.without_hooks(), workers.with_threads(share.threads):
             while len(found) < 2 or (len(found) < 4 and found[-1] < 0.005):
                 began = time.perf_counter()
-                workers.learning(evaluate)
+                workers.learning(run)
                 found.append(time.perf_counter() - began)
         return min(found)
 
@@ -187,23 +186,28 @@ class AutoFunction(BatchFunction):
             return False
 
     def _change(self, configuration: Configuration) -> None:
-        """Use another configuration, also for the loaded batch."""
-        step = self._step
+        """Use another configuration; the previous one if that is impossible."""
+        step, before = self._step, self._present
         try:
-            with self.observers.doing("parallelize"):
-                self.workers.use(*configuration)
+            self._use(configuration, step)
         except (BatchoptError, OSError, TypeError, ValueError) as error:
-            self._choice.choose(f"workers cannot start: {error}", self._present)
-            return
-        self._present, self._repeat, self._planned, self._placed = configuration, None, None, None
-        self.workers.backend.keep_outputs(self._keeps_outputs)
+            self._choice.choose(f"workers cannot start: {error}", before)
+            self._use(before, step)
+
+    def _use(self, configuration: Configuration, step: Step | None) -> None:
+        # An interrupt in between leaves no batch: it has to be loaded again.
+        self._step = self._repeat = self._planned = self._placed = None
+        with self.observers.doing("parallelize"):
+            self.workers.use(*configuration)
+        self._present = configuration
+        backend, speeds = self.workers.backend, self.workers.speeds
+        backend.keep_outputs(self._keeps_outputs)
         if step is not None:
-            backend, size, speeds = self.workers.backend, step.batch.size, self.workers.speeds
             self._placed = backend.prepare(step.batch)
             backend.load(self._placed, step.weights)
-            plan = make_plan(size, step.chunk_size, speeds)
+            plan = make_plan(step.batch.size, step.chunk_size, speeds)
+            self._planned = Planned(step.batch.size, step.chunk_size, speeds, plan)
             self._step = step._replace(plan=plan)
-            self._planned = Planned(size, step.chunk_size, speeds, plan)
 
     # ---- where workers may have state of the user's, their number stays
 

@@ -12,7 +12,7 @@ import torch
 
 from batchopt._data.batches import Reading, Readings
 from batchopt._data.denominators import is_torchs_own
-from batchopt._function.counters import Counters
+from batchopt._function.step import Counters
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
 from batchopt._mapreduce.reduce import all_finite, merge_answers

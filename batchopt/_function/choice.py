@@ -34,7 +34,7 @@ class Configuration(NamedTuple):
 
 
 class Phase(Enum):
-    """What the next evaluations are for."""
+    """The purpose of the next evaluations."""
 
     TIME = "time"  # the present configuration is timed
     PROBE = "probe"  # a worker's share is to be timed in this process
@@ -72,18 +72,18 @@ class Choice:
 
     def _begin_trial(self) -> None:
         self._seconds: list[float] = []
-        self._warm = False  # the first evaluation warms up
+        self._cold = 1 if self.configuration.workers == 1 else 2  # evaluations that warm up
 
     def took(self, seconds: float) -> None:
         """Note that an evaluation by `configuration` took this long, loading its batch included."""
         self._evaluations += 1
         if self.phase is Phase.CHOSEN:
             self._follow(seconds)
-        elif self.phase is Phase.TIME and not self._warm:
-            self._warm = True
+        elif self.phase is Phase.TIME and self._cold:
+            self._cold -= 1
         elif self.phase is Phase.TIME:
             self._seconds.append(seconds)
-            if len(self._seconds) >= (1 if seconds > 0.1 else 2 if seconds > 0.01 else 6):
+            if len(self._seconds) >= (3 if seconds > 0.01 else 6):
                 self.times[self.configuration] = min(self._seconds)
                 self._timed()
 

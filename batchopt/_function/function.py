@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,12 +17,11 @@ from batchopt._data.batches import Readings
 from batchopt._data.epochs import Turn
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
 from batchopt._function.checks import explain
-from batchopt._function.counters import Counters
 from batchopt._function.loader import BatchLoader, Past, Planned, closed
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of, with_denominators
 from batchopt._function.settings import Settings
-from batchopt._function.step import LONGEST, Repeat, Step
+from batchopt._function.step import LONGEST, Counters, Repeat, Step
 from batchopt._machine.cores import torch_threads
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
@@ -82,7 +81,7 @@ class BatchFunction(BatchLoader):
         """Return the batch, or a copy with all normalisers of its means known."""
         return with_denominators(batch, self.readings, self.carry_out, self.workers.backend)
 
-    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+    def prepared(self, batches: Iterable[Any]) -> Generator[PreparedBatch, None, None]:
         """Yield each of `batches`, prepared; the next one is read and prepared while the workers compute."""
         read = as_arguments if self._terms is None else as_batch_of_terms
 

@@ -17,12 +17,11 @@ from batchopt._data.denominators import marks_of
 from batchopt._data.forms import BatchForm, with_form
 from batchopt._data.terms import Term, reweighed
 from batchopt._function.checks import compare, refuse_frequencies
-from batchopt._function.counters import Counters
 from batchopt._function.observer import Trial
 from batchopt._function.observers import Observers
 from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
-from batchopt._function.step import Repeat, Step
+from batchopt._function.step import Counters, Repeat, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._mapreduce.plan import NEW, Plan, choose_chunk_size, follow, make_plan
