@@ -235,6 +235,9 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
         assert choice_of(opt).phase is Phase.TIME
         opt.prehook = hooked["prehook"]
         assert len(opt.workers) == 2
+        opt.resize("auto")
+        opt.hogwild((case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
+        assert len(opt.workers) == 2
         assert opt.check(case.inputs, case.targets).healthy
 
 

@@ -130,6 +130,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "optimizer: more groups": (having("optimizer", "param_groups", value=[]), "parameter group"),
     "optimizer: memory": (having("optimizer", "state", 0, value=7), "remembers of each parameter"),
     "optimizer: lr": (having("optimizer", "param_groups", 0, "lr", value=-1.0), "`?lr"),
+    "choice": (having("parallelize", value=2), "`parallelize` of the state must be a dict"),
+    "choice: workers": (having("parallelize", value={"workers": 0, "samples": 1}), "`parallelize` of the state is"),
     "weights": (having("weights", value={"a": 1.0}), "this BatchOptimizer has none"),
 }
 

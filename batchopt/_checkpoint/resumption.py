@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from batchopt._function.function import BatchFunction
     from batchopt.optim.rollback import Rollback
 
-# Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones.
+# Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones, and `parallelize`
+# only in those of `parallelize="auto"`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
 _COUNTS = ("evaluations", "batches", "samples", "steps", "products")
 
@@ -69,7 +70,7 @@ def resume(
             # torch's optimizers would share tensors with the optimizer whose state this is
             optimizer.load_state_dict(deepcopy(state["optimizer"]))
             check_options(optimizer)
-        if "parallelize" in state:
+        if state.get("parallelize") is not None:
             function.arrange(state["parallelize"])
         function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
     except BaseException:
@@ -92,6 +93,7 @@ def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) 
     _check_mapping("`module` of the state", state["module"])
     _check_history(state["history"])
     _check_speeds(state["speeds"])
+    _check_choice(state.get("parallelize"))
     _check_optimizer(state["optimizer"], state.get("optimizer_class"), optimizer)
 
 
@@ -136,6 +138,15 @@ def _check_speeds(speeds: Any) -> None:
     is_sequence = isinstance(speeds, Sequence) and not isinstance(speeds, (str, bytes))
     if not is_sequence or not all(speed is None or (_is_number(speed) and 0 <= speed < math.inf) for speed in speeds):
         raise ValueError(f"`speeds` of the state must be a list of finite numbers >= 0, or None; got {speeds!r}")
+
+
+def _check_choice(choice: Any) -> None:
+    if choice is None:
+        return
+    _check_mapping("`parallelize` of the state", choice)
+    numbers = [choice.get("workers"), choice.get("samples"), choice.get("threads") or 1]
+    if not all(type(number) is int and number >= least for number, least in zip(numbers, (1, 0, 1), strict=True)):
+        raise ValueError(f"`parallelize` of the state is {choice!r}, which no BatchOptimizer wrote")
 
 
 def _is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ GAIN = 0.97
 # Seconds of the longest evaluation for which one thread in this process may be faster than several.
 SHORT = 0.02
 # Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
-COORDINATION, EACH, BYTE = 2.5e-4, 2e-5, 2.5e-10
+COORDINATION, EACH, BYTE = 2e-4, 1e-5, 1e-10
 # Seconds that starting the first workers of a program takes from other work, and later ones.
 FIRST, LATER = 1.0, 0.15
 # Evaluations between two looks whether times have changed, at first; and by which factor.
