@@ -72,7 +72,7 @@ class Choice:
 
     def _begin_trial(self) -> None:
         self._seconds: list[float] = []
-        self._cold = 1 if self.configuration.workers == 1 else 2  # evaluations that warm up
+        self._cold = 1 if self.configuration.workers == 1 else 4  # evaluations that warm up
 
     def took(self, seconds: float) -> None:
         """Note that an evaluation by `configuration` took this long, loading its batch included."""
@@ -83,7 +83,7 @@ class Choice:
             self._cold -= 1
         elif self.phase is Phase.TIME:
             self._seconds.append(seconds)
-            if len(self._seconds) >= (3 if seconds > 0.01 else 6):
+            if len(self._seconds) >= (3 if seconds > 0.1 else 6):
                 self.times[self.configuration] = min(self._seconds)
                 self._timed()
 
