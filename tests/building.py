@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ class Child:
         with open(self._reader, "rb") as pipe:
             found = pipe.read().decode()
         os.waitpid(self._pid, 0)
-        return found.replace(str(self._pid), "CHILD")
+        return re.sub(rf"\b{self._pid}\b", "CHILD", found)
 
 
 @contextmanager

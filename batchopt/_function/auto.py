@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -168,11 +169,11 @@ class AutoFunction(BatchFunction):
             return workers.backend.evaluate(plan.cut, [order])
 
         with self._at_start(), workers.without_hooks(), workers.with_threads(share.threads):
-            while len(found) < 2 or (len(found) < 4 and found[-1] < 0.005):
+            while len(found) < 3 or (len(found) < 6 and found[-1] < 0.005):
                 began = time.perf_counter()
                 workers.learning(run)
                 found.append(time.perf_counter() - began)
-        return min(found)
+        return median(found[1:])
 
     def _can_start(self) -> bool:
         """Begin the preparation of workers; tell whether it is complete."""

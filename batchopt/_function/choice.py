@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from statistics import median
 from typing import NamedTuple
 
 # Workers are used if they are expected, and then measured, to take less than this fraction of the time.
@@ -84,7 +85,8 @@ class Choice:
         elif self.phase is Phase.TIME:
             self._seconds.append(seconds)
             if len(self._seconds) >= (3 if seconds > 0.1 else 6):
-                self.times[self.configuration] = min(self._seconds)
+                # not the least: several threads are fast at times, and slow when they wait for each other
+                self.times[self.configuration] = median(self._seconds)
                 self._timed()
 
     def _timed(self) -> None:

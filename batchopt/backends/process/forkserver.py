@@ -145,7 +145,8 @@ class ForkServer:
         self._serves = threading.Event()
         with apart_from_streams():
             self._start(environment, libraries)
-        self.tell(Command.GREET, 0)  # answered once it serves
+        with suppress(ForkServerError):  # it has ended already, and the first call says why
+            self.tell(Command.GREET, 0)  # answered once it serves
         # Before multiprocessing waits at exit for its children.
         util.Finalize(self, _end, (self._process, self._socket, self._leash, self._serves), exitpriority=5)
 
