@@ -27,9 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     found = runpy.run_path(script, run_name="batchopt_script")
     if not callable(found.get(name)):
         parser.error(f"'{script}' has no function {name!r}")
-    with found[name]() as opt:
-        if not isinstance(opt, BatchOptimizer):
-            parser.error(f"{name}() must return a BatchOptimizer; got {type(opt).__name__}")
+    made = found[name]()
+    if not isinstance(made, BatchOptimizer):
+        parser.error(f"{name}() must return a BatchOptimizer; got {type(made).__name__}")
+    with made as opt:
         result = opt.scaling(seconds=given.seconds, bandwidth=given.bandwidth)
     print(result)
     if given.draw:

@@ -300,11 +300,13 @@ class BatchOptimizer(Evaluations):
         cores, for `seconds` in all, and compute it for more workers and for several machines like this one.
 
         `print` the result for a table with a summary; `draw(path)` makes a figure. Computed times follow from the time
-        of the whole batch and of a part of it on one thread, from what coordination took here, and for machines from
-        the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1 Gbit/s). Parameters,
-        counters and later draws are as before; workers are started again, so they run `precode`; hooks run. A batch has
-        to be loaded again. Raises `ValueError` on a cluster and with `devices`.
+        of the whole batch and of a part of it on one thread, from the coordination of workers as measured on two cores,
+        and for machines from the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1
+        Gbit/s). Parameters, counters, speeds and later draws are as before; workers are started again, so they run
+        `precode`, and lose their `state`; hooks run. A batch has to be loaded again. Raises `ValueError` on a cluster
+        and with `devices`, and `BatchoptError` in the middle of a step.
         """
+        self._owner.check_between_steps("scaling")
         return measure_scaling(self._function, self.evaluate, seconds, bandwidth)
 
     # ---- workers

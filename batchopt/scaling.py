@@ -22,8 +22,9 @@ from batchopt_workers.process.messages import Cut, Kind, Order
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Seconds that an exchange between machines takes beside its bytes, for each doubling of their number.
-LATENCY = 1e-3
+# Seconds that an exchange between machines takes beside its bytes, for each doubling of their number: as for gradients
+# of 10,000 elements in docs/benchmarks.md.
+LATENCY = 2.5e-3
 # The part of the batch that is timed beside all of it, for what an evaluation takes whatever its samples.
 PART = 8
 MOST = 64  # workers and machines to which times are computed
@@ -116,12 +117,7 @@ class Scaling:
         known = [alone, *(row for row in several if row.measured)]
         computed = [known[-1], *(row for row in several if not row.measured)]
         for label, style, rows in (("computed", "o--", computed), ("measured", "o-", known)):
-            axes.plot(
-                [row.workers for row in rows],
-                [self.speed_up(row) for row in rows],
-                style,
-                label=label,
-            )
+            axes.plot([row.workers for row in rows], [self.speed_up(row) for row in rows], style, label=label)
         most = max((row.workers for row in self.rows), default=1)
         axes.plot([1, most], [1, most], color="#bbbbbb", linewidth=1, label="ideal")
         axes.set_xscale("log", base=2)
@@ -148,24 +144,25 @@ def measure_scaling(
     configurations = [Configuration(1, given), *(Configuration(n, given or 1) for n in numbers)]
     if given is None:
         configurations.insert(1, Configuration(1, 1))
-    before = Configuration(len(workers.infos), given)
+    before, speeds = workers.configuration, workers.speeds
     bytes_of_gradient = function.subject.x.numel() * function.subject.x.element_size()
     rows = []
     with function.under_examination():
         try:
             for configuration in configurations:
-                workers.use(*configuration)
+                function.use(*configuration)
                 function.begin(workers.backend.prepare(step.batch))
                 took = _median(evaluate, seconds / len(configurations))
                 pids = [info.pid for info in workers.infos]
                 memory = None if configuration.workers == 1 else max(map(_private_bytes, pids))
                 threads = configuration.threads or cores
                 rows.append(ScalingRow(configuration.workers, threads, took, memory=memory))
-            workers.use(1, 1)
+            function.use(1, 1)
             function.begin(workers.backend.prepare(step.batch))
             fixed, whole = _model(function, step.batch, step.chunk_size)
         finally:
-            workers.use(*before)
+            function.use(*before)
+            workers.set_speeds(speeds)
     return Scaling((*rows, *_computed(rows, fixed, whole, bytes_of_gradient, bandwidth)))
 
 

@@ -16,10 +16,12 @@ MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes
 serve = forkserver.main
 
 
-def lasting(connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = ()) -> None:
+def lasting(
+    connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = (), path: Sequence[str] = ()
+) -> None:
     """As `forkserver.main`, but it does not end after a minute in which nobody needed it."""
     forkserver.LINGER = 3600.0
-    serve(connection, parent, leash, libraries)
+    serve(connection, parent, leash, libraries, path)
 
 
 def main(*arguments: Any) -> None:

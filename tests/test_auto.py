@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -154,7 +155,8 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
     with BatchOptimizer(**parts(module), chunk_size=chunk_size) as opt:
         opt.load_state_dict(state)
         opt.load(case.inputs, case.targets)
-        assert len(opt.workers) == 2 and (chunk_size is None or torch.equal(opt.evaluate(), loss))
+        found = opt.evaluate()
+        assert len(opt.workers) == 2 and (chunk_size is None or torch.equal(found, loss))
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -278,3 +280,64 @@ def test_a_batch_that_cannot_be_sent_is_evaluated_here() -> None:
             if choice_of(opt).phase is Phase.CHOSEN:
                 break
         assert len(opt.workers) == 1 and "cannot" in choice_of(opt).reason
+
+
+FACTOR = [1.0]  # which the module of this name in a worker has as in the file
+
+
+def scaled(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean square, by a global of this file."""
+    return FACTOR[0] * (output - targets).square().mean()
+
+
+def only_here(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Fails in every other process."""
+    assert os.getpid() == int(os.environ["BATCHOPT_TEST_HERE"])
+    return nn.functional.mse_loss(output, targets)
+
+
+def whole_only(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Fails for a part of the batch."""
+    assert len(output) == 37
+    return nn.functional.mse_loss(output, targets)
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("criterion", "reason"),
+    [
+        (scaled, "workers compute something else than this process"),
+        (only_here, "workers cannot evaluate this"),
+        (whole_only, "a part of the batch cannot be evaluated"),
+    ],
+)
+def test_workers_are_not_used_where_they_find_another_f_or_none(
+    criterion: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = mlp()
+    monkeypatch.setattr("tests.test_auto.FACTOR", [2.0])
+    monkeypatch.setenv("BATCHOPT_TEST_HERE", str(os.getpid()))
+    with BatchOptimizer(**{**parts(Slow()), "criterion": criterion, "reduction": "mean"}, check_cut=False) as opt:
+        opt.load(case.inputs, case.targets)
+        expected = opt.evaluate()
+        for _ in range(400):
+            assert torch.equal(opt.evaluate(), expected)
+            if choice_of(opt).phase is Phase.CHOSEN:
+                break
+        assert len(opt.workers) == 1 and reason in choice_of(opt).reason
+        assert torch.equal(opt.evaluate(), expected) and opt.eval_counter > 2
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_state_with_several_threads_does_not_change_bits_that_are_fixed_and_one_worker_has_all_threads() -> None:
+    case = mlp()
+    with BatchOptimizer(**parts(Mlp().double()), chunk_size=5) as opt:
+        state = {**opt.state_dict(), "parallelize": {"workers": 1, "threads": None, "samples": 37}}
+        opt.load_state_dict(state)
+        assert choice_of(opt).phase is Phase.TIME and choice_of(opt).configuration == ONE
+    with BatchOptimizer(**parts(Mlp().double())) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.run_on_workers(lambda worker: None)
+        assert opt._function.workers.configuration == TWO
+        opt.resize(1)
+        assert opt._function.workers.configuration == ALONE

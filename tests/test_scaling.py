@@ -89,3 +89,16 @@ def test_from_the_shell(tmp_path: Path, arguments: list[str], status: int, words
     command = [sys.executable, "-m", "batchopt", "scaling", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == status and words in done.stdout + done.stderr, done.stderr
+
+
+def test_speeds_that_were_given_and_outputs_that_are_kept_stay() -> None:
+    case = mlp()
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, speeds=[3.0, 1.0]) as opt:
+        opt.keep_outputs = True
+        opt.load(case.inputs, case.targets)
+        opt.scaling(seconds=0.1)
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        assert [worker.samples for worker in opt.workers] == [28, 9] and len(opt.outputs()) == 37
+        with pytest.raises(ValueError, match="speeds"):
+            opt.resize(3)

@@ -70,13 +70,13 @@ def resume(
             # torch's optimizers would share tensors with the optimizer whose state this is
             optimizer.load_state_dict(deepcopy(state["optimizer"]))
             check_options(optimizer)
-        if state.get("parallelize") is not None:
-            function.arrange(state["parallelize"])
         function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
     except BaseException:
         module.load_state_dict(before, strict=False)
         rollback.back()
         raise
+    if state.get("parallelize") is not None:
+        function.arrange(state["parallelize"])
 
 
 def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> None:

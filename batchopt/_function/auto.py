@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from batchopt._function.checks import compare, refuse_frequencies
-from batchopt._function.choice import LATER, Choice, Configuration, Phase
+from batchopt._function.choice import Choice, Configuration, Phase
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import Planned
 from batchopt._function.prepared import PreparedBatch
@@ -21,16 +22,19 @@ from batchopt._machine.cores import usable_cores
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import make_plan
+from batchopt._mapreduce.reduce import reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
-from batchopt.errors import BatchoptError
+from batchopt.errors import BatchoptError, WorkerError
 from batchopt_workers.process.messages import Kind, Order
 from batchopt_workers.tasks.inspection import normalises_by_chunk
 from batchopt_workers.worker import Hook
 
 # The choice is made again after AGAIN batches in a row whose size differs by this factor.
 OTHER_SIZE, AGAIN = 4, 3
+# Relative differences of f between this process and workers that are rounding, in single and in double precision.
+_TOLERANCE = 1e-3, 1e-6
 
 
 class AutoFunction(BatchFunction):
@@ -43,6 +47,7 @@ class AutoFunction(BatchFunction):
         self._present = self._choice.configuration
         self._seconds = 0.0  # of loading and reading since the last evaluation
         self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
+        self._is_fresh = False  # the loaded batch was not evaluated yet
         self._starts = False  # the start of workers is being prepared
         self._is_paused = False
 
@@ -68,7 +73,7 @@ class AutoFunction(BatchFunction):
             self._follow_choice()
         began = time.perf_counter()
         loss = super().evaluate(map, reduce)
-        seconds, self._seconds = time.perf_counter() - began + self._seconds, 0.0
+        seconds, self._seconds, self._is_fresh = time.perf_counter() - began + self._seconds, 0.0, False
         if not self._others and self._choice.configuration == self._present:  # else it could not change yet
             before = self._choice.phase
             self._choice.took(seconds)
@@ -82,6 +87,8 @@ class AutoFunction(BatchFunction):
 
     def begin(self, prepared: Prepared, rows: Any = lambda: None) -> None:
         """Begin a step on a prepared batch."""
+        if self._is_paused:
+            return super().begin(prepared, rows)
         began, size = time.perf_counter(), prepared.batch.size
         self._size = self._size or size
         is_other = not self._size / OTHER_SIZE < size < self._size * OTHER_SIZE
@@ -89,13 +96,9 @@ class AutoFunction(BatchFunction):
         if self._others >= AGAIN:
             self._size, self._others = size, 0
             if self._choice.times:
-                self._choice.begin(LATER)
-        if self._choice.configuration != self._present and not self._is_paused:
-            self.end_step()
-            self._step = None
-            self._change(self._choice.configuration)
+                self._choice.begin()
         super().begin(prepared, rows)
-        self._seconds += time.perf_counter() - began
+        self._seconds, self._is_fresh = self._seconds + time.perf_counter() - began, True
 
     def prepared(self, batches: Iterable[Any]) -> Generator[PreparedBatch, None, None]:
         """Yield each of `batches`, prepared."""
@@ -127,18 +130,25 @@ class AutoFunction(BatchFunction):
         if step is None or self._ended or self.subject.buffers.is_written:
             return
         if choice.phase is Phase.PROBE:
-            reason = self._reason_against(step)
-            if reason is None:
-                choice.probed(self._seconds_of_a_share(step))
-            else:
-                choice.choose(reason)
+            self._probe(step)
         if choice.pays and self._can_start():
             choice.try_workers()
-        # With random draws another number of chunks is another f: not within a step.
-        if choice.configuration != self._present and (step.movable or step.chunk_size is not None):
-            self._change(choice.configuration)
+        # In a step that has begun, and draws random numbers, another number of chunks would be another f.
+        if choice.configuration != self._present and (self._is_fresh or step.movable or step.chunk_size is not None):
+            self._change(choice.configuration, step)
         if choice.phase is not before:
             self._report()
+
+    def _probe(self, step: Step) -> None:
+        """Time a worker's share of the batch, unless there is a reason not to cut that."""
+        try:
+            reason = self._reason_against(step)
+            if reason is None:
+                self._choice.probed(self._seconds_of_a_share(step))
+            else:
+                self._choice.choose(reason)
+        except WorkerError as error:  # of a loss that is none of a part of the batch
+            self._choice.choose(f"a part of the batch cannot be evaluated: {error}")
 
     def _reason_against(self, step: Step) -> str | None:
         """Return why the batch is not to be cut for workers; None if there is no reason."""
@@ -147,10 +157,12 @@ class AutoFunction(BatchFunction):
             refuse_frequencies(module, share.workers, step.batch, share.workers)
         except ValueError as error:
             return str(error)
-        if step.chunk_size is not None or not self.settings.check_cut:
+        if step.chunk_size is not None:
             return None
         if normalises_by_chunk(module) is not None:
             return "the module normalises by the statistics of a chunk"
+        if not self.settings.check_cut:
+            return None
         largest = -(-step.batch.size // share.workers)
         arguments = step.batch, self.readings, largest, workers.number, step.number, self.subject.x.dtype
         with self._at_start(), self.subject.keeping_gradients(), workers.without_hooks():
@@ -179,30 +191,36 @@ class AutoFunction(BatchFunction):
         """Begin the preparation of workers; tell whether it is complete."""
         try:
             if not self._starts:
-                self._starts = True
                 self.workers.anticipate(*self._choice.share)
-            return self.workers.can_start()
+            self._starts = not self.workers.can_start()
         except (BatchoptError, OSError, TypeError, ValueError) as error:
             self._choice.choose(f"workers cannot start: {error}")
             return False
+        return not self._starts
 
-    def _change(self, configuration: Configuration) -> None:
-        """Use another configuration; the previous one if that is impossible."""
-        step, before = self._step, self._present
+    def _change(self, configuration: Configuration, step: Step) -> None:
+        """Use another configuration, for the loaded batch too; the previous one if workers cannot, or find another f
+        than this process."""
+        before, reason = self._present, ""
         try:
+            here = self._f(step)
             self._use(configuration, step)
+            there = self._f(self.ready())
+            if abs(there - here) > _TOLERANCE[self.subject.x.dtype.itemsize > 4] * abs(here):  # not where one is NaN
+                reason = "workers compute something else than this process: opt.check() with parallelize=2 says more"
         except (BatchoptError, OSError, TypeError, ValueError) as error:
-            self._choice.choose(f"workers cannot start: {error}", before)
+            reason = f"workers cannot evaluate this: {error}"
+        if reason:
+            self._choice.choose(reason, before)
             self._use(before, step)
 
     def _use(self, configuration: Configuration, step: Step | None) -> None:
         # An interrupt in between leaves no batch: it has to be loaded again.
         self._step = self._repeat = self._planned = self._placed = None
         with self.observers.doing("parallelize"):
-            self.workers.use(*configuration)
+            self.use(*configuration)
         self._present = configuration
         backend, speeds = self.workers.backend, self.workers.speeds
-        backend.keep_outputs(self._keeps_outputs)
         if step is not None:
             self._placed = backend.prepare(step.batch)
             backend.load(self._placed, step.weights)
@@ -210,13 +228,22 @@ class AutoFunction(BatchFunction):
             self._planned = Planned(step.batch.size, step.chunk_size, speeds, plan)
             self._step = step._replace(plan=plan)
 
+    def _f(self, step: Step) -> float:
+        """Return f by the present configuration, which counts as no evaluation; NaN if it depends on the chunks."""
+        with self._at_start():
+            answers = self.workers.evaluate(step, Kind.EVALUATE)
+        if step.chunk_size is None and any(answer.drew for answer in answers):
+            return math.nan
+        whole = reduce_answers(answers, step.plan.cut.chunks, torch.empty_like(self.subject.x))
+        return weighed(whole.losses, step.weights)
+
     # ---- where workers may have state of the user's, their number stays
 
     def settle(self) -> None:
         """Keep the number of workers from now on: as it was chosen, or one per core."""
         if self._choice.phase is not Phase.CHOSEN:
             self._choice.choose("workers may have state", self._choice.share)
-            self._change(self._choice.configuration)
+            self._use(self._choice.share, self._step)
         self._choice.times.clear()
 
     @exclusive
@@ -238,16 +265,19 @@ class AutoFunction(BatchFunction):
         """Change the number of workers; `"auto"` chooses again."""
         automatic = parallelize == "auto" and speeds is None
         super().resize(1 if automatic else parallelize, speeds)
-        self._present = Configuration(len(self.workers.infos), self.settings.threads_per_worker)
+        if self.workers.alone:  # with the threads that were asked for, not a worker's
+            self.use(1, self.settings.threads_per_worker)
+        self._present = Configuration(*self.workers.configuration)
         if automatic:
-            self._choice.begin(LATER)
+            self._choice.begin()
         else:
             self._choice.times.clear()
             self._choice.choose("resize()", self._present)
 
     def arrange(self, choice: Mapping[str, Any]) -> None:
         """Use the configuration that another run has chosen."""
-        configuration = Configuration(choice["workers"], choice["threads"])
-        if configuration.workers * (configuration.threads or 1) <= usable_cores():
+        configuration, given = Configuration(choice["workers"], choice["threads"]), self.settings.threads_per_worker
+        fits = configuration.workers * (configuration.threads or 1) <= usable_cores()
+        if fits and given in (None, configuration.threads):
             self._choice.choose("resumed", configuration)
             self._size = choice["samples"]

@@ -46,19 +46,19 @@ class Phase(Enum):
 class Choice:
     """Chooses among configurations of `cores` cores for evaluations of one kind of batch.
 
-    It is told the seconds of each evaluation (`took`) by the present `configuration`, and in `Phase.PROBE` those of a
-    worker's share. Workers are started only once the evaluations so far, made by workers, would have saved the time
-    that starting them takes: so a short program never waits for them, and a long one loses at most as much again.
-    """
+    It is passed the seconds of each evaluation (`took`) by the present `configuration`, and in `Phase.PROBE` those of a
+    worker's share (`probed`). Workers are started only once the evaluations so far, made by workers, would have saved
+    the time that starting them takes: so a short program never waits for them, and a long one loses at most as much
+    again."""
 
     def __init__(self, cores: int, threads: int | None, gradient_bytes: int) -> None:
         """`threads`: of each worker, also of this process, if the user or fixed bits determine it."""
         self._cores, self._threads, self._bytes = cores, threads, gradient_bytes
-        self._looks_after = OFTEN
-        self.begin(FIRST)
+        self._looks_after, self._starting = OFTEN, FIRST
+        self.begin()
 
-    def begin(self, starting: float) -> None:
-        """Choose anew; workers take `starting` seconds to start."""
+    def begin(self) -> None:
+        """Choose again."""
         self.configuration = self._alone = Configuration(1, self._threads)
         each = self._threads or 1
         self._others = [Configuration(self._cores // each, each)]
@@ -66,7 +66,7 @@ class Choice:
             self._others.append(Configuration(self._cores // 2, 2))
         self.times: dict[Configuration, float] = {}
         self.phase, self.reason = Phase.TIME, "nothing was measured yet"
-        self._starting, self._expected, self._evaluations = starting, 0.0, 0
+        self._expected, self._evaluations = 0.0, 0  # seconds by workers; evaluations timed so far
         self._begin_trial()
         if self._others[0].workers < 2:
             self.choose("there is one core")
@@ -104,11 +104,11 @@ class Choice:
             self.configuration = one
             self._begin_trial()
         else:
-            self._use_best_alone()
-            self.phase = Phase.PROBE
+            self.configuration, self.phase = self._best_alone, Phase.PROBE
 
-    def _use_best_alone(self) -> None:
-        self.configuration = min((c for c in self.times if c.workers == 1), key=self.times.__getitem__)
+    @property
+    def _best_alone(self) -> Configuration:
+        return min((c for c in self.times if c.workers == 1), key=self.times.__getitem__)
 
     @property
     def share(self) -> Configuration:
@@ -133,20 +133,19 @@ class Choice:
 
     def try_workers(self) -> None:
         """Time workers, which can start now."""
-        self.phase, self.configuration = Phase.TIME, self._others[0]
+        self.phase, self.configuration, self._starting = Phase.TIME, self._others[0], LATER
         self._begin_trial()
 
     def choose(self, reason: str, configuration: Configuration | None = None) -> None:
         """Choose the given configuration or else the fastest one measured, for that reason."""
         found = self.times
         if configuration is None and found:
-            alone = min((c for c in found if c.workers == 1), key=found.__getitem__)
-            best = min(found, key=found.__getitem__)
+            alone, best = self._best_alone, min(found, key=found.__getitem__)
             configuration = best if found[best] < GAIN * found[alone] else alone
         self.configuration = configuration or self.configuration
         measured = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in found.items())
         self.phase, self.reason = Phase.CHOSEN, f"{reason} ({measured})" if measured else reason
-        self._expected = self._sum = 0.0
+        self._usual = self._sum = 0.0  # seconds after the choice
         self._counted = 0
 
     def _follow(self, seconds: float) -> None:
@@ -156,11 +155,11 @@ class Choice:
         if self._counted < self._looks_after:
             return
         mean, self._sum, self._counted = self._sum / self._counted, 0.0, 0
-        if not self._expected:
-            self._expected = mean
-        elif not self._expected / FACTOR < mean < self._expected * FACTOR and self.times:
+        if not self._usual:
+            self._usual = mean
+        elif not self._usual / FACTOR < mean < self._usual * FACTOR and self.times:
             self._looks_after *= 2  # so that a load that changes all the time costs little
-            self.begin(LATER)
+            self.begin()
 
 
 def _ms(seconds: float) -> str:

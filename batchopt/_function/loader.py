@@ -372,6 +372,11 @@ class BatchLoader:
         self.workers.resize(parallelize, speeds, between_steps)
         self.workers.backend.keep_outputs(self._keeps_outputs)
 
+    def use(self, workers: int, threads: int | None) -> None:
+        """Evaluate by another number of workers and threads; a batch has to be loaded again."""
+        self.workers.use(workers, threads)
+        self.workers.backend.keep_outputs(self._keeps_outputs)
+
     def close(self) -> None:
         """Stop the workers, or, in the middle of another call, soon after; X remains in this process's memory."""
         if not self._owner.is_here or self._closed:

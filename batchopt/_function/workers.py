@@ -263,6 +263,11 @@ class Workers:
         self._settings, self.evaluations = settings, 0
         self.set_speeds(self.speeds.resized(len(self.infos)) if given is None else given)
 
+    @property
+    def configuration(self) -> tuple[int, int | None]:
+        """The number of workers, and of threads of each, as for `use`."""
+        return len(self.infos), self._settings.threads_per_worker
+
     def use(self, workers: int, threads: int | None) -> None:
         """Evaluate by another number of workers and threads: 1 is this process. Raises what `Workers` raises."""
         settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)

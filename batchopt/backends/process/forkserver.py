@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 import torch.multiprocessing as mp
 
 from batchopt._machine.cores import share_cores
-from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, standard_output
+from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, preparation, standard_output
 from batchopt.backends.process.stderr import Stderr
 from batchopt_workers.map.evaluate import Program
 from batchopt_workers.process import forkserver
@@ -161,7 +161,7 @@ class ForkServer:
             self._stderr.writer,
             leash,
             target=forkserver.main,
-            args=(theirs, self._owner, leash, libraries),
+            args=(theirs, self._owner, leash, libraries, preparation()["sys_path"]),
             name="batchopt-forkserver",
             daemon=True,
         )
@@ -188,10 +188,13 @@ class ForkServer:
 
     @property
     def serves(self) -> bool:
-        """Tell whether it has begun to serve."""
+        """Tell whether it has begun to serve, or has ended."""
         with self._lock:
             if not self._serves.is_set() and _is_readable(self._socket.fileno(), 0.0):
-                self._hear()
+                try:
+                    self._hear()
+                except ForkServerError:
+                    return True
                 self._serves.set()
         return self._serves.is_set()
 

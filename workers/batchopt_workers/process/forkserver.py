@@ -87,12 +87,15 @@ class Descriptors(NamedTuple):
     stderr: int
 
 
-def main(connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = ()) -> None:
+def main(
+    connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = (), path: Sequence[str] = ()
+) -> None:
     """Serve process `parent` until it hangs up or ends, or has not needed this process for `LINGER` seconds. `leash`: a
     descriptor whose signal ends this process, in any state, when the parent is gone. `libraries` are imported first,
-    so that workers need not; if one starts threads, which a fork would lose, this process ends with `HAS_THREADS`."""
+    along the parent's `path`, so that workers need not; if one starts threads, which a fork would lose, this process
+    ends with `HAS_THREADS`."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored: then no child can be waited for
-    _import(libraries)
+    _import(libraries, path)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to the memory that it shares with the others
     adopt()
@@ -106,7 +109,9 @@ def main(connection: Connection, parent: int, leash: int = -1, libraries: Sequen
     os._exit(0)  # functions registered to run at exit are for the workers
 
 
-def _import(libraries: Sequence[str]) -> None:
+def _import(libraries: Sequence[str], path: Sequence[str]) -> None:
+    if libraries:
+        sys.path[:] = path
     before = len(os.listdir("/proc/self/task"))
     for name in libraries:
         with warnings.catch_warnings(), suppress(Exception):  # the worker that needs it finds out
