@@ -30,11 +30,11 @@ def resample(
     """Draw points of a term from `candidates`, preferring those with large residuals, for the term's entry of the next
     batch.
 
-    A candidate with the residuals r has the probability p ∝ |r|ᵏ / mean(|r|ᵏ) + c, where |r| is the Euclidean norm over
-    the sample's numbers and the mean is over the candidates: the residual-based adaptive distribution of Wu, Zhu, Tan,
-    Kartha and Lu, "A comprehensive study of non-adaptive and residual-based adaptive sampling for physics-informed
-    neural networks", Computer Methods in Applied Mechanics and Engineering 403, 2023. All points are new (RAD there),
-    or added to those kept (RAR-D there).
+    A candidate with the residuals r has the probability ``p ∝ |r|ᵏ / mean(|r|ᵏ) + c``, where ``|r|`` is the Euclidean
+    norm over the sample's numbers and the mean is over the candidates: the residual-based adaptive distribution of Wu,
+    Zhu, Tan, Kartha and Lu, "A comprehensive study of non-adaptive and residual-based adaptive sampling for
+    physics-informed neural networks", Computer Methods in Applied Mechanics and Engineering 403, 2023. All points are
+    new (RAD there), or added to those kept (RAR-D there).
 
     Args:
         opt: its workers evaluate the residuals of all candidates at the current parameters; it is otherwise unchanged.

@@ -26,6 +26,8 @@ def test_the_public_names_are_these() -> None:
         PoisonChunkError AllWorkersLostError NodeLostError NodesDifferError NonFiniteError CheckpointError
         """.split()
     )
+    assert names == set(batchopt.__all__)
+    assert set(dir(batchopt)) == {*names, "__version__", "ignite"}
 
 
 def test_the_public_names_of_the_training_loop_are_these() -> None:

@@ -1,0 +1,62 @@
+"""The site: `./scripts/docs` builds it into docs/_build, without a network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+
+import batchopt  # noqa: E402
+
+project, author, project_copyright = "batchopt", "the authors of batchopt", "the authors of batchopt"
+version = release = batchopt.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build", "examples"]
+templates_path: list[str] = []
+default_role = "code"  # as docstrings write it
+
+# Links into torch and NumPy need their inventories, which only a network has.
+if os.environ.get("READTHEDOCS") or os.environ.get("BATCHOPT_DOCS_ONLINE"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+        "scipy": ("https://docs.scipy.org/doc/scipy", None),
+        "ignite": ("https://docs.pytorch.org/ignite", None),
+    }
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# Files beside docs/, as the pages name them, and the pages that include them.
+_INCLUDED = {name: f"{name.lower()}.md" for name in ("SECURITY", "CONTRIBUTING", "CHANGELOG")}
+
+
+def link_included(app: object, name: str, source: list[str]) -> None:
+    """Have links to files that the site includes lead to their pages."""
+    for file, page in _INCLUDED.items():
+        source[0] = source[0].replace(f"](../{file}.md", f"]({page}")
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", link_included)
+
+
+html_theme = "furo"
+html_title = f"batchopt {version}"
+html_static_path: list[str] = []
+html_theme_options = {"navigation_with_keys": True}
