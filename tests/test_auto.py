@@ -104,6 +104,14 @@ def test_one_thread_is_kept_where_bits_need_it_and_on_one_core_nothing_is_timed(
     assert Choice(1, None, 0).phase is Phase.CHOSEN
 
 
+def test_one_thread_is_given_up_after_one_evaluation_that_takes_far_longer() -> None:
+    """After the first, which warms up."""
+    found = decide(2, None, {ALONE: 10e-3, ONE: 20e-3}.__getitem__, 1.0, 1 + choice.MANY + 1)
+    assert found.configuration == ONE
+    found.took(20e-3)
+    assert found.configuration == ALONE and found.phase is Phase.PROBE
+
+
 def test_with_many_cores_workers_that_are_slower_than_expected_get_more_threads() -> None:
     seconds = {ALONE: 0.3, Configuration(8, 1): 0.2, Configuration(4, 2): 0.1}
     assert decide(8, None, seconds.__getitem__, 0.08, 60).configuration == Configuration(4, 2)
@@ -113,7 +121,7 @@ def test_with_many_cores_workers_that_are_slower_than_expected_get_more_threads(
 
 
 def test_it_is_chosen_again_when_times_change_by_a_factor_ever_more_seldom() -> None:
-    found = decide(2, None, {ALONE: 1e-3, ONE: 2e-3}.__getitem__, 1e-3, 20 + 2 * choice.OFTEN)
+    found = decide(2, None, {ALONE: 1e-3, ONE: 2e-3}.__getitem__, 1e-3, 3 + choice.MANY + 2 * choice.OFTEN)
     assert found.phase is Phase.CHOSEN
     looks = []
     for seconds in (1.2e-3, 5e-3):

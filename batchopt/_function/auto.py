@@ -129,7 +129,7 @@ class AutoFunction(BatchFunction):
         choice, step, before = self._choice, self._step, self._choice.phase
         if step is None or self._ended or self.subject.buffers.is_written:
             return
-        if choice.phase is Phase.PROBE:
+        if choice.is_due:
             self._probe(step)
         if choice.pays and self._can_start():
             choice.try_workers()
@@ -181,7 +181,7 @@ class AutoFunction(BatchFunction):
             return workers.backend.evaluate(plan.cut, [order])
 
         with self._at_start(), workers.without_hooks(), workers.with_threads(share.threads):
-            while len(found) < 3 or (len(found) < 6 and found[-1] < 0.005):
+            while len(found) < (2 if found and found[0] > 0.05 else 3) or (len(found) < 6 and found[-1] < 0.005):
                 began = time.perf_counter()
                 workers.learning(run)
                 found.append(time.perf_counter() - began)

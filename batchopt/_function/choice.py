@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from statistics import median
 from typing import NamedTuple
@@ -10,6 +11,10 @@ from typing import NamedTuple
 GAIN = 0.97
 # Seconds of the longest evaluation for which one thread in this process may be faster than several.
 SHORT = 0.02
+# Evaluations before one thread is tried.
+MANY = 40
+# One thread is given up at once if it takes this many times as long as several.
+HOPELESS = 1.5
 # Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
 COORDINATION, EACH, BYTE = 2e-4, 1e-5, 1e-10
 # Seconds that starting the first workers of a program takes from other work, and later ones.
@@ -32,6 +37,9 @@ class Configuration(NamedTuple):
     def __str__(self) -> str:
         threads = "" if self.threads is None else f", threads={self.threads}"
         return f"{'this process' if self.workers == 1 else f'{self.workers} workers'}{threads}"
+
+
+_ONE = Configuration(1, 1)
 
 
 class Phase(Enum):
@@ -84,14 +92,22 @@ class Choice:
             self._cold -= 1
         elif self.phase is Phase.TIME:
             self._seconds.append(seconds)
-            if len(self._seconds) >= (3 if seconds > 0.1 else 6):
+            best = self.times.get(self._alone, math.inf)
+            hopeless = self.configuration == _ONE and min(self._seconds) > HOPELESS * best
+            if hopeless or len(self._seconds) >= self._enough(seconds):
                 # not the least: several threads are fast at times, and slow when they wait for each other
                 self.times[self.configuration] = median(self._seconds)
                 self._timed()
 
+    def _enough(self, seconds: float) -> int:
+        """Return how many evaluations of this length to time."""
+        if seconds > 0.1:
+            return 3
+        # Trying one thread takes as long as some evaluations: a short program never does.
+        return MANY if self._threads is None and not self.times and seconds < SHORT else 6
+
     def _timed(self) -> None:
         """Go on after a trial."""
-        one = Configuration(1, 1)
         if self.configuration.workers > 1:
             late = self.times[self.configuration] > 1.15 * self._expected
             rest = [other for other in self._others if other not in self.times]
@@ -100,8 +116,8 @@ class Choice:
                 self._begin_trial()
             else:
                 self.choose("measured")
-        elif one not in self.times and self._threads is None and self.times[self._alone] < SHORT:
-            self.configuration = one
+        elif _ONE not in self.times and self._threads is None and self.times[self._alone] < SHORT:
+            self.configuration = _ONE
             self._begin_trial()
         else:
             self.configuration, self.phase = self._best_alone, Phase.PROBE
@@ -123,6 +139,14 @@ class Choice:
             self.choose(f"{share} are expected to take {_ms(self._expected)}")
         else:
             self.phase = Phase.WAIT
+
+    @property
+    def is_due(self) -> bool:
+        """Tell whether a share is to be probed now: workers that are started could have paid for that."""
+        if self.phase is not Phase.PROBE:
+            return False
+        saved = self.times[self.configuration] * (1 - 1 / self.share.workers)
+        return self._evaluations * saved >= self._starting
 
     @property
     def pays(self) -> bool:
