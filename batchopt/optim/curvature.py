@@ -82,6 +82,7 @@ class Curvature:
         self._seen: torch.Tensor | None = None  # the vector that H last multiplied
         self._marked: tuple[_Known, _Pair | None] | None = None
         self._overwritten: dict[int, torch.Tensor] = {}
+        self._room: list[torch.Tensor] = []  # memory for them; new memory takes ten times as long to write
 
     def __len__(self) -> int:
         return self._known.pairs + (self._pair is not None)
@@ -142,6 +143,7 @@ class Curvature:
     def mark(self) -> None:
         """Remember the current state for `rewind`; rows are copied only when they are overwritten."""
         self._marked = self._known, self._pair
+        self._room += self._overwritten.values()
         self._overwritten = {}
 
     def rewind(self) -> None:
@@ -149,6 +151,7 @@ class Curvature:
         assert self._marked is not None
         for slot, rows in self._overwritten.items():
             self._rows[2 * slot : 2 * slot + 2] = rows
+        self._room += self._overwritten.values()
         self._overwritten = {}
         self._known, self._pair = self._marked
         self._seen = None
@@ -160,7 +163,10 @@ class Curvature:
             return
         known, pair = self._marked
         if (slot - known.first) % self.most < known.pairs + (pair is not None):
-            self._overwritten[slot] = self._rows[2 * slot : 2 * slot + 2].clone()
+            rows = self._rows[2 * slot : 2 * slot + 2]
+            kept = self._room.pop() if self._room else torch.empty_like(rows)
+            copy(rows.view(-1), kept.view(-1))
+            self._overwritten[slot] = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), their products, and the position of
