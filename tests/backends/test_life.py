@@ -38,6 +38,21 @@ def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+def test_a_program_works_in_processes_that_it_has_started(tmp_path: Path, how: str) -> None:
+    """Which have run its text as a module of another name, that workers do not have."""
+    parts, work = SCRIPT.split("torch.manual_seed")[0], "torch.manual_seed" + SCRIPT.split("torch.manual_seed")[1]
+    guarded = "import multiprocessing\nif __name__ == '__main__':\n"
+    start = f"child = multiprocessing.get_context({how!r}).Process(target=run)\nchild.start()\nchild.join()\n"
+    run = "def run():\n" + textwrap.indent(work + "opt.close()", "    ")
+    end = "raise SystemExit(child.exitcode)"
+    (tmp_path / "program.py").write_text("\n".join((parts, run, guarded + textwrap.indent(start + end, "    "))))
+    ended = python("program.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert_gone(pids(ended.stdout))
+
+
+@pytest.mark.slow
 def test_a_notebook_works(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("nbclient")
@@ -158,7 +173,7 @@ multiprocessing.set_start_method("spawn")
         assert multiprocessing.active_children()
 
 
-def test_an_evaluation_sends_a_worker_tens_of_bytes() -> None:
+def test_an_evaluation_sends_a_worker_tens_of_bytes(nobody_late: None) -> None:
     """Counted by the kernel, on the worker's side."""
 
     def read(pid: int) -> int:

@@ -434,14 +434,18 @@ class Evaluations(RuleBasedStateMachine):
         return [rank for rank, hand in sorted(self.hands.items()) if not hand.busy and not hand.outbox]
 
     def _direct(self, ranks: Sequence[int]) -> None:
-        """As `WorkerGroup._direct`."""
+        """As `WorkerGroup._direct`, which looks again in the next turn: what a slow worker leaves to a fast one may be
+        taken from a third."""
         self.turns += 1
-        for command in self.scheduler.decide(ranks, self._estimate, self.now):
-            if isinstance(command, Limit):
-                self._limit(command)
-            else:
-                assert command.worker in ranks
-                self._assign(command)
+        idle = ranks
+        while idle and (commands := self.scheduler.decide(idle, self._estimate, self.now)):
+            for command in commands:
+                if isinstance(command, Limit):
+                    self._limit(command)
+                else:
+                    assert command.worker in idle
+                    self._assign(command)
+            idle = [rank for rank in ranks if rank not in self.sent]
         if idle := [rank for rank in ranks if rank not in self.sent]:
             self._nothing_is_left_to_give(idle)
 

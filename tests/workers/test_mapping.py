@@ -94,6 +94,26 @@ def test_memory_that_nobody_views_is_forgotten() -> None:
     assert len(mapping._shared) == before
 
 
+def test_pages_that_were_written_show_the_file_no_more() -> None:
+    block = SharedBlock.create(8 * PAGE)
+    private = SharedBlock(os.dup(block.fd), private=True)
+    ours, theirs = (each.tensor(torch.uint8, (8 * PAGE,)) for each in (private, block))
+
+    def shows(first: int, last: int) -> bool:
+        return mapping.shows_file(ours.data_ptr() + first, last - first)
+
+    assert shows(0, 8 * PAGE)
+    theirs[PAGE] = 7  # the file itself
+    assert ours.sum() == 7 and shows(0, 8 * PAGE)
+    ours[3 * PAGE + 5] = 1
+    assert shows(0, 3 * PAGE) and shows(4 * PAGE, 8 * PAGE) and not shows(3 * PAGE, 3 * PAGE + 1)
+    assert not shows(0, 8 * PAGE) and not shows(3 * PAGE - 1, 3 * PAGE + 1)
+    private.discard()
+    assert shows(0, 8 * PAGE)
+    plain = torch.ones(PAGE)
+    assert not mapping.shows_file(plain.data_ptr(), plain.nbytes)  # no file's
+
+
 def test_a_call_that_fails_is_an_os_error() -> None:
     with pytest.raises(OSError, match="Cannot allocate"):
         mapping._copy(0, 2**60)

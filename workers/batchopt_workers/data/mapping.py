@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 _FIXED = 0x10  # MAP_FIXED, on Linux and macOS
 _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
@@ -24,6 +26,8 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Of a file, for this process alone; no memory is reserved, since it is hardly ever written.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
+# The highest bits of a page's entry in /proc/self/pagemap: it is present, swapped out, of a file.
+_STATE, _PRESENT, _OF_FILE = np.uint64(61), np.uint64(4), np.uint64(1)
 # Bytes that are copied at a time, and released before the next.
 _PIECE = 2**26
 
@@ -57,6 +61,17 @@ def _checked(address: int | None) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return address
+
+
+def shows_file(address: int, nbytes: int) -> bool:
+    """Tell whether this process has written none of these bytes of a private mapping of a file; False if unknown."""
+    first, end = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            states = np.frombuffer(os.pread(pages.fileno(), 8 * (end - first), 8 * first), dtype=np.uint64) >> _STATE
+    except OSError:
+        return False
+    return len(states) == end - first and bool(((states == 0) | (states == _PRESENT | _OF_FILE)).all())
 
 
 class PrivateView:
@@ -161,9 +176,19 @@ def _mappings() -> list[mmap.mmap]:
     return [mapping for reference in _shared.valuerefs() if (mapping := reference()) is not None]
 
 
+_forks = 0
+
+
+def forks() -> int:
+    """Return how often this process has forked."""
+    return _forks
+
+
 def _before_fork() -> None:
     """Make the copies: after the fork this process may write before the child has read."""
+    global _forks
     _lock.acquire()
+    _forks += 1
     for address in [*_copies]:
         if address not in _shared:
             _forget(address)

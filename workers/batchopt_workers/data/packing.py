@@ -105,6 +105,9 @@ def can_be_placed(tensor: torch.Tensor) -> bool:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        main = sys.modules.get("__mp_main__")
+        if main is not None and main.__name__ == "__mp_main__":  # of a process that multiprocessing has started
+            cloudpickle.register_pickle_by_value(main)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type not in DEVICES:

@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt_workers.data.batch import Batch, Columns
+from batchopt_workers.data.mapping import shows_file
 from batchopt_workers.data.packing import copy_into
 from batchopt_workers.data.structures import same_values, tensors_in
 from batchopt_workers.map.buffers import Place, tensors_of, version_of
 from batchopt_workers.map.contents import Contents
+
+# Bytes from which comparing a tensor takes longer than finding out whether its pages were written.
+_LARGE = 2**18
 
 version = attrgetter("_version")  # of a tensor that has a version counter
 
@@ -175,8 +179,15 @@ class Watch:
         return constant.registered and constant.place is not None and constant.place.now() is not constant.tensor
 
     def _differs(self, constant: _Constant) -> bool:
-        original = self._originals.get(id(constant.tensor))
-        return original is not None and not same_values(constant.tensor, original)
+        tensor = constant.tensor
+        original = self._originals.get(id(tensor))
+        if original is None:
+            return False
+        # With twins, a constant lies in a private mapping of theirs.
+        if self._twins is not None and tensor.nbytes >= _LARGE and tensor.is_contiguous():
+            if shows_file(tensor.data_ptr(), tensor.nbytes):
+                return False
+        return not same_values(tensor, original)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
