@@ -8,8 +8,8 @@ import resource
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchOptimizer, Worker, WorkerError
+from batchopt import BatchOptimizer, Worker, WorkerError, WorkerLostError
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt_workers.process import loop
 from batchopt_workers.tasks.forms import Form, rows_form
 from tests.building import loaded
+from tests.workers.test_memory import limited
 from tests.workloads import Mlp, once
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
@@ -184,16 +185,6 @@ def test_what_a_late_worker_writes_is_in_no_result(monkeypatch: pytest.MonkeyPat
 
 
 # ---- limits
-
-
-@contextmanager
-def limited(what: int, number: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (number, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, (soft, hard))
 
 
 def limit(worker: Worker, what: int, number: int) -> None:
@@ -364,17 +355,126 @@ def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
         )
 
 
-def test_a_call_is_four_messages_to_a_worker() -> None:
-    """The function with its file, the cut, the order, and that it is over."""
+def test_a_call_is_four_messages_to_a_worker_and_a_prediction_again_is_one(nobody_late: None) -> None:
+    """The function with its file, the cut, the order, and that it is over; the order alone."""
     with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
-        opt.predict()
-        opt.run_on_workers(lambda worker: None)  # which has answered all
         backend = opt._function.workers.backend
         assert isinstance(backend, ProcessBackend)
-        workers = backend._pool.workers.values()
-        before = [worker.channel.sent for worker in workers]
-        opt.predict()
-        assert [worker.channel.sent for worker in workers] == [sent + 4 for sent in before]
+        calls: list[tuple[Callable[[], Any], int]] = [(lambda: opt.collect(outputs), 4), (opt.predict, 1)]
+        for call, messages in calls:
+            call()
+            opt.run_on_workers(lambda worker: None)  # which has answered all
+            workers = backend._pool.workers.values()
+            before = [worker.channel.sent for worker in workers]
+            call()
+            assert [worker.channel.sent for worker in workers] == [sent + messages for sent in before]
+
+
+def fails(opt: Any) -> None:
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        opt.collect(lambda module, inputs, targets: 1 / 0)
+
+
+def kill(opt: Any) -> None:
+    os.kill(next(worker.pid for worker in opt.workers if worker.alive), signal.SIGKILL)
+
+
+def resize(opt: Any) -> None:
+    opt.resize(len(opt.workers) + 1)
+    opt.load(X, Y)
+
+
+def scale(opt: Any) -> None:
+    opt.module.scale += 1.0
+    opt.load(X, Y)
+
+
+def keep_outputs(opt: Any) -> None:
+    opt.keep_outputs = True
+    opt.evaluate()
+    opt.keep_outputs = False
+
+
+OTHER = (2 * X + Y.repeat(1, 2)[:, :6], Y)
+
+# What comes between two predictions of the loaded batch.
+BETWEEN: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda opt: None,
+    "other parameters": lambda opt: opt.parameters.add_(0.25),
+    "a step": lambda opt: (opt.step(X, Y), opt.load(X, Y)),
+    "another batch": lambda opt: opt.load(*OTHER),
+    "a smaller batch": lambda opt: opt.load(X[:7], Y[:7]),
+    "another program": scale,
+    "another function": lambda opt: opt.collect(outputs, X[:3], Y[:3]),
+    "a function that fails": fails,
+    "a worker's death": kill,
+    "more workers": resize,
+    "a function on the workers": lambda opt: opt.run_on_workers(lambda worker: worker.rank),
+    "an evaluation": lambda opt: opt.evaluate(),
+    "an evaluation with outputs": keep_outputs,
+}
+
+
+class Scaled(nn.Module):
+    """Draws, has an attribute that is no tensor, and returns many columns if it is `wide`."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.mlp, self.drop = Mlp().double(), nn.Dropout(0.5)
+        self.scale, self.wide = 1.0, wide
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.scale * self.drop(self.mlp(inputs))
+        return found.repeat(1, self.wide)
+
+
+class Few(nn.MSELoss):
+    """Of the first columns."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output[:, : target.shape[1]], target)
+
+
+@pytest.mark.parametrize("width", [1, 4000], ids=["copied", "mapped"])
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_prediction_again_is_of_what_is_there_now(nobody_late: None, what: str, width: int) -> None:
+    module = Scaled(width)
+    with BatchOptimizer(module, Few(), parallelize=2, optimizer="sgd") as opt:
+        opt.load(X, Y)
+        kept = []
+        for again in range(5):
+            if again >= 2:
+                BETWEEN[what](opt)
+            inputs = {"another batch": OTHER[0], "a smaller batch": X[:7]}.get(what, X) if again >= 2 else X
+            found, expected = opt.predict(), module.scale * module.mlp(inputs).detach().repeat(1, width)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            kept.append((found, found.clone()))
+            if again == 2:
+                del kept[0], found
+        assert all(torch.equal(found, then) for found, then in kept)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_outputs_are_kept_after_a_large_result_took_their_file_and_a_worker_died(held: bool) -> None:
+    def large(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return inputs.new_ones(len(inputs), 250_000)
+
+    module = Scaled(4000 if held else 1).eval()
+    with BatchOptimizer(module, Few(), parallelize=2, optimizer=None) as opt:
+        for _ in range(2):
+            opt.load(X, Y)
+            opt.keep_outputs = True
+            opt.evaluate()
+            results = [opt.collect(large) for _ in range(3)]
+            assert all(rows.sum() == 40 * 250_000 for rows in results)
+            kill(opt)
+            with suppress(WorkerLostError):  # it may die in there
+                opt.run_on_workers(lambda worker: worker.rank)
+            assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
+            module.scale += 1.0
+            opt.load(X, Y)
+            opt.evaluate()
+            torch.testing.assert_close(opt.outputs(), module(X).detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
@@ -414,7 +514,9 @@ def test_work_that_changes_hands_stays_in_order() -> None:
         time.sleep(0.05 if inputs[0, 0] < MANY[30, 0] else 0.001)
         return inputs
 
-    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=2) as opt:
+    with BatchOptimizer(
+        Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=2, speeds=(1, 1)
+    ) as opt:
         assert torch.equal(opt.collect(late, MANY), MANY)
         with opt.timeline() as timeline:
             assert torch.equal(opt.collect(late, MANY), MANY)

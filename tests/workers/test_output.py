@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from batchopt.backends.process.task_files import read_columns
+from batchopt.backends.process.task_files import ResultFile
 from batchopt_workers.data import memory
 from batchopt_workers.data.memory import GrowingFile, anonymous_file
 from batchopt_workers.tasks import forms
@@ -32,11 +32,11 @@ def write(to: Output) -> tuple[object, int]:
     return form, 7
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_file_has_the_rows_of_all_who_write_to_it(copied: bool) -> None:
-    file = GrowingFile()
-    form, samples = write(FileOutput(os.dup(file.fd)))
-    found = form.filled(read_columns(file, form.columns, samples, copied))  # type: ignore[attr-defined]
+@pytest.mark.parametrize("late", [False, True])
+def test_a_file_has_the_rows_of_all_who_write_to_it(late: bool) -> None:
+    file = ResultFile()
+    form, samples = write(output(file))
+    found = form.filled(file.read(form.columns, samples, late))  # type: ignore[attr-defined]
     assert found.keys() == ROWS.keys() and all(torch.equal(found[key], rows) for key, rows in ROWS.items())
 
 
@@ -47,18 +47,60 @@ def test_memory_of_this_process_has_them_too() -> None:
     assert [tuple(column.shape) for column in form.columns] == [(3,), (2,), (), (0,), (4,)]  # type: ignore[attr-defined]
 
 
-def large(file: GrowingFile, copied: bool = False) -> torch.Tensor:
-    form, tensors = rows_form(torch.ones(100, 1000), 100)
-    FileOutput(os.dup(file.fd)).write(form.columns, tensors, 0, 100, 100)
-    (found,) = read_columns(file, form.columns, 100, copied)
+def output(file: ResultFile) -> FileOutput:
+    return FileOutput(os.dup(file.file.fd)).begun()
+
+
+def large(file: ResultFile, value: float = 1.0, late: bool = False, rows: int = 1000) -> torch.Tensor:
+    """The result that a worker writes there."""
+    form, tensors = rows_form(torch.full((rows, 1000), value), rows)
+    file.begin()
+    output(file).write(form.columns, tensors, 0, rows, rows)
+    (found,) = file.read(form.columns, rows, late)
     return found
 
 
 def test_what_is_written_to_the_result_stays_in_this_process() -> None:
-    file = GrowingFile()
-    one, other = large(file), large(file)
+    file = ResultFile()
+    one = large(file)
+    other = file.read(rows_form(one, 1000)[0].columns, 1000, False)[0]
     one.zero_()
-    assert other.sum() == 100_000
+    assert other.sum() == 1_000_000
+
+
+def test_a_file_is_written_again_once_nobody_sees_its_pages() -> None:
+    file = ResultFile()
+    assert not file.is_free  # a worker may be writing
+    found = large(file)[5:]
+    assert not file.is_free
+    pages = large(file, late=True)  # a copy, but the late worker goes on writing
+    assert torch.equal(pages, torch.ones_like(pages)) and not file.is_free
+    del found, pages
+    for rows in (1000, 10, 1500, 300):  # shorter and longer than what is there
+        found = large(file, rows + 0.5, rows=rows)
+        assert torch.equal(found, torch.full((rows, 1000), rows + 0.5)) and (rows < 300 or not file.is_free)
+        del found
+        assert file.is_free
+
+
+def test_a_file_that_a_forked_process_sees_is_not_written_again() -> None:
+    file = ResultFile()
+    found = large(file)
+    wait, go = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(go)
+        os.read(wait, 1)
+        os._exit(0 if found.numpy().sum() == 1_000_000 else 1)  # torch may have had threads
+    os.close(wait)
+    try:
+        del found
+        assert not file.is_free
+    finally:
+        os.close(go)
+        assert os.waitpid(child, 0)[1] == 0
+    large(file)
+    assert file.is_free
 
 
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,18 +115,18 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_limits_of_this_process_are_named() -> None:
     form, tensors = rows_form(torch.zeros(1000, 1000), 1000)
-    file = GrowingFile()
-    to = FileOutput(os.dup(file.fd))
+    file = ResultFile()
+    to = output(file)
     with limited(resource.RLIMIT_FSIZE, 2**20):
         with pytest.raises(OSError, match=r"may have no more than 1048576: raise the limit \(`ulimit -f`\)"):
             to.write(form.columns, tensors, 0, 1000, 1000)
         with pytest.raises(OSError, match="ulimit -f"):
-            read_columns(file, form.columns, 1000, False)
+            file.read(form.columns, 1000, False)
     to.write(form.columns, tensors, 0, 1000, 1000)
     with limited(resource.RLIMIT_NOFILE, 3):
         with pytest.raises(OSError, match="ulimit -n"):
             GrowingFile()
-        assert read_columns(file, form.columns, 1000, False)[0].sum() == 0
+        assert file.read(form.columns, 1000, False)[0].sum() == 0
 
 
 def test_a_block_that_cannot_be_mapped_gives_its_descriptor_back() -> None:

@@ -160,7 +160,7 @@ class ProcessBackend(WorkerGroup, Backend):
         calls = [] if batch is None else self._place_aside(batch)
         changed = follow and self.follow()
         subject = batch or of_term(self._loaded, task.term)
-        self.send_task(packed.data, packed.placements, memory, calls, subject.numbering, subject.is_read, task.writes)
+        self.send_task(task, packed, memory, calls, subject)
         return changed
 
     def _place_aside(self, batch: Batch) -> list[SessionCall]:

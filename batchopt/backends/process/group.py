@@ -40,7 +40,7 @@ from batchopt.backends.process.worker import (
 )
 from batchopt_workers.data.batch import Batch, Numbering
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Placement
+from batchopt_workers.data.packing import Packed
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.evaluate import Program
 from batchopt_workers.map.tree import most_held
@@ -49,6 +49,7 @@ from batchopt_workers.process.failures import Warned
 from batchopt_workers.process.messages import ORDERS, TASKS, Cut, Kind, Order
 from batchopt_workers.process.session import Session
 from batchopt_workers.tasks.forms import Column
+from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
@@ -236,21 +237,16 @@ class WorkerGroup:
         return self._program.follow(self._holder.module_hooks())
 
     def send_task(
-        self,
-        data: bytes,
-        placements: Sequence[Placement],
-        memory: SharedBlock | None,
-        batch: Sequence[SessionCall],
-        numbering: Numbering,
-        reading: bool,
-        writing: bool = False,
+        self, task: Task, packed: Packed, memory: SharedBlock | None, calls: Sequence[SessionCall], subject: Batch
     ) -> None:
-        """Send a task (see `Results.begin_task`); `numbering` is that of its batch. `reading`: whether workers read
-        samples for it; `writing`: whether they write parameters: then `evaluate` ends when no worker does any more."""
+        """Send a task, packed, on the batch `subject` (see `Results.begin_task`)."""
         self._enter()
-        self._of_task = numbering
-        self._deadlines.reading_for_task, self._writing = reading, writing
-        self.results.begin_task(data, placements, memory, batch)
+        self._of_task = subject.numbering
+        self._deadlines.reading_for_task, self._writing = subject.is_read, task.writes
+        # The user's functions may have a state, and each call begins with its first.
+        keeps = not (task.is_users or task.writes or self._setup.buffers.size)
+        if self.results.begin_task(packed.data, packed.placements, memory, calls, keeps):
+            return
         for worker in self._pool.workers.values():
             worker.task_cut = None
         for kind in TASKS:
@@ -258,7 +254,7 @@ class WorkerGroup:
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         """See `Backend.collected`."""
-        return self.results.read(columns, samples, copied=not self.is_free)
+        return self.results.read(columns, samples, late=not self.is_free)
 
     def end_task(self) -> None:
         """See `Backend.end_task`."""
@@ -400,7 +396,7 @@ class WorkerGroup:
         """Send the worker an order for this run, after what it needs for it: the cut, and memory to sum in."""
         cut, setup = gather.cut, self._setup
         if gather.is_task:
-            if worker.task_cut is not cut:
+            if worker.task_cut != cut:
                 worker.cut_task(cut)
             worker.make_totals()
         else:

@@ -7,37 +7,82 @@ from collections.abc import Sequence
 import torch
 
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.task_files import read_columns
+from batchopt.backends.process.task_files import ResultFile
 from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block, call_with_file
-from batchopt_workers.data.memory import GrowingFile, SharedBlock
+from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement
 from batchopt_workers.process.session import TASK, Session
 from batchopt_workers.tasks.forms import Column
 
 
 class Results:
-    """The file that workers write to: a new one for each task, and for each evaluation whose outputs are kept, since a
-    late worker may still write to the previous one."""
+    """The files that workers write to. Two are kept: while one is filled, the user still has the previous result."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._file: GrowingFile | None = None
+        self._files: list[ResultFile | None] = [None, None]
+        self._number = 0  # of the file in use
+        self._kept: tuple[bytes, int] | None = None  # the task that workers still have at that stamp of the pool
+        self._keeps = False
         self.keeps_outputs = False
 
+    @property
+    def _file(self) -> ResultFile:
+        file = self._files[self._number]
+        assert file is not None
+        return file
+
+    def _begin(self) -> int:
+        """Begin a result in a file that is free, or in a new one; return its number."""
+        free = [number for number, file in enumerate(self._files) if file is None or file.is_free]
+        # With none free, the older one is left to those who still see its pages.
+        self._number = number = max(free, key=lambda number: self._files[number] is not None, default=1 - self._number)
+        file = self._files[number]
+        if file is None or not file.is_free:
+            file = self._files[number] = ResultFile()
+        file.begin()
+        take = call_with_file(Activity.MEMORY, Session.take_file, file.file, number)
+        self._pool.keep(f"file {number}", file, lambda: take)
+        return number
+
     def begin_task(
-        self, data: bytes, placements: Sequence[Placement], memory: SharedBlock | None, batch: Sequence[SessionCall]
-    ) -> None:
-        """Send workers a packed task, with its tensors, if it has any, in `memory`; `batch`: the calls by which a
-        worker loads the batch that comes with it."""
-        self._file = GrowingFile()
+        self,
+        data: bytes,
+        placements: Sequence[Placement],
+        memory: SharedBlock | None,
+        batch: Sequence[SessionCall],
+        keeps: bool,
+    ) -> bool:
+        """Send workers a packed task, with its tensors, if it has any, in `memory`, unless they have it: return whether
+        they do. `batch`: the calls by which a worker loads the batch that comes with it; `keeps`: workers may keep it
+        for the next time."""
+        self._keeps = keeps and memory is None and not batch
+        if self._keeps and self._kept == (data, self._pool.stamp) and self._file.is_free:
+            self._file.begin()
+            return True
+        number = self._begin()
         attach = [] if memory is None else [call_with_block(Activity.TASK, Session.attach_copy, TASK, memory)]
-        begin = call_with_file(Activity.TASK, Session.begin_task, self._file, data, placements)
+        begin = call(Activity.TASK, Session.begin_task, data, placements, number)
         self._pool.set_state("task", *batch, *attach, begin)
+        self._kept = data, self._pool.stamp
+        return False
 
     def end_task(self) -> None:
-        """Release everything that belongs to the task."""
-        self._file = None
-        self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+        """Release everything that belongs to the task, unless workers keep it."""
+        before, self._kept = self._kept, None
+        if before is not None and self._keeps and before[1] == self._pool.stamp and self._file.was_read:
+            self._pool.set_state("task")  # new workers do not get it
+            self._kept = before[0], self._pool.stamp
+        else:
+            self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+        self._release()
+
+    def _release(self) -> None:
+        """Release the file if it is too large to be kept."""
+        if self._files[self._number] is not None and self._file.is_too_large:
+            self._files[self._number] = None
+            drop = call(Activity.MEMORY, Session.drop_file, self._number)
+            self._pool.keep(f"file {self._number}", None, lambda: drop)
 
     def keep_outputs(self, keep: bool) -> None:
         """Let evaluations write what the module returns, or not."""
@@ -46,13 +91,10 @@ class Results:
             self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
 
     def begin_evaluation(self) -> None:
-        """Have the outputs of an evaluation written to a new file."""
+        """Have the outputs of an evaluation, if they are kept, written to a file."""
         if self.keeps_outputs:
-            self._file = GrowingFile()
-            write = call_with_file(Activity.MEMORY, Session.write_outputs_to, self._file)
-            self._pool.set_state("outputs", write)
+            self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_outputs_to, self._begin()))
 
-    def read(self, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
-        """Return the rows of `samples` samples that were written last; `copied` ones are in new memory."""
-        assert self._file is not None
-        return read_columns(self._file, columns, samples, copied)
+    def read(self, columns: Sequence[Column], samples: int, late: bool) -> list[torch.Tensor]:
+        """Return the rows of `samples` samples that were written last; `late`: a worker may still be writing."""
+        return self._file.read(columns, samples, late)

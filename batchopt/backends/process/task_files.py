@@ -3,30 +3,67 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchopt_workers.data import mapping
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import GrowingFile
 from batchopt_workers.map.sums import Rows, SharedTotals, rows_nbytes
 from batchopt_workers.tasks.forms import Column, places
 
 # Largest result in bytes that is copied, so that it keeps no mapping.
-_SMALL = 2**16
+_SMALL = 2**20
 # Bytes for sums that each worker may keep in any case.
 _KEPT = 2**25
+# Largest file of results in bytes that is written again.
+_AGAIN = 2**26
 
 
-def read_columns(file: GrowingFile, columns: Sequence[Column], samples: int, copied: bool) -> list[torch.Tensor]:
-    """Return the rows of `samples` samples that were written to the file, each column as a private tensor: a
-    copy if `copied`, else the file's own pages, which are copied when they are written."""
-    offsets, nbytes = places(columns, samples)
-    memory = file.private(nbytes)
-    found = [_tensor(memory, c.dtype, (samples, *c.shape), offset) for c, offset in zip(columns, offsets, strict=True)]
-    return [tensor.clone() for tensor in found] if copied or nbytes <= _SMALL else found
+class ResultFile:
+    """The file in which workers put the rows of one result after another: memory that is there already is written
+    several times faster than new memory."""
+
+    def __init__(self) -> None:
+        self.file = GrowingFile()
+        self._seen: weakref.ref[npt.NDArray[np.uint8]] | None = None  # the memory of the result read last
+        self._forks = -1  # before that; -1: no result was read from it since the last one began
+
+    def begin(self) -> None:
+        """Begin a result: until it was read, nobody knows who may be writing."""
+        self._forks = -1
+
+    def read(self, columns: Sequence[Column], samples: int, late: bool) -> list[torch.Tensor]:
+        """Return the rows of `samples` samples, each column as a private tensor: a small one as a copy, a large one as
+        the file's own pages, which are copied when they are written. `late`: a worker may still be writing; then all
+        are copies."""
+        offsets, nbytes = places(columns, samples)
+        memory = self.file.private(nbytes)
+        found = [_tensor(memory, c.dtype, (samples, *c.shape), at) for c, at in zip(columns, offsets, strict=True)]
+        self._seen = weakref.ref(memory)
+        if not late:
+            self._forks = mapping.forks()
+        return [tensor.clone() for tensor in found] if late or nbytes <= _SMALL else found
+
+    @property
+    def was_read(self) -> bool:
+        """Tell whether the result that was begun last was read, when no worker was late."""
+        return self._forks >= 0
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether it can be written again: no tensor here shows its pages, nor one in a process forked since."""
+        unseen = self._seen is None or self._seen() is None
+        return unseen and self._forks == mapping.forks() and not self.is_too_large
+
+    @property
+    def is_too_large(self) -> bool:
+        """Tell whether it takes so much memory that it is not kept."""
+        return os.fstat(self.file.fd).st_size > _AGAIN
 
 
 def _tensor(memory: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:

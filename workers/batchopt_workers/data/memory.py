@@ -135,6 +135,14 @@ class GrowingFile:
         except OSError as error:
             raise _explained(error, offset + len(elements), free_memory()) from error
 
+    def shared(self) -> torch.Tensor:
+        """Return all of its bytes, mapped as long as the tensor lives. Raise `MemoryError` and `OSError`."""
+        nbytes = os.fstat(self.fd).st_size
+        try:
+            return torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+        except OSError as error:
+            raise _explained(error, nbytes, free_memory()) from error
+
     def private(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return the first bytes of the file, mapped as long as the array lives; writes to it stay in this process.
         Takes no descriptor, of which a process may have few. Raise `MemoryError` and `OSError`."""

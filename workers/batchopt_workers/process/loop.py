@@ -172,13 +172,15 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
 def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
     """Evaluate an order, and return the seconds that it took."""
     faults.point("worker.order", order.first)
-    last, report, repeat = order.last, None, session.repeat
+    last, report, repeat, form, pickled = order.last, None, session.repeat, None, b""
     for done in (repeat.answer(order, session) if repeat is not None else ()) or session.evaluate(order):
         report, chunk = done.report(), done.next - 1
         if done.results:
             mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results), chunk)
         if done.form is not None:
-            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + dumps(done.form), chunk)
+            if not done.form.is_as(form):
+                form, pickled = done.form, dumps(done.form)
+            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + pickled, chunk)
         if report.next < last:
             mailbox.send(number, Kind.REPORT, report.encode(), chunk)
             last = mailbox.limit(number, last)

@@ -62,6 +62,7 @@ class Session:
         self._totals: SharedTotals | None = None
         self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
         self._aside: Batch | None = None  # the batch of a task
+        self._files: dict[int, FileOutput] = {}  # for results
 
     @property
     def evaluator(self) -> Evaluator:
@@ -204,6 +205,7 @@ class Session:
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, and begin a step."""
         self._private[name].discard()  # writes of the user's code belong to the previous batch
+        self.evaluator.tasks.end()
         self.evaluator.batch = unpack(data, placements, self._private[name])
         self._loaded[name] = self.evaluator.loaded
         self.restart_step()
@@ -227,10 +229,17 @@ class Session:
         self._private[name].discard()
         self._aside = unpack(data, placements, self._private[name])
 
-    def begin_task(self, data: bytes, placements: Sequence[Placement], fd: int) -> None:
+    def take_file(self, number: int, fd: int) -> None:
+        """Use the file `fd` for results, by this number."""
+        self._files[number] = FileOutput(fd)
+
+    def drop_file(self, number: int) -> None:
+        """Release the file of that number."""
+        self._files.pop(number, None)
+
+    def begin_task(self, data: bytes, placements: Sequence[Placement], file: int) -> None:
         """Begin a task, to which orders of tasks refer. Its tensors, if it has any, are in block `TASK`; its result
-        rows go to the file `fd`."""
-        output = FileOutput(fd)
+        rows go to the file of that number."""
         task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
         evaluator, batch = self.evaluator, self._aside
         if not task.aside:
@@ -239,13 +248,15 @@ class Session:
         self.restart_step()  # the parent's state, if a step has ended since
         self._blocks["parameters"].protect(writable=task.writes)
         evaluator.tasks.begin(task, batch)
-        evaluator.tasks.output = output
+        evaluator.tasks.output = self._files[file].begun()
         if self._totals is not None:
             evaluator.tasks.totals = self._totals
 
-    def write_outputs_to(self, fd: int) -> None:
-        """Write what the module returns in evaluations to the file `fd`."""
-        self.evaluator.outputs = FileOutput(fd)
+    def write_outputs_to(self, file: int) -> None:
+        """Write what the module returns in evaluations to the file of that number. A file that is gone was for an
+        evaluation that is over."""
+        output = self._files.get(file)
+        self.evaluator.outputs = None if output is None else output.begun()
 
     def write_no_outputs(self) -> None:
         """Stop writing the outputs."""
@@ -349,8 +360,7 @@ def _hooks(module: torch.nn.Module) -> int:
 WITH_DESCRIPTOR = (
     Session.attach,
     Session.attach_copy,
-    Session.begin_task,
-    Session.write_outputs_to,
+    Session.take_file,
     Session.sum_in,
     Session.wake_through,
     Session.repeat_for,

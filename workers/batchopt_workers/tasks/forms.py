@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +47,10 @@ class Form:
     columns: tuple[Column, ...]
     skeleton: Any
     objects: list[Any] | None = None
+
+    def is_as(self, before: Form | None) -> bool:
+        """Tell whether `before`, that of a previous chunk, says the same."""
+        return before is not None and self.objects is before.objects is None and self.columns == before.columns
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the structure with these tensors in their places."""
@@ -216,13 +221,20 @@ class Output(Protocol):
 class FileOutput:
     """A file of memory that several processes write to, each at the places of its samples; its creator reads it.
 
-    Its size need not be known in advance: it grows with what is written. Its pages are written by the kernel, once, and
-    no writer maps them.
+    Its size need not be known in advance: it grows with what is written. New pages are written by the kernel, once, one
+    writer at a time; those that were there when the result was begun are mapped.
     """
 
     def __init__(self, fd: int) -> None:
         """Take ownership of the descriptor."""
         self._file = GrowingFile(fd)
+        self._mapped = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def begun(self) -> FileOutput:
+        """Return this file, in which another result is begun."""
+        if os.fstat(self._file.fd).st_size > len(self._mapped):
+            self._mapped = self._file.shared()
+        return self
 
     def write(
         self, columns: Sequence[Column], tensors: Sequence[torch.Tensor], start: int, stop: int, samples: int
@@ -230,9 +242,14 @@ class FileOutput:
         """See `Output`. Raise `OSError` if files may not be as large."""
         offsets, _ = places(columns, samples)
         for tensor, offset in zip(tensors, offsets, strict=True):
-            elements = octets(tensor).numpy().data
+            elements = octets(tensor)
+            first = offset + start * (len(elements) // (stop - start))
+            place = self._mapped[first : first + len(elements)]
+            if len(place) == len(elements):
+                place.copy_(elements)
+                continue
             _check_room(len(elements))
-            self._file.write(elements, offset + start * (len(elements) // (stop - start)))
+            self._file.write(elements.numpy().data, first)
 
 
 def _check_room(nbytes: int) -> None:
