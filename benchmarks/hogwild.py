@@ -98,7 +98,7 @@ def synchronous(module: nn.Module, pairs: torch.Tensor) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=102_400)
+    parser.add_argument("--pairs", type=int, default=409_600)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     torch.manual_seed(0)

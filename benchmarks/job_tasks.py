@@ -314,3 +314,93 @@ def rod() -> Task:
         seen = true(sources)
     seen += 1e-3 * torch.randn(seen.shape, generator=generator, dtype=torch.float64)
     return Task(Rod(), temperature_error, sources, seen)
+
+
+# ---- Gaussian processes
+
+
+class Evidence:
+    """The mean over tasks of the negative log marginal likelihood, per point."""
+
+    def __call__(self, module: Any, tasks: Tensor, _: None) -> Tensor:
+        return torch.stack([-module(task)[1] for task in tasks.tolist()]).mean()
+
+
+class Processes(nn.Module):
+    """An exact Gaussian process for each task, with a squared exponential kernel with a length for each input."""
+
+    def __init__(self, inputs: list[Tensor], values: list[Tensor]) -> None:
+        super().__init__()
+        from gpytorch import kernels, likelihoods, means, mlls, models
+        from gpytorch.distributions import MultivariateNormal
+
+        class Process(models.ExactGP):  # type: ignore[misc]
+            def __init__(self, x: Tensor, y: Tensor) -> None:
+                super().__init__(x, y, likelihoods.GaussianLikelihood())
+                self.mean, kernel = means.ConstantMean(), kernels.RBFKernel(ard_num_dims=x.shape[1])
+                self.kernel = kernels.ScaleKernel(kernel)
+
+            def forward(self, x: Tensor) -> Any:
+                return MultivariateNormal(self.mean(x), self.kernel(x))
+
+        self.processes = nn.ModuleList(map(Process, inputs, values))
+        self._evidence = mlls.ExactMarginalLogLikelihood
+
+    def forward(self, task: int) -> Any:
+        """The number of points, and the log marginal likelihood per point."""
+        process: Any = self.processes[task]
+        (x,), y = process.train_inputs, process.train_targets
+        return len(y), self._evidence(process.likelihood, process)(process(x), y)
+
+
+def processes() -> Task:
+    """24 tasks of 400 points in four dimensions: 168 parameters."""
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.rand(400, 4, generator=generator, dtype=torch.float64) for _ in range(24)]
+    ways = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+    y = [
+        torch.sin(4 * points @ way) + 0.1 * torch.randn(400, generator=generator)
+        for points, way in zip(x, ways, strict=True)
+    ]
+    return Task(Processes(x, y).double(), Evidence(), torch.arange(24))
+
+
+# ---- poses of scans
+
+
+class Poses(nn.Module):
+    """A rotation vector and a shift for each scan, shape `(scans, 6)`."""
+
+    def __init__(self, scans: int) -> None:
+        super().__init__()
+        self.poses = nn.Parameter(torch.zeros(scans, 6, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Where points are, shape `(samples, 3)`; of the inputs the first column is the scan. By Rodrigues' formula."""
+        pose, points = self.poses[inputs[:, 0].long()], inputs[:, 1:]
+        angle = (pose[:, :3].square().sum(1, keepdim=True) + 1e-24).sqrt()
+        axis = pose[:, :3] / angle
+        along, across = (axis * points).sum(1, keepdim=True), torch.linalg.cross(axis, points)
+        turned = points * angle.cos() + across * angle.sin() + axis * along * (1 - angle.cos())
+        found: Tensor = turned + pose[:, 3:]
+        return found
+
+
+def square_error(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean square."""
+    return nn.functional.mse_loss(module(inputs), targets)
+
+
+def scans() -> Task:
+    """20 scans of 100 points, turned by up to two radians, with noise of 0.01: 120 parameters, 6,000 residuals (of
+    which PyPose makes a square matrix)."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(20, 100, 3, generator=generator, dtype=torch.float64)
+    inputs = torch.cat((torch.arange(20.0).repeat_interleave(100)[:, None].double(), points.view(-1, 3)), 1)
+    true = Poses(20)
+    with torch.no_grad():
+        turns = torch.randn(20, 6, generator=generator, dtype=torch.float64)
+        true.poses.copy_(turns / turns[:, :3].norm(dim=1, keepdim=True) * torch.linspace(0.5, 2.0, 20)[:, None])
+        targets = true(inputs)
+    targets += 0.01 * torch.randn(targets.shape, generator=generator, dtype=torch.float64)
+    return Task(Poses(20), square_error, inputs, targets)

@@ -4,6 +4,7 @@ step, and then, after each step, what tells how far it has come."""
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -14,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 import batchopt
-from batchopt._machine.cores import usable_cores
 from benchmarks.job_tasks import BOUNDS, Task
 
 
@@ -61,18 +61,17 @@ def _loss(task: Task) -> Judge:
     return judge
 
 
-def workers(make: Callable[..., torch.optim.Optimizer], count: int | None = None) -> Way:
-    """Ours: an optimizer over so many workers, if not one for each core, until a point that it accepts is there."""
+def ours(make: Callable[..., torch.optim.Optimizer]) -> Way:
+    """Ours: an optimizer, as many workers as pay, until a point that it accepts is there."""
 
     def way(task: Task, goal: Goal) -> Generator[Judge, None, None]:
         with batchopt.BatchOptimizer(
             task.module,
             loss_fn=task.loss,
             optimizer=lambda params: make(params, callback=lambda progress: goal.is_over(progress.f), **ENDLESS),
-            parallelize=count or usable_cores(),
+            parallelize="auto",
             **task.options,
         ) as opt:
-            opt.load(task.inputs, task.targets)
             yield Come
             opt.step(task.inputs, task.targets)
             found = Come(opt.optimizer.result.f, opt.eval_counter)  # type: ignore[union-attr]
@@ -91,6 +90,74 @@ def ssbroyden(params: Any, **options: Any) -> torch.optim.Optimizer:
     return batchopt.SSBroyden(params, max_eval=10**9, **options)
 
 
+def levenberg(task: Task, goal: Goal) -> Generator[Judge, None, None]:
+    """Our Levenberg-Marquardt, of the mean square of what the module returns less the targets."""
+    with batchopt.BatchOptimizer(
+        task.module,
+        torch.nn.MSELoss(),
+        optimizer=lambda params: batchopt.LevenbergMarquardt(
+            params, callback=lambda progress: goal.is_over(progress.f), max_iter=10**6
+        ),
+        parallelize="auto",
+    ) as opt:
+        yield Come
+        opt.step(task.inputs, task.targets)
+        found = Come(opt.optimizer.result.f, opt.eval_counter)  # type: ignore[union-attr]
+        yield lambda: found
+
+
+def pypose(task: Task, goal: Goal) -> Generator[Judge, None, None]:
+    """The Levenberg-Marquardt of PyPose, with its defaults."""
+    import pypose as pp
+
+    optimizer = pp.optim.LM(task.module)
+    judge = _loss(task)
+    yield Come
+    while True:
+        optimizer.step(task.inputs, task.targets)
+        yield judge
+
+
+def deepxde(task: Task, goal: Goal) -> Generator[Judge, None, None]:
+    """Burgers' equation by DeepXDE, its own way: 2,000 steps of Adam, then L-BFGS. As many points as the task, which
+    it draws itself, and weights with which its f is the task's."""
+    os.environ["DDE_BACKEND"] = "pytorch"
+    import deepxde
+
+    deepxde.config.set_default_float("float64")
+    deepxde.config.set_random_seed(0)
+
+    def pde(x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        along_x, along_t = (deepxde.grad.jacobian(u, x, i=0, j=j) for j in range(2))
+        left: torch.Tensor = along_t + u * along_x - 0.01 / math.pi * deepxde.grad.hessian(u, x, i=0, j=0)
+        return left
+
+    domain = deepxde.geometry.GeometryXTime(deepxde.geometry.Interval(-1, 1), deepxde.geometry.TimeDomain(0, 0.99))
+    sides = deepxde.icbc.DirichletBC(domain, lambda x: 0, lambda _, on_boundary: on_boundary)
+    start = deepxde.icbc.IC(domain, lambda x: -np.sin(np.pi * x[:, 0:1]), lambda _, on_initial: on_initial)
+    data = deepxde.data.TimePDE(domain, pde, [sides, start], num_domain=2300, num_boundary=200, num_initial=500)
+    model = deepxde.Model(data, deepxde.nn.FNN([2, 20, 20, 20, 1], "tanh", "Glorot normal"))
+    weights = [3000 / 3700 * part for part in (1.0, 2 / 7, 5 / 7)]
+    deepxde.optimizers.set_LBFGS_options(maxiter=10**6, gtol=0.0)
+    deepxde.optimizers.config.LBFGS_options |= {"iter_per_step": 50, "fun_per_step": 65}  # to look at f
+    model.compile("adam", lr=1e-3, loss_weights=weights)
+    found = Come()
+
+    class Look(deepxde.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self) -> None:
+            nonlocal found
+            if self.model.train_state.step:
+                found = Come(float(sum(self.model.train_state.loss_train)), self.model.train_state.step)
+            self.model.stop_training = goal.is_over(found.f)
+
+    yield Come
+    model.train(iterations=2000, display_every=50, callbacks=[Look()], verbose=0)
+    if not goal.is_over(found.f):
+        model.compile("L-BFGS", loss_weights=weights)
+        model.train(display_every=50, callbacks=[Look()], verbose=0)
+    yield lambda: found
+
+
 class _Over(Exception):
     """Far enough, or time is up."""
 
@@ -98,7 +165,7 @@ class _Over(Exception):
 def torch_lbfgs(task: Task, goal: Goal) -> Generator[Judge, None, None]:
     """`torch.optim.LBFGS` in one process, on all cores, until an evaluation is there; what samples are collated to is
     kept."""
-    inputs = task.inputs if task.whole is None else task.whole()
+    inputs = task.inputs
     optimizer = torch.optim.LBFGS(
         task.module.parameters(), history_size=100, line_search_fn="strong_wolfe", max_eval=10**9, **ENDLESS
     )
@@ -116,6 +183,7 @@ def torch_lbfgs(task: Task, goal: Goal) -> Generator[Judge, None, None]:
         return loss
 
     yield Come
+    inputs = inputs if task.whole is None else task.whole()
     with suppress(_Over):
         optimizer.step(closure)  # type: ignore[no-untyped-call]
     yield lambda: found
@@ -196,7 +264,7 @@ def scipy_and_torch(task: Task, goal: Goal) -> Generator[Judge, None, None]:
 def scipy_and_workers(task: Task, goal: Goal) -> Generator[Judge, None, None]:
     """SciPy's L-BFGS-B around ours."""
     with batchopt.BatchOptimizer(
-        task.module, loss_fn=task.loss, optimizer=None, parallelize=usable_cores(), **task.options
+        task.module, loss_fn=task.loss, optimizer=None, parallelize="auto", **task.options
     ) as opt:
         opt.load(task.inputs, task.targets)
         objective = opt.objective()

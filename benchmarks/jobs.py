@@ -3,7 +3,7 @@
 Each job three times each way, in turn, each run in a process of its own, on all cores: ours, and what people use today.
 A run takes `start` seconds until it can make its first step (imports, data, workers), and `work` seconds from there to
 the goal; looking at how far it has come is not counted. A job whose libraries are not installed is left out with a
-word: `pip install mace-torch torch-geometric torchdiffeq`.
+word: `pip install mace-torch torch-geometric torchdiffeq gpytorch pypose deepxde`.
 
     python -m benchmarks.jobs [--jobs ...] [--rounds 3] [--limit 300]
 """
@@ -44,14 +44,14 @@ class Job:
     needs: tuple[str, ...] = ()
 
 
-_LBFGS: dict[str, Way] = {OURS: job_ways.workers(job_ways.lbfgs), "torch L-BFGS": job_ways.torch_lbfgs}
+_LBFGS: dict[str, Way] = {OURS: job_ways.ours(job_ways.lbfgs), "torch L-BFGS": job_ways.torch_lbfgs}
 JOBS = {
     "digits, convolutions": Job(job_tasks.convolutions, 1e-2, {**_LBFGS, "torch Adam": job_ways.torch_adam}),
     "digits, logistic regression": Job(
         job_tasks.digits_regression,
         math.nan,
         {
-            OURS: job_ways.workers(job_ways.lbfgs, 1),
+            OURS: job_ways.ours(job_ways.lbfgs),
             "torch L-BFGS": job_ways.torch_lbfgs,
             "scikit-learn": job_ways.scikit_learn(1e-6),
             "scikit-learn on a thread": job_ways.scikit_learn(1e-6, 1),
@@ -66,11 +66,18 @@ JOBS = {
             "scikit-learn on a thread": job_ways.scikit_learn(1e-5, 1),
         },
     ),
-    "Burgers' equation": Job(job_tasks.burgers_task, 1e-4, {**_LBFGS, OURS: job_ways.workers(job_ways.ssbroyden)}),
+    "Burgers' equation": Job(
+        job_tasks.burgers_task,
+        1e-4,
+        {**_LBFGS, OURS: job_ways.ours(job_ways.ssbroyden), "DeepXDE": job_ways.deepxde},
+        ("deepxde",),
+    ),
     "60 molecules, MACE": Job(job_tasks.molecules, 1.0, _LBFGS, ("mace", "ase")),
     "60 molecules, MACE with vectors": Job(partial(job_tasks.molecules, "8x0e + 8x1o"), 1.0, _LBFGS, ("mace", "ase")),
     "400 graphs": Job(job_tasks.graphs, 1e-2, _LBFGS, ("torch_geometric",)),
     "neural ODE": Job(job_tasks.neural_ode, 1e-5, _LBFGS, ("torchdiffeq",)),
+    "24 Gaussian processes": Job(job_tasks.processes, -0.375, _LBFGS, ("gpytorch",)),
+    "20 scans": Job(job_tasks.scans, 9.91e-5, {OURS: job_ways.levenberg, "PyPose's LM": job_ways.pypose}, ("pypose",)),
     "conductivity between bounds": Job(
         job_tasks.rod,
         2e-4,
@@ -145,7 +152,7 @@ def measure(name: str, rounds: int, limit: float) -> tuple[list[Finding], dict[s
         findings.append(Finding(f"  {way}, times as much work", its["work"] / ours["work"], least=1.0))
         whole = (its["start"] + its["work"]) / (ours["start"] + ours["work"])
         findings.append(Finding(f"  {way}, times as much in all", whole))
-    return findings, {"goal": goal, "runs": runs}
+    return findings, {"goal": goal, "runs": runs, "medians": medians}
 
 
 def main() -> None:

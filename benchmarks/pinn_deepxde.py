@@ -15,7 +15,7 @@ from benchmarks.pinn_problems import burgers_solution, relative
 def run(seed: int, seconds: float) -> Curve:
     """Adam for a third of the time, then L-BFGS."""
     os.environ["DDE_BACKEND"] = "pytorch"
-    import deepxde  # type: ignore[import-untyped]
+    import deepxde
 
     deepxde.config.set_default_float("float64")
     deepxde.config.set_random_seed(seed)
