@@ -23,6 +23,9 @@ from typing import Any
 
 _NO_TERMS: Mapping[str, range] = MappingProxyType({})
 
+# Advice where a library wants a `torch.optim.Optimizer`: that is passed closures, never the batch, which workers need.
+IN_TRAINERS = "a trainer or scheduler gets `opt.optimizer`, and `opt.loss()` in place of its loss (docs/recipes.md)"
+
 
 class BatchoptError(RuntimeError):
     """Any error of this library that is not about an argument.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
 from batchopt.doctor import Diagnosis, examine
-from batchopt.errors import CheckpointError
+from batchopt.errors import IN_TRAINERS, CheckpointError
 from batchopt.evaluations import Evaluations
 from batchopt.optim.choose import (
     OptimizerChoice,
@@ -440,6 +440,12 @@ class BatchOptimizer(Evaluations):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            advice = f": {IN_TRAINERS}" if name == "param_groups" or hasattr(torch.optim.Optimizer, name) else ""
+            raise AttributeError(f"BatchOptimizer has no attribute '{name}'{advice}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")

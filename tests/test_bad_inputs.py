@@ -118,6 +118,7 @@ UNTRAINED = r"`module` has no parameter with requires_grad=True"
 MODULES: Refusals = [
     (lambda: Mlp, TypeError, r"`module` must be .* instance; got the class Mlp - did you mean Mlp\(\)\?"),
     (lambda: torch.relu, TypeError, r"`module` must be .* instance; got builtin_function"),
+    (lambda: Mlp().parameters(), TypeError, r"`module` must be .* got generator: a trainer or scheduler gets `opt.opt"),
     (lambda: Mlp().requires_grad_(False), ValueError, UNTRAINED + r" \(4 frozen\)"),
     (rotated, TypeError, r"parameter 'weight' is a Rotation, .* subclass of torch.nn.Parameter"),
     (nn.ReLU, ValueError, UNTRAINED + r" \(0 frozen\)"),

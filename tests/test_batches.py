@@ -220,6 +220,7 @@ REFUSED: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((X, SCALAR), TypeError, r"`targets` is a 0-dim tensor"),
     ((SPARSE,), ValueError, r"`inputs` is sparse \(torch\.sparse_coo\): call \.to_dense\(\) on it"),
     (({"a": X, "b": SPARSE},), ValueError, r"`inputs\['b'\]` is sparse"),
+    ((lambda: 1.0,), TypeError, r"`inputs` must be .*got function: a trainer or .* `opt.loss\(\)`"),
     (("abc",), TypeError, r"`inputs` must be a tensor .*, a tuple or dict of tensors, or a list.*got str"),
     ((np.zeros(3, dtype=object),), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"),
     ((X, "abc"), TypeError, r"`targets` must be .*got str"),

@@ -12,6 +12,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 
 import pytest
+import torch
 
 import batchopt
 import batchopt_workers
@@ -89,3 +90,12 @@ def test_each_argument_that_is_told_begins_a_line_of_its_own(name: str) -> None:
     told = [line.strip().split(":")[0] for line in block if re.match(r" {4}\S", line)]
     parameters = inspect.signature(thing).parameters
     assert {part.strip() for line in told for part in line.split(",")} == {*parameters}, told
+
+
+def test_what_only_torchs_optimizers_have_leads_to_the_recipes() -> None:
+    with batchopt.BatchOptimizer(torch.nn.Linear(1, 1)) as opt:
+        for name in ("zero_grad", "param_groups", "add_param_group"):
+            with pytest.raises(AttributeError, match=rf"no attribute '{name}': a trainer .* `opt.optimizer`, and"):
+                getattr(opt, name)
+        with pytest.raises(AttributeError, match=r"no attribute 'lods'$"):
+            _ = opt.lods  # type: ignore[attr-defined]

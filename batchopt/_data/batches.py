@@ -22,6 +22,7 @@ from batchopt._data.denominators import (
     unread_denominators,
 )
 from batchopt._data.terms import Weighted, check_names, read_weights, refuse_weights
+from batchopt.errors import IN_TRAINERS
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.items import Collate, Items
 from batchopt_workers.data.structures import is_record, items_of, map_tensors, tensors_in
@@ -296,7 +297,7 @@ def _instead(data: Any) -> str:
             ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be "
             "cut (and with targets: collate_fn=lambda pairs: (Batch.from_data_list([g for g, _ in pairs]), ...))"
         )
-    return ""
+    return f": {IN_TRAINERS}" if callable(data) else ""
 
 
 def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tuple[str, torch.Tensor]]:

@@ -6,13 +6,14 @@ import gc
 import os
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from batchopt.errors import BatchoptError
+from batchopt.errors import IN_TRAINERS, BatchoptError
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.mapping import forget_copies
 from batchopt_workers.data.memory import SharedBlock
@@ -209,7 +210,8 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
             f"{module.__name__}()?"
         )
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"`module` must be a torch.nn.Module instance; got {type(module).__name__}")
+        instead = f": {IN_TRAINERS}" if isinstance(module, (Iterator, list)) else ""  # of parameters
+        raise TypeError(f"`module` must be a torch.nn.Module instance; got {type(module).__name__}{instead}")
     everything = list(module.named_parameters())
     for name, parameter in everything:
         if isinstance(parameter, UninitializedParameter):
