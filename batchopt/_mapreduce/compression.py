@@ -41,21 +41,12 @@ class Compression(ABC):
     def decode(self, code: torch.Tensor, members: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the rounded vector: shape `(size,)`."""
 
-    @property
-    @abstractmethod
-    def code_dtype(self) -> torch.dtype:
-        """The dtype of codes."""
-
 
 @dataclass(frozen=True)
 class Rounded(Compression):
     """Another floating-point format, rounded to nearest."""
 
     dtype: torch.dtype
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        return self.dtype
 
     def encode(self, vector: torch.Tensor, members: int) -> torch.Tensor:
         code = vector.to(self.dtype)
@@ -83,7 +74,6 @@ class TwoBit(Compression):
     threshold: float
 
     keeps_residual = True
-    code_dtype = torch.uint8
 
     def encode(self, vector: torch.Tensor, members: int) -> torch.Tensor:
         numbers, level = vector.numpy(), self.threshold / members
