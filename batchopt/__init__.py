@@ -28,7 +28,7 @@ from batchopt_workers.worker import Sample, Worker
 if typing.TYPE_CHECKING:
     from batchopt import ignite as ignite
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CG",

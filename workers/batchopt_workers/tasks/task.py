@@ -196,7 +196,7 @@ class ParameterWatch:
                 changed = self._names.get(id(parameter), "")
                 parameter.data = data
                 parameter.requires_grad_(requires_grad)
-            if copy is not None and not same_values(parameter.detach(), copy):
+            if copy is not None and not (torch.equal(data, copy) or same_values(data, copy)):
                 changed = self._names.get(id(parameter), "")
                 with torch.no_grad():
                     parameter.copy_(copy)
