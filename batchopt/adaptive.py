@@ -53,6 +53,12 @@ def resample(
     equally likely up to these. Raises `ValueError` or `TypeError` for arguments that cannot work, for a term whose
     residuals are not known, and for a residual that is not finite, with the number of its candidate; and what
     `BatchOptimizer.residuals` raises.
+
+    >>> terms = {"equation": batchopt.Term(residual=lambda net, x, _: net(x) - torch.exp(x))}
+    >>> with batchopt.BatchOptimizer(torch.nn.Linear(1, 1), terms=terms) as opt:
+    ...     points = batchopt.resample(opt, "equation", torch.rand(1000, 1), samples=100)
+    >>> points.shape
+    torch.Size([100, 1])
     """
     entry, kept = _read(candidates), None if keep is None else _read(keep)
     size = _check_rows("candidates", entry)

@@ -30,6 +30,11 @@ def hogwild(
     module, criterion and `settings` are as for `BatchOptimizer`, which this function opens and closes; the other
     arguments, the result and the exceptions as for `BatchOptimizer.hogwild`. For more than one call use that method,
     which keeps the workers.
+
+    >>> x, model = torch.linspace(-1, 1, 100)[:, None], torch.nn.Linear(1, 1)
+    >>> sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    >>> batchopt.hogwild(model, torch.nn.MSELoss(), (x, 2 * x), optimizer=sgd, batch_size=10, epochs=3)
+    HogwildResult(losses of 30 mini-batches)
     """
     with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize, **settings) as opt:
         return opt.hogwild(data, optimizer, batch_size=batch_size, epochs=epochs, shuffle=shuffle)

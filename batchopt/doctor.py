@@ -93,6 +93,8 @@ class Diagnosis:
         culprit = f"culprit: {self.culprit.value}" + (f" ({self.detail})" if self.detail else "")
         return "\n".join([*lines, culprit])
 
+    __repr__ = __str__
+
 
 class Value(NamedTuple):
     """f and df/dX at one point."""

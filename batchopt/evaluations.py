@@ -67,6 +67,13 @@ class Evaluations:
         code raised, `NonFiniteError` for an infinite or NaN result, and `ValueError` for a context that workers cannot
         enter, and for a forward that writes state too large to be kept for each chunk; then X is unchanged, and
         gradients are unspecified.
+
+        >>> opt.load(x, y)
+        >>> torch.allclose(opt.evaluate(), torch.nn.functional.mse_loss(model(x), y))
+        True
+        >>> model[0].weight.grad.shape
+        torch.Size([8, 1])
+        >>> start = torch.optim.LBFGS(model.parameters()).step(opt.evaluate)
         """
         kind, own = type(self), vars(self)
         if kind.map is Evaluations.map and kind.reduce is Evaluations.reduce and not {"map", "reduce"} & own.keys():
@@ -93,6 +100,10 @@ class Evaluations:
         gets nothing. Until then each `.grad` is unchanged, and `grad_parameters` has df/dX; `backward` may reuse its
         memory for `.grad`. Raises what `evaluate` raises; `backward` raises `BatchoptError` with `create_graph=True`:
         see `hvp`.
+
+        >>> opt.load(x, y)
+        >>> penalised = opt.loss() + 1e-3 * model[0].weight.square().sum()
+        >>> penalised.backward()
         """
         return loss_with_graph(self._function, self.evaluate)
 
@@ -106,6 +117,11 @@ class Evaluations:
         is kept. Gradients, `output` and counters other than `product_counter` are unchanged; prehook runs, posthook
         does not. Raises `TypeError` or `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` if the
         module cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
+
+        >>> opt.load(x, y)
+        >>> v = torch.ones_like(opt.parameters)
+        >>> opt.hvp(v).shape, opt.hvp(torch.stack((v, 2 * v), 1)).shape
+        (torch.Size([25]), torch.Size([25, 2]))
         """
         return hessian_products(self._function, v)
 
@@ -118,6 +134,11 @@ class Evaluations:
         `Term(residual=...)`: f is the sum over the terms of `weight` times the mean square of the term's residuals. By
         default those of the loaded batch; else of other data, as in `collect`, which may omit terms. Raises
         `ValueError` if f, or one of these terms, is not known to be a sum of squares, and what `collect` raises.
+
+        >>> opt.load(x, y)
+        >>> r = opt.residuals()
+        >>> r.shape, torch.allclose(r.square().mean(), opt.evaluate())
+        (torch.Size([200, 1]), True)
         """
         return residuals(self._function, inputs, targets)
 
@@ -137,6 +158,11 @@ class Evaluations:
         f is rᵀWr: W has the weight of each square in f, the term's divided by the number of its residuals. Twice this
         is the Hessian of f without the curvature of the residuals, and positive semidefinite. No matrix is made. Raises
         what `vjp` raises.
+
+        >>> opt.load(x, y)
+        >>> v = torch.ones_like(opt.parameters)
+        >>> torch.allclose(opt.gauss_newton(v), opt.normal().matrix @ v)
+        True
         """
         return gauss_newton_product(self._function, v)
 
@@ -147,6 +173,11 @@ class Evaluations:
         products in float64. If neither is possible, each row takes a backward, with a warning. With `chunk_size` the
         bits are the same for any number of workers, as in `total`. Raises `ValueError` for more than `limit`
         parameters, with the size of the matrix; `NonFiniteError`; and what `residuals` raises.
+
+        >>> opt.load(x, y)
+        >>> f, normal = opt.evaluate(), opt.normal()
+        >>> normal.matrix.shape, torch.allclose(2 * normal.vector, opt.grad_parameters)
+        (torch.Size([25, 25]), True)
         """
         return normal(self._function, limit)
 
@@ -168,6 +199,12 @@ class Evaluations:
         `nonfinite_errors` is raised, f is infinity. Parameters, gradients, buffers and counters are unchanged; prehook
         runs, posthook does not. Each worker needs memory for a point, and on a cluster each machine gets the full
         batch. Raises `TypeError` or `ValueError` for other points, and `WorkerError` if the user's code raises.
+
+        >>> opt.load(x, y)
+        >>> points = opt.parameters + torch.tensor([[0.0], [0.1], [0.2]])
+        >>> losses, gradients = opt.evaluate_many(points, gradients=True)
+        >>> losses.shape, gradients.shape
+        (torch.Size([3]), torch.Size([3, 25]))
         """
         return evaluate_many(self._function, points, gradients)
 
@@ -176,6 +213,9 @@ class Evaluations:
 
         By default for the loaded batch, else for `inputs` and `targets` as a separate batch with its own f. A tensor of
         integers has None. With `terms` a dict. Everything else is as in `collect`.
+
+        >>> opt.input_gradients(x, y).shape
+        torch.Size([200, 1])
         """
         return input_gradients(self._function, inputs, targets)
 
@@ -211,6 +251,12 @@ class Evaluations:
         unchanged; hooks do not run; NaN is kept. Raises `WorkerError` if the function raises, changes a parameter, or
         does not return rows for its samples; `ValueError`, which names the chunk, for results of several shapes;
         `TypeError` for a function that cannot be sent; and what `load` raises for the data.
+
+        >>> errors = opt.collect(lambda net, inputs, targets: (net(inputs) - targets).abs(), x, y)
+        >>> errors.shape
+        torch.Size([200, 1])
+        >>> opt.collect(inputs=x, layers=["0", "2"])["0"].shape
+        torch.Size([200, 8])
         """
         data = inputs, targets
         return apply(self._function, collect, function, data, grad=grad, train=train, layers=layers)
@@ -232,6 +278,10 @@ class Evaluations:
         summed in double precision, integers and booleans exactly (up to 2**53). Everything else is as in `collect`.
         Raises `NonFiniteError`, which names the samples, for a sum that is not finite; with `on_nonfinite="return"` it
         is returned.
+
+        >>> total = opt.total(lambda net, inputs, targets: (net(inputs) - targets).square().sum(), x, y)
+        >>> torch.allclose(total / len(x), torch.nn.functional.mse_loss(model(x), y))
+        True
         """
         return apply(self._function, total, function, (inputs, targets), grad=grad, train=train)
 
@@ -240,6 +290,12 @@ class Evaluations:
 
         Set `keep_outputs` before that evaluation. The structure is as in `collect`. They belong to the parameters
         evaluated, which a line search may have left since. Raises `BatchoptError` if outputs were not kept.
+
+        >>> opt.keep_outputs = True
+        >>> opt.load(x, y)
+        >>> f = opt.evaluate()
+        >>> torch.allclose(torch.nn.functional.mse_loss(opt.outputs(), y), f)
+        True
         """
         return self._function.outputs()
 
@@ -274,6 +330,11 @@ class Evaluations:
         Returns what the module does (a tensor, or tuples, lists and dicts of tensors, the first dimension being the
         samples), or a list with one entry per sample. The memory needed is that of the outputs and of a chunk in each
         worker: `chunk_size` bounds it. Everything else is as in `collect`.
+
+        >>> torch.allclose(opt.predict(x), model(x))
+        True
+        >>> opt.predict(x, transform=lambda outputs: outputs > 0).dtype
+        torch.bool
         """
         return predict(self._function, inputs, transform)
 
@@ -295,6 +356,10 @@ class Evaluations:
         Outputs are computed as by `predict`, with `transform`, and each metric is given all of them at once, in order,
         so its value is the serial one. Values that are one number are floats. Raises `TypeError` for anything but
         metrics, `ValueError` if there are no targets, and what `predict` raises.
+
+        >>> found = opt.score((x, y), {"mse": torch.nn.functional.mse_loss, "worst": lambda a, b: (a - b).abs().max()})
+        >>> sorted(found), type(found["mse"])
+        (['mse', 'worst'], <class 'float'>)
         """
         return score(self._function, data, metrics, transform)
 
@@ -376,7 +441,13 @@ class Evaluations:
     @property
     def closure(self) -> Closure:
         """`evaluate` as an object: the closure of any optimizer, also with the normal equations for
-        `LevenbergMarquardt`: `optimizer.step(opt.closure)`."""
+        `LevenbergMarquardt`: `optimizer.step(opt.closure)`.
+
+        >>> opt.load(x, y)
+        >>> optimizer = batchopt.LevenbergMarquardt(model.parameters(), max_iter=5)
+        >>> float(optimizer.step(opt.closure)) > optimizer.result.f
+        True
+        """
         return Closure(self._function, self.evaluate)
 
     @exclusive
@@ -391,13 +462,28 @@ class Evaluations:
         to be loaded again. Raises `ValueError` if there is no sample, or more than one term, as each has its own mean
         and a batch's gradient is their sum; and if all targets of a batch have class weight 0 under label smoothing.
         Raises what `load`, `evaluate` and `data` raise; then the counters are unchanged too.
+
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=60)
+        >>> f, gradient = opt.full_gradient(loader)
+        >>> opt.load(x, y)
+        >>> abs(f - opt.evaluate().item()) < 1e-12
+        True
         """
         return full_gradient(self._function, data, self.evaluate)
 
     def objective(self) -> FlatObjective:
         """Return f of the loaded batch as a function of a flat NumPy vector, for solvers outside torch: a
         `FlatObjective`, with `x0`, `value_and_grad(x)`, `gradient(x)`, `hvp(x, v)` and `assign(x)`; its
-        `least_squares()` has the residuals and their Jacobian."""
+        `least_squares()` has the residuals and their Jacobian.
+
+        >>> from scipy.optimize import minimize
+        >>> opt.load(x, y)
+        >>> objective = opt.objective()
+        >>> found = minimize(objective.value_and_grad, objective.x0, jac=True, method="L-BFGS-B")
+        >>> objective.assign(found.x)
+        >>> abs(opt.evaluate().item() - found.fun) < 1e-9
+        True
+        """
         self._function.check_exact("objective()")
         return FlatObjective(self._function, self.evaluate)
 
@@ -418,6 +504,10 @@ class Evaluations:
         `ValueError` for running statistics, which cannot be merged; `NonFiniteError` for a mini-batch whose loss or
         gradient is not finite, on which no step is made; and what `collect` raises. Then parameters are as the previous
         steps left them. No worker steps after the call has ended. Not supported on a cluster, nor with `devices`.
+
+        >>> found = opt.hogwild((x, y), lambda params: torch.optim.SGD(params, lr=0.01), batch_size=10)
+        >>> sum(map(len, found.losses))
+        20
         """
         return hogwild(self._function, data, optimizer, batch_size, epochs, shuffle)
 
@@ -431,6 +521,11 @@ class Evaluations:
 
         `with opt.timeline() as timeline: ...`; then `print(timeline)` for each worker's utilisation and split,
         `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a figure.
+
+        >>> with opt.timeline() as timeline:
+        ...     loss = opt.step(x, y)
+        >>> sorted(timeline.utilisation)
+        [0, 1]
         """
         return self._function.observers.timeline()
 

@@ -18,6 +18,7 @@ from batchopt._function.function import BatchFunction
 from batchopt._function.loader import undone_if_it_fails
 from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch
+from batchopt._function.reporter import description
 from batchopt._function.settings import Settings
 from batchopt._function.workers import anticipate
 from batchopt._machine.cores import torch_threads
@@ -131,6 +132,14 @@ class BatchOptimizer(Evaluations):
     Raises `TypeError` or `ValueError`, before a process starts, for arguments that cannot work, and for a tensor that
     requires grad and is reached by the criterion or a loss function, but is none of the module's parameters (it would
     never be trained); `WorkerError` if precode raises.
+
+    >>> # examples of methods continue from this one
+    >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64)[:, None]
+    >>> y = torch.sin(x)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    >>> opt = batchopt.BatchOptimizer(model, torch.nn.MSELoss(), parallelize=2)
+    >>> opt
+    BatchOptimizer(Sequential of 25 parameters, MSELoss(), optimizer=LBFGS, parallelize=2, 0 batches, 0 evaluations)
     """
 
     @arguments.called_here
@@ -187,6 +196,10 @@ class BatchOptimizer(Evaluations):
         An optimizer that moves after its last evaluation (SGD, and any method with fixed steps) ends at parameters that
         were not evaluated: then it is the loss of the last evaluation. After any exception, Ctrl-C included,
         parameters, buffers, counters and the optimizer's state are as before.
+
+        >>> losses = [opt.step(x, y) for _ in range(3)]
+        >>> losses[0] > losses[1] > losses[2] == opt.output
+        True
         """
         if isinstance(inputs, PreparedBatch):
             inputs.check_alone(targets, options)
@@ -240,6 +253,11 @@ class BatchOptimizer(Evaluations):
         `DataLoader`; anything else is the inputs. With `terms` each batch is a dict with one of these for each term.
         Exceptions of `batches` are raised when that batch is due. `Batches` continue from their position to the end of
         the epoch, and count a batch when its step is complete. Raises what `step` raises.
+
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50)
+        >>> losses = list(opt.steps(loader))
+        >>> len(losses), opt.sample_counter
+        (4, 200)
         """
         for batch in self.prepared(batches):
             yield self._step_on(batch)
@@ -291,6 +309,13 @@ class BatchOptimizer(Evaluations):
         hundred-thousandth, or the limit set by that precision. Returns a `Diagnosis`: `healthy`, `culprit`, and a
         report when printed. Parameters, counters and later draws are as before; hooks run, in this process too. A batch
         has to be loaded again.
+
+        >>> opt.check(x, y)  # doctest: +ELLIPSIS
+        ok   two evaluations have the same bits: difference 0.0e+00
+        ok   the gradient is the slope of f (torch.float64): ... against ...
+        ok   the batch in chunks is the batch: difference ...
+        ok   workers compute what this process does: difference ...
+        culprit: none found
         """
         return examine(self._function, self.evaluate, inputs, targets, options)
 
@@ -334,6 +359,9 @@ class BatchOptimizer(Evaluations):
 
         Waits for workers that are being replaced. Raises `WorkerError` if the function raises, and `WorkerLostError` if
         a worker ends in it: its effects there are unknown, so it is not called again.
+
+        >>> opt.run_on_workers(lambda worker, factor: factor * worker.rank, 10)
+        [0, 10]
         """
         return self._function.run_on_workers(function, *args)
 
@@ -351,6 +379,10 @@ class BatchOptimizer(Evaluations):
 
         Workers of the lowest ranks are kept, with their `state`; new ones start, and run precode. The optimizer's state
         and the counters are kept. If speeds were given, `speeds` of the new workers must be given too.
+
+        >>> opt.resize(1)
+        >>> len(opt.workers)
+        1
         """
         self._function.resize(parallelize, speeds)
 
@@ -386,6 +418,9 @@ class BatchOptimizer(Evaluations):
         The file holds no code, and loads with `torch.load(path, weights_only=True)`. It is written next to `path`,
         synced, and renamed: killed or out of disk space at any point, either the old file remains or the new one is
         complete. Of several ranks the first one writes, and all wait for it. Raises `CheckpointError`.
+
+        >>> opt.save("run.batchopt")
+        >>> opt.load_checkpoint("run.batchopt")
         """
         self._function.check_open()
         self._owner.check_between_steps("save")
@@ -446,6 +481,9 @@ class BatchOptimizer(Evaluations):
         def __getattr__(self, name: str) -> NoReturn:
             advice = f": {IN_TRAINERS}" if name == "param_groups" or hasattr(torch.optim.Optimizer, name) else ""
             raise AttributeError(f"BatchOptimizer has no attribute '{name}'{advice}", name=name, obj=self)
+
+    def __repr__(self) -> str:
+        return description(self._function, self.optimizer)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")

@@ -101,6 +101,8 @@ class Scaling:
             lines.append(f"{row.name:32}{numbers}{'' if row.measured else '  computed'}")
         return "\n".join([*lines, self.summary])
 
+    __repr__ = __str__
+
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Return a figure, saved to `path` if given: the speed-up by the number of workers, measured and computed.
         Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""

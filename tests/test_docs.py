@@ -30,7 +30,9 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
 # Their libraries change settings of the process, which therefore is one of their own.
 APART = [ROOT / "docs" / f"{name}.md" for name in ("deepxde", "pfn-extras")]
-PAGES = [ROOT / "README.md", *DOCS, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
+REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
+BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
+PAGES = [*BESIDE, *DOCS, *REFERENCE]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

@@ -232,3 +232,13 @@ def check_criterion(criterion: Any, loss_fn: Any) -> None:
             "`criterion` has trainable parameters, which would not be trained: make it a part of the module, with "
             "loss_fn"
         )
+
+
+def short(thing: Any) -> str:
+    """Return a few words for an argument in a repr: the name of a function or class, the kind of a large module."""
+    if isinstance(thing, type) or inspect.isroutine(thing):
+        return str(thing.__name__)
+    if isinstance(thing, torch.Tensor):
+        return f"shape {tuple(thing.shape)}, {str(thing.dtype).removeprefix('torch.')}"
+    shown = repr(thing)
+    return type(thing).__name__ if len(shown) > 60 or "\n" in shown or " at 0x" in shown else shown

@@ -72,6 +72,12 @@ class Batches:
     so save after the step, not before. `BatchOptimizer.steps` and `prepared` read ahead; there a batch is finished when
     it was stepped on (or loaded, or when the loop continues without it). Batches that were only read ahead, and failed
     steps, do not count.
+
+    >>> batches = batchopt.Batches(torch.arange(10), batch_size=4)
+    >>> [len(batch) for batch in batches]
+    [4, 4, 2]
+    >>> batches
+    Batches(length=10, batch_size=4, shuffle=0, seed=0, drop_last=0; at batch 0 of epoch 1)
     """
 
     def __init__(
@@ -105,6 +111,10 @@ class Batches:
         for turn in self.turns():
             self.finish(turn)
             yield turn.batch
+
+    def __repr__(self) -> str:
+        made = ", ".join(f"{name}={value}" for name, value in self._source.identity().items())
+        return f"Batches({made}; at batch {self._index} of epoch {self._epoch})"
 
     def turns(self) -> Iterator[Turn]:
         """Yield the batches from the current position to the end of the epoch, without marking them as finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -31,10 +31,19 @@ class Weighted:
     For the losses of `torch.nn` except `CTCLoss`, and for residuals, including robust losses. `load` raises
     `ValueError` for any other loss, since the losses of its samples are unknown: put the weights into the targets
     there, and pass `denominators`.
+
+    >>> x, model = torch.tensor([[0.0], [1.0]]), torch.nn.Linear(1, 1, bias=False)
+    >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss()) as opt:
+    ...     loss = opt.step(batchopt.Weighted(torch.ones(2, 1), [3.0, 1.0]), x)
+    >>> round(model.weight.item(), 4)  # (3 * 0 + 1 * 1) / (3 + 1)
+    0.25
     """
 
     inputs: Any
     sample_weight: Any
+
+    def __repr__(self) -> str:
+        return f"Weighted({arguments.short(self.inputs)}; weights of {len(self.sample_weight)} samples)"
 
 
 def read_weights(sample_weight: Any, samples: int) -> torch.Tensor:
@@ -89,6 +98,15 @@ class Term:
         denominators, collate_fn: of this term, as in `BatchOptimizer`.
 
     Raises `TypeError` or `ValueError` for anything else.
+
+    >>> terms = {
+    ...     "known": batchopt.Term(lambda net, x, y: (net(x) - y).square().mean(), weight=10.0),
+    ...     "smooth": batchopt.Term(residual=lambda net, x, _: net(x + 0.1) - net(x)),
+    ... }
+    >>> with batchopt.BatchOptimizer(torch.nn.Linear(1, 1), terms=terms) as opt:
+    ...     loss = opt.step({"known": (torch.ones(5, 1), torch.zeros(5, 1)), "smooth": torch.rand(20, 1)})
+    >>> sorted(opt.losses), opt.weights["known"]
+    (['known', 'smooth'], 10.0)
     """
 
     loss_fn: LossFunction | None = None
@@ -123,6 +141,13 @@ class Term:
             object.__setattr__(self, "loss_fn", replace(self.loss_fn, reduction=self.reduction))
         arguments.check_callable("denominators", self.denominators, ("inputs", "targets"))
         arguments.check_callable("collate_fn", self.collate_fn, ("samples",))
+
+    def __repr__(self) -> str:
+        of = self.loss_fn
+        name, function = ("residual", of.residual) if isinstance(of, MeanSquare) else ("loss_fn", of)
+        given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        changed = [f"{k}={arguments.short(given[k])}" for k in given if given[k] != getattr(Term, k)]
+        return f"Term({', '.join([f'{name}={arguments.short(function)}', *changed])})"
 
 
 def read_terms(terms: Any, **instead: Any) -> dict[str, Term] | None:

@@ -32,6 +32,9 @@ class HogwildResult:
 
     losses: list[list[float]]
 
+    def __repr__(self) -> str:
+        return f"HogwildResult(losses of {', '.join(str(len(of)) for of in self.losses)} mini-batches)"
+
 
 def hogwild(
     function: BatchFunction,

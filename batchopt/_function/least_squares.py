@@ -45,6 +45,9 @@ class Normal(NamedTuple):
     vector: torch.Tensor
     matrix: torch.Tensor
 
+    def __repr__(self) -> str:
+        return f"Normal(loss={self.loss:.6g}, vector and matrix of {len(self.vector)} parameters)"
+
 
 class Roots(NamedTuple):
     """The result of `square_roots` for a term: shape `(N,)` both."""

@@ -132,6 +132,11 @@ class BatchLoader:
             raise closed()
         self.subject.follow()
 
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether `close` was called."""
+        return self._closed
+
     def without_bar(self) -> AbstractContextManager[None]:
         """Pause the progress bar of evaluations in the body."""
         return self._reporter.without_bar()

@@ -55,6 +55,9 @@ class FlatObjective:
         self._function, self._owner, self._evaluate = function, function.owner, evaluate
         self._last: _Point | None = None
 
+    def __repr__(self) -> str:
+        return f"FlatObjective({self._function.subject.x.numel()} parameters)"
+
     @property
     def x0(self) -> Doubles:
         """A new array with the module's current parameters."""

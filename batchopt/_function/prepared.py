@@ -50,6 +50,9 @@ class PreparedBatch:
         self._refused = ""  # why it can no longer be used
         self._finished = False
 
+    def __repr__(self) -> str:
+        return f"PreparedBatch({len(self)} samples)"
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return self._prepared.batch.size

@@ -114,6 +114,8 @@ class Timeline(Observer):
         lines += [f"{f'worker {i}':>12}: {split[i]:6.1%} of the samples, busy {utilisation[i]:6.1%}" for i in split]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome trace (JSON, "Trace Event Format"), for https://ui.perfetto.dev and chrome://tracing."""
         zero = min((event.began for event in self.events), default=0.0)

@@ -97,6 +97,9 @@ def split_batch(n: int, speeds: Sequence[float]) -> list[int]:
 
     Raise `TypeError` if `n` is not an int, and `ValueError` for a negative `n`, no speeds, or a speed that is negative,
     infinite or NaN.
+
+    >>> batchopt.split_batch(10, [1.0, 1.0, 2.0])
+    [3, 2, 5]
     """
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"`n` must be an int, got {type(n).__name__} {n!r}")

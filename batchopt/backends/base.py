@@ -42,6 +42,12 @@ class WorkerInfo:
     alive: bool = True
     lost: bool = False
 
+    def __repr__(self) -> str:
+        speed = "speed unknown" if self.speed is None else f"{self.speed:.4g} samples/s"
+        did = f"{self.samples} samples in {self.busy_seconds:.3g} s, {self.restarts} restarts"
+        end = "lost" if self.lost else "alive" if self.alive else "not alive"
+        return f"WorkerInfo({self.rank}: pid {self.pid} on {self.host}, {self.device}, {speed}, {did}, {end})"
+
 
 @dataclass(frozen=True)
 class Setup:

@@ -74,6 +74,14 @@ def fit(
     Returns the state of the engine; `metrics` has the numbers of the last epoch. Exceptions in a step or a callback are
     raised unchanged. A run that was killed at any batch, and resumed, has the same bits as an uninterrupted one; with
     `chunk_size`, for any number of workers.
+
+    >>> x, model = torch.linspace(-1, 1, 100)[:, None], torch.nn.Linear(1, 1)
+    >>> batches = batchopt.Batches((x, 2 * x), batch_size=20, shuffle=True)
+    >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer="adam") as opt:
+    ...     metrics = {"mse": torch.nn.MSELoss()}
+    ...     state = batchopt.ignite.fit(opt, batches, epochs=3, eval_data=(x, 2 * x), metrics=metrics)
+    >>> state.epoch, sorted(state.metrics)
+    (3, ['eval_mse', 'loss'])
     """
     batches = _positioned(batches_of(train, opt.seed), begin_epoch)
     trainer = create_trainer(opt)

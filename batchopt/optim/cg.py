@@ -63,6 +63,12 @@ class CG(Descent):
 
     It needs the memory of a few parameter vectors, and more evaluations than `LBFGS`. `result` and the final parameters
     are as described there. Raises `ValueError` or `TypeError` for options that cannot work.
+
+    >>> points, model = torch.linspace(-1, 1, 100, dtype=torch.float64)[:, None], torch.nn.Linear(1, 1).double()
+    >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer="cg") as opt:
+    ...     loss = opt.step(points, 2 * points + 1)
+    >>> round(model.weight.item(), 4), round(model.bias.item(), 4)
+    (2.0, 1.0)
     """
 
     flat = 0.1  # conjugacy needs line searches that end near the minimum

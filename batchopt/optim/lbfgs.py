@@ -98,6 +98,17 @@ class LBFGS(Descent):
     approximate Wolfe conditions of Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized
     log-linear models", ICML 2007. Raises `ValueError` or `TypeError` for options that cannot work, and for parameters
     that do not form one vector.
+
+    >>> x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], dtype=torch.float64))
+    >>> optimizer = batchopt.LBFGS([x], max_iter=100)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2
+    ...     loss.backward()
+    ...     return loss
+    >>> start = optimizer.step(closure)
+    >>> optimizer.result.f < 1e-12, [round(value, 5) for value in x.tolist()]
+    (True, [1.0, 1.0])
     """
 
     def __init__(

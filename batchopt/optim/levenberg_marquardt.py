@@ -65,6 +65,13 @@ class LevenbergMarquardt(Minimizer):
     Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
     1999-05; Moré, "The Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna,
     "Improvements to the Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012.
+
+    >>> times = torch.linspace(0, 3, 20, dtype=torch.float64)
+    >>> rate = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    >>> optimizer = batchopt.LevenbergMarquardt([rate])
+    >>> start = optimizer.step(lambda: torch.exp(-rate * times) - torch.exp(-0.7 * times))
+    >>> round(rate.item(), 6)
+    0.7
     """
 
     def __init__(

@@ -56,6 +56,12 @@ class Result:
     forgotten: tuple[str, ...] = ()
     kept: bool = False
 
+    def __repr__(self) -> str:
+        numbers = f"iterations={self.iterations}, evaluations={self.evaluations}, f={self.f:.6g}"
+        more = {"not_finite": self.not_finite, "forgotten": self.forgotten, "kept": self.kept}
+        given = "".join(f", {name}={value}" for name, value in more.items() if value)
+        return f"Result({self.status.name}, {numbers}, gradient={self.gradient:.3g}, change={self.change:.3g}{given})"
+
 
 @dataclass(frozen=True)
 class Iteration:

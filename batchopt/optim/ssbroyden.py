@@ -48,6 +48,12 @@ class SSBroyden(Descent):
 
     `result` and the final parameters are as described for `LBFGS`. Raises `ValueError` or `TypeError` for options that
     cannot work.
+
+    >>> points, model = torch.linspace(-1, 1, 100, dtype=torch.float64)[:, None], torch.nn.Linear(1, 1).double()
+    >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer="ssbroyden") as opt:
+    ...     loss = opt.step(points, 2 * points + 1)
+    >>> round(model.weight.item(), 4), round(model.bias.item(), 4)
+    (2.0, 1.0)
     """
 
     def __init__(

@@ -24,6 +24,16 @@ class SVRG(torch.optim.Optimizer):
     `begin_pass(full)`, at the start of each pass over the data, takes the snapshots. Parameter groups, and so learning
     rates and schedulers, are those of `base`. Johnson and Zhang, "Accelerating stochastic gradient descent using
     predictive variance reduction", NIPS 2013. Raises `TypeError` or `ValueError` for arguments that cannot work.
+
+    >>> x, model = torch.linspace(-1, 1, 100)[:, None], torch.nn.Linear(1, 1)
+    >>> batches = batchopt.Batches((x, 2 * x), batch_size=10, shuffle=True)
+    >>> factory = lambda params: batchopt.SVRG(torch.optim.SGD(params, lr=0.1))
+    >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer=factory) as opt:
+    ...     for epoch in range(20):
+    ...         snapshot = opt.optimizer.begin_pass(lambda: opt.full_gradient(batches))
+    ...         losses = list(opt.steps(batches))
+    >>> losses[-1] < 1e-4
+    True
     """
 
     def __init__(self, base: torch.optim.Optimizer, update_freq: int = 2) -> None:
