@@ -91,7 +91,7 @@ def mended(module, inputs, targets):
 
 
 figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-lengths = torch.linspace(-0.5, 1.5, 41)
+lengths = torch.linspace(-0.3, 0.4, 36)
 for panel, (title, loss) in zip(axes, {"mended": mended, "with detach": weighed}.items(), strict=True):
     with batchopt.BatchOptimizer(network(), loss_fn=loss, optimizer=None, parallelize=cores) as opt:
         opt.load(x, y)

@@ -76,10 +76,10 @@ show(timeline)
 
 def slow(worker, sample):
     if worker.rank == 0:
-        time.sleep(2e-5 * len(sample.indices))
+        time.sleep(1e-4 * len(sample.indices))
 
 
-with optimizer(prehook=slow) as opt, opt.timeline() as timeline:
+with optimizer(prehook=slow, optimizer=lambda p: batchopt.LBFGS(p, max_iter=8)) as opt, opt.timeline() as timeline:
     opt.step(x, y)
     print([f"worker {worker.rank}: {worker.samples:,} samples" for worker in opt.workers])
 print(timeline)

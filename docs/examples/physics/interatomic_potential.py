@@ -37,7 +37,7 @@ random, numbers = np.random.default_rng(0), tools.AtomicNumberTable([29])
 
 def cluster():
     atoms = Icosahedron("Cu", 2)
-    atoms.positions += random.uniform(0.02, 0.2) * random.standard_normal(atoms.positions.shape)
+    atoms.positions += random.uniform(0.02, 0.15) * random.standard_normal(atoms.positions.shape)
     atoms.calc = EMT()
     configuration = data.Configuration(
         atomic_numbers=atoms.numbers,
@@ -69,7 +69,7 @@ def potential():
         r_max=CUTOFF,
         num_bessel=6,
         num_polynomial_cutoff=5,
-        max_ell=2,
+        max_ell=1,
         interaction_cls=interaction,
         interaction_cls_first=interaction,
         num_interactions=2,
@@ -96,7 +96,7 @@ curve = []
 
 
 def lbfgs(parameters):
-    return batchopt.LBFGS(parameters, max_iter=40, callback=lambda iteration: curve.append(iteration.f))
+    return batchopt.LBFGS(parameters, max_iter=60, callback=lambda iteration: curve.append(iteration.f))
 
 
 def optimizer(parallelize, factory=None):

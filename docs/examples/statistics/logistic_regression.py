@@ -100,7 +100,8 @@ for iterations in (4, 8, 12, 16, 32):
 # The same weights
 # ----------------
 #
-# Left: how far each is above the minimum, over time. Right: the weights agree. (An equal shift of the biases of all
+# Left: how far each is above the minimum, over time. scikit-learn evaluates this one function by hand-written code, and
+# batchopt any function that torch can differentiate. Right: the weights agree. (An equal shift of the biases of all
 # classes changes nothing, so they are not compared.)
 
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")

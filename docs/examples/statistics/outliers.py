@@ -99,7 +99,8 @@ for loss in LOSSES:
     right.semilogy(fractions, errors[loss], marker="o", label=loss)
 left.set(xlabel="time", ylabel="signal", title="a fifth are outliers")
 right.set(xlabel="fraction of outliers", ylabel="error of the four numbers")
-left.legend(fontsize="small")
+left.set_ylim(top=9)
+left.legend(fontsize="small", ncols=3)
 right.legend(fontsize="small")
 
 # %%
