@@ -57,6 +57,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py$",
     "subsection_order": [f"examples/{name}" for name in ("physics", "statistics", "programs", "looking")],
     "within_subsection_order": "FileNameSortKey",
+    "capture_repr": (),  # only what is printed
     "doc_module": "batchopt",
     "reference_url": {"batchopt": None},  # names in the code lead to the reference
     "show_signature": False,
