@@ -92,7 +92,7 @@ with batchopt.BatchOptimizer(Rod(), loss_fn=objective, optimizer=None, paralleli
 
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
 for name, curve in curves.items():
-    left.loglog(range(1, len(curve) + 1), curve, label=name)
+    left.semilogx(range(1, len(curve) + 1), curve, label=name)
     right.step(between, found[name], where="mid", label=name)
 left.axhline(1.0, color="grey", linestyle=":", label="noise")
 left.set(xlabel="iteration", ylabel="f")
@@ -106,6 +106,8 @@ right.legend()
 # %%
 # Time
 # ----
+#
+# An evaluation of a few milliseconds leaves workers little to gain; it takes longer with more experiments.
 
 for parallelize in (1, cores):
     with batchopt.BatchOptimizer(
