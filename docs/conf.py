@@ -15,7 +15,13 @@ import batchopt  # noqa: E402
 project, author, project_copyright = "batchopt", "the authors of batchopt", "the authors of batchopt"
 version = release = batchopt.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
 exclude_patterns = ["_build", "examples"]
 templates_path: list[str] = []
 default_role = "code"  # as docstrings write it
@@ -40,6 +46,24 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+_ALONE = "|".join(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))  # programs of other pages
+
+# The gallery: scripts in the folders of docs/examples. A complete build runs them; `-D plot_gallery=0` does not.
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "gallery",
+    "ignore_pattern": rf"^({_ALONE})\.py$",
+    "filename_pattern": r"\.py$",
+    "subsection_order": [f"examples/{name}" for name in ("physics", "statistics", "programs", "looking")],
+    "within_subsection_order": "FileNameSortKey",
+    "capture_repr": (),  # only what is printed
+    "doc_module": "batchopt",
+    "reference_url": {"batchopt": None},  # names in the code lead to the reference
+    "show_signature": False,
+    "nested_sections": False,
+    "write_computation_times": False,
+}
 
 # Files beside docs/, as the pages name them, and the pages that include them.
 _INCLUDED = {name: f"{name.lower()}.md" for name in ("SECURITY", "CONTRIBUTING", "CHANGELOG")}

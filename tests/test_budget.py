@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = [*sorted((ROOT / "batchopt").rglob("*.py")), *sorted((ROOT / "workers").rglob("*.py"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-LINES, FILES, LINES_OF_TESTS = 30_674, 173, 33_022
+LINES, FILES, LINES_OF_TESTS = 30_674, 173, 33_040
 # Examples in docstrings, which are run, count too.
 LINES_OF_A_FILE, FILES_OF_A_FOLDER = 540, 20
 CHAIN = 24
