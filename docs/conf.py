@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,25 @@ def link_included(app: object, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"](../{file}.md", f"]({page}")
 
 
+PROGRAMS = ROOT / "docs" / "_build" / "programs"
+
+
+def offer_program(app: object, name: str, source: list[str]) -> None:
+    """Offer the blocks of code of a page, which continue from each other, as one program, as the tests run it."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", source[0], re.DOTALL | re.MULTILINE)
+    program = "\n\n".join(block for block in blocks if 'backend="ray"' not in block)
+    if len(blocks) > 1:
+        path = PROGRAMS / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(program)
+        title, _, rest = source[0].partition("\n")
+        source[0] = f"{title}\n\n{{download}}`All code of this page </_build/programs/{name}.py>`\n{rest}"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", link_included)
+    app.connect("source-read", offer_program)
 
 
 html_theme = "furo"
