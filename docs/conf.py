@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -48,6 +49,9 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 _ALONE = "|".join(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))  # programs of other pages
+
+for name in ("ignite", "tensorboard"):  # libraries of other examples have the root logger show everything
+    logging.getLogger(name).setLevel(logging.WARNING)
 
 # The gallery: scripts in the folders of docs/examples. A complete build runs them; `-D plot_gallery=0` does not.
 sphinx_gallery_conf = {
