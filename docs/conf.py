@@ -62,6 +62,7 @@ sphinx_gallery_conf = {
     "subsection_order": [f"examples/{name}" for name in ("physics", "statistics", "programs", "looking")],
     "within_subsection_order": "FileNameSortKey",
     "capture_repr": (),  # only what is printed
+    "thumbnail_size": (480, 220),
     "doc_module": "batchopt",
     "reference_url": {"batchopt": None},  # names in the code lead to the reference
     "show_signature": False,
@@ -86,5 +87,6 @@ def setup(app: Any) -> None:
 
 html_theme = "furo"
 html_title = f"batchopt {version}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["gallery.css"]
 html_theme_options = {"navigation_with_keys": True}
