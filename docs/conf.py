@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -50,6 +51,9 @@ copybutton_prompt_is_regexp = True
 
 _ALONE = "|".join(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))  # programs of other pages
 
+for name in ("ignite", "tensorboard"):  # libraries of other examples have the root logger show everything
+    logging.getLogger(name).setLevel(logging.WARNING)
+
 # The gallery: scripts in the folders of docs/examples. A complete build runs them; `-D plot_gallery=0` does not.
 sphinx_gallery_conf = {
     "examples_dirs": "examples",
@@ -59,6 +63,7 @@ sphinx_gallery_conf = {
     "subsection_order": [f"examples/{name}" for name in ("physics", "statistics", "programs", "looking")],
     "within_subsection_order": "FileNameSortKey",
     "capture_repr": (),  # only what is printed
+    "thumbnail_size": (480, 220),
     "doc_module": "batchopt",
     "reference_url": {"batchopt": None},  # names in the code lead to the reference
     "show_signature": False,
@@ -99,5 +104,6 @@ def setup(app: Any) -> None:
 
 html_theme = "furo"
 html_title = f"batchopt {version}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["gallery.css"]
 html_theme_options = {"navigation_with_keys": True}

@@ -47,7 +47,12 @@ path = Path(tempfile.mkdtemp()) / "timeline.png"
 # A green bar is a worker that computes its share of the batch. The gaps between two evaluations are the parent's: it
 # sums the gradients, computes a direction and a step length. The first evaluation also places the batch.
 
-with optimizer() as opt, opt.timeline() as timeline:
+
+def lbfgs(iterations):
+    return lambda parameters: batchopt.LBFGS(parameters, max_iter=iterations)
+
+
+with optimizer(optimizer=lbfgs(6)) as opt, opt.timeline() as timeline:
     opt.step(x, y)
 print(timeline)
 show(timeline)
@@ -56,11 +61,11 @@ show(timeline)
 # Chunks
 # ------
 #
-# With ``chunk_size`` a share is many bars, one per chunk. A worker that is done takes over chunks of another, so that a
-# worker that is slowed down by other programs delays nobody. Results then have the same bits for any number of workers;
-# small chunks take more time in all.
+# With ``chunk_size`` a share is several bars, one per chunk. A worker that is done takes over chunks of another, so
+# that a worker that is slowed down by other programs delays nobody. Results then have the same bits for any number of
+# workers; small chunks take more time in total.
 
-with optimizer(chunk_size=250) as opt, opt.timeline() as timeline:
+with optimizer(chunk_size=500, optimizer=lbfgs(2)) as opt, opt.timeline() as timeline:
     opt.step(x, y)
 print(timeline)
 show(timeline)
@@ -70,8 +75,8 @@ show(timeline)
 # ---------------------
 #
 # Here one worker sleeps in each forward pass, as if its core were slow. In the first evaluation all shares are equal,
-# and the others wait. Then shares follow the measured speeds: both are busy all the time, and the slow one has less to
-# do. Waiting that remains at the end of each evaluation would call for a ``chunk_size``.
+# and the others wait. Then shares follow the measured speeds: the slow worker gets less to do, and the gaps close.
+# Gaps that remain at the end of each evaluation would call for a ``chunk_size``.
 
 
 def slow(worker, sample):
@@ -79,7 +84,7 @@ def slow(worker, sample):
         time.sleep(1e-4 * len(sample.indices))
 
 
-with optimizer(prehook=slow, optimizer=lambda p: batchopt.LBFGS(p, max_iter=8)) as opt, opt.timeline() as timeline:
+with optimizer(prehook=slow, optimizer=lbfgs(8)) as opt, opt.timeline() as timeline:
     opt.step(x, y)
     print([f"worker {worker.rank}: {worker.samples:,} samples" for worker in opt.workers])
 print(timeline)

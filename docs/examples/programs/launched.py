@@ -39,7 +39,7 @@ def main():
 
 def launch(ranks):
     """Run this file by torchrun; returns what rank 0 printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), sys.argv[0]]
     ended = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -97,9 +97,9 @@ for tag in sorted(events.Tags()["scalars"]):
 # Curves
 # ------
 #
-# Left: the training loss, twice per epoch, is above that of held-out digits at first, since dropout is active in
-# training and since it is a mean over an epoch in which the network improves. Right: some held-out digits that are
-# still read wrongly.
+# Left: the training loss is above that of held-out digits at first, since dropout is active in training and since it is
+# a mean over an epoch in which the network improves; later it falls below. Right: some held-out digits that are still
+# read wrongly.
 
 lines = record.lines()
 figure = pyplot.figure(figsize=(11, 4), layout="constrained")

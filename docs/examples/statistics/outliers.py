@@ -109,7 +109,7 @@ right.legend(fontsize="small")
 #
 # One iteration needs the matrix of the normal equations, here four by four, and one evaluation. For 5,000 measurements
 # and four numbers this is too little work for workers, so the fits above had ``parallelize="auto"``, which stays in
-# this process then. 200,000 measurements are another matter:
+# this process then. 200,000 measurements are more to share:
 
 times, values = (part.repeat(40) for part in (times, values))
 cores = len(os.sched_getaffinity(0))
