@@ -30,6 +30,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
 # Their libraries change settings of the process, which therefore is one of their own.
 APART = [ROOT / "docs" / f"{name}.md" for name in ("deepxde", "pfn-extras")]
+LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
 PAGES = [*BESIDE, *DOCS, *REFERENCE]
@@ -57,7 +58,9 @@ def prose(page: Path) -> str:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "page", [page for page in DOCS if programs(page) and page not in (RECIPES, *APART)], ids=lambda page: page.stem
+    "page",
+    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, *APART)],
+    ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
