@@ -29,12 +29,7 @@ from batchopt._program.flatten import trainable
 from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import IN_TRAINERS, CheckpointError
 from batchopt.evaluations import Evaluations
-from batchopt.optim.choose import (
-    OptimizerChoice,
-    check_choice,
-    check_goes_by_any_gradient,
-    choose_optimizer,
-)
+from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.rollback import Rollback
 from batchopt.scaling import Scaling, measure_scaling
