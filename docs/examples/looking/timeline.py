@@ -61,9 +61,9 @@ show(timeline)
 # Chunks
 # ------
 #
-# With ``chunk_size`` a share is several bars, one per chunk. A worker that is done takes over chunks of another, so
-# that a worker that is slowed down by other programs delays nobody. Results then have the same bits for any number of
-# workers; small chunks take more time in total.
+# With ``chunk_size`` a share consists of chunks. A worker that is done takes over chunks of another, which are the
+# narrow bars at the end of an evaluation; so a worker that is slowed down by other programs does not delay the others.
+# Results have the same bits for any number of workers; small chunks take more time in total.
 
 with optimizer(chunk_size=500, optimizer=lbfgs(2)) as opt, opt.timeline() as timeline:
     opt.step(x, y)
@@ -75,8 +75,8 @@ show(timeline)
 # ---------------------
 #
 # Here one worker sleeps in each forward pass, as if its core were slow. In the first evaluation all shares are equal,
-# and the others wait. Then shares follow the measured speeds: the slow worker gets less to do, and the gaps close.
-# Gaps that remain at the end of each evaluation would call for a ``chunk_size``.
+# and the others wait. Then shares follow the measured speeds: the slow worker gets less to do, and the gaps become
+# narrower. Gaps that remain at the end of each evaluation would call for a ``chunk_size``.
 
 
 def slow(worker, sample):

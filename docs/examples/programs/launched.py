@@ -87,7 +87,7 @@ assert runs[1]["bits"] == runs[2]["bits"]
 #     srun torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d \
 #         --rdzv-endpoint "$(scontrol show hostnames | head -n 1):29500" launched.py
 #
-# :doc:`/cluster` has more, among it what happens if a rank ends.
+# :doc:`/cluster` has more, for example what happens if a rank ends.
 #
 # The picture
 # -----------
