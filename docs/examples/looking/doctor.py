@@ -117,3 +117,4 @@ for parallelize in (1, cores):
     ) as opt:
         opt.check(x, y)
     print(f"parallelize={parallelize}: {time.perf_counter() - began:.2f} s per check")
+pyplot.show()

@@ -166,3 +166,4 @@ for parallelize in (1, cores):
         for _ in range(10):
             opt.evaluate()
         print(f"parallelize={parallelize}: {1e3 * (time.perf_counter() - began) / 10:.0f} ms per evaluation")
+pyplot.show()

@@ -119,3 +119,4 @@ for parallelize in (1, cores):
         for _ in range(20):
             opt.evaluate()
         print(f"parallelize={parallelize}: {1e3 * (time.perf_counter() - began) / 20:.1f} ms per evaluation")
+pyplot.show()

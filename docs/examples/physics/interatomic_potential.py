@@ -153,3 +153,4 @@ for parallelize in (1, cores):
             opt.evaluate()
         print(f"parallelize={parallelize}: {(time.perf_counter() - began) / 3:.2f} s per evaluation")
 torch.set_default_dtype(torch.float32)
+pyplot.show()

@@ -106,3 +106,4 @@ axes.legend()
 
 for ranks, run in runs.items():
     print(f"{ranks} rank(s) of parallelize=1: {run['seconds']:.2f} s per step")
+pyplot.show()

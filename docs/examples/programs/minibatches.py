@@ -132,3 +132,4 @@ for parallelize in (1, cores):
         for _ in range(5):
             list(opt.steps(batches))
         print(f"parallelize={parallelize}: {1e3 * (time.perf_counter() - began) / 5:.0f} ms per epoch")
+pyplot.show()

@@ -124,3 +124,4 @@ for parallelize in (1, cores):
         for _ in range(5):
             opt.normal()
         print(f"parallelize={parallelize}: {1e3 * (time.perf_counter() - began) / 5:.0f} ms per normal equations")
+pyplot.show()
