@@ -141,6 +141,7 @@ def molecules(hidden: str = "16x0e") -> Task:
     """MACE, 28,368 parameters: energies and forces of 60 distorted molecules of ethanol. `hidden`: its features; with
     vectors among them (`1o`) it holds TorchScript with constants."""
     torch.set_default_dtype(torch.float64)
+    import mace  # noqa: F401  # first: it has e3nn's files read, which torch 2.6 and later would refuse
     from ase.build import molecule
     from ase.calculators.emt import EMT
     from e3nn import o3

@@ -295,6 +295,7 @@ def lowered(opt: BatchOptimizer) -> Any:
     return schedulers.SequentialLR(opt.optimizer, parts, milestones=[2])
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # by torch 2.6 itself
 def test_schedulers_in_a_scheduler_go_on_and_others_are_refused(tmp_path: Path) -> None:
     def trained(folder: str, make: Any = lowered, killed: int | None = None, step: str = "batch") -> str:
         def kill(moment: Moment) -> None:
