@@ -4,6 +4,7 @@ spin, memory, settings) is not in the way of another, and what the machine does 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import statistics
 import time
@@ -99,11 +100,13 @@ def _serve(end: Connection, make: Make, arguments: Sequence[Any]) -> None:
 
 
 def take_turns(arms: Mapping[str, Arm], burst: int = BURST, rounds: int = ROUNDS) -> dict[str, float]:
-    """The median seconds of a run of each arm: `rounds` times, in turn, `burst` runs in a row less the first."""
+    """The median seconds of a run of each arm: `rounds` times, in turn, `burst` runs in a row less the first. The order
+    changes from round to round, since an arm that follows one with idle cores finds them asleep."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, arm in arms.items():
-            seconds[name] += arm.burst(burst)[1:]
+        for name in order.sample([*arms], len(arms)):
+            seconds[name] += arms[name].burst(burst)[1:]
     return {name: statistics.median(some) for name, some in seconds.items()}
 
 
