@@ -65,7 +65,7 @@ def plain(module: torch.nn.Module, settings: dict[str, Any]) -> torch.Tensor:
 
 def main() -> None:
     """Run what is under a heading of the page, and print relative differences in units of the dtype's rounding."""
-    original, batchopt.BatchOptimizer = batchopt.BatchOptimizer, Recorded  # type: ignore[misc]
+    original, batchopt.BatchOptimizer = batchopt.BatchOptimizer, Recorded  # type: ignore[misc, assignment]
     exec(compile(programs()[sys.argv[1]], str(PAGE), "exec"), {"__name__": "program"})
     module, settings = Recorded.made
     module.train()

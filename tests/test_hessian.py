@@ -258,7 +258,7 @@ def squared_once() -> Callable[[torch.Tensor], torch.Tensor]:
     return Once.apply
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 7), reason="functions of a script cannot be pickled there")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="functions of a script cannot be pickled there")
 @EACH
 def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(parallelize: int) -> None:
     work, squared = mlp(), squared_once()
