@@ -524,7 +524,7 @@ class Contract(TaskContract):
             assert opt.step(case.inputs, case.targets) < start
             assert opt.eval_counter == 3
 
-    def test_counters_and_output(self, make: Make) -> None:
+    def test_counters_and_output(self, make: Make, nobody_late: None) -> None:
         case = mlp(samples=10)
         opt = make(case.module, case.criterion, optimizer="sgd")
         assert (opt.eval_counter, opt.batch_counter, opt.sample_counter, opt.output) == (0, 0, 0, 0.0)
