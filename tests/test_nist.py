@@ -65,7 +65,8 @@ def test_defaults_find_six_digits_from_both_starts(name: str) -> None:
         optimizer = LevenbergMarquardt([b])
         optimizer.step(lambda: problem.predict(b, problem.x) - problem.y)  # noqa: B023
         assert problem.digits(b.detach()) > 6
-        assert optimizer.result is not None and optimizer.result.status is Status.CHANGE
+        # where f has no digits left, the processor's rounding decides which of the two comes first
+        assert optimizer.result is not None and optimizer.result.status in (Status.CHANGE, Status.NO_DECREASE)
 
 
 def test_the_size_of_f_decides_nothing() -> None:

@@ -200,7 +200,7 @@ class Counts:
 
 @pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 5), (2, None)])
 def test_a_posthook_that_returns_something_now_and_then_or_arrays(
-    parallelize: int, chunk_size: int | None, rings: list[int]
+    parallelize: int, chunk_size: int | None, rings: list[int], nobody_late: None
 ) -> None:
     found: list[list[int | None]] = []
     options: dict[str, Any] = {"parallelize": parallelize, "speeds": [1] * parallelize, "chunk_size": chunk_size}
