@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt_workers.data.memory import ALIGNMENT, SharedBlock
 from batchopt_workers.data.packing import Packed, dumps, pack, unpack
+from batchopt_workers.data.structures import slots_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 DTYPES += [torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -277,3 +278,15 @@ def test_a_message_is_read_without_a_block() -> None:
     weight = torch.ones(2)
     function, (found,) = pickle.loads(dumps((lambda x: x * weight, [torch.eye(2)])))
     assert function(found).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_a_property_in_the_place_of_a_base_slot_is_no_slot() -> None:
+    class Base:
+        __slots__ = ("_path", "other")
+
+    class Derived(Base):
+        @property
+        def _path(self) -> str:
+            return ""
+
+    assert slots_of(Base) == ("_path", "other") and slots_of(Derived) == ("other",)

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache
+from types import MemberDescriptorType
 from typing import Any
 
 import cloudpickle
@@ -115,7 +116,8 @@ def slots_of(kind: type) -> tuple[str, ...]:
             if name not in ("__dict__", "__weakref__"):
                 mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
                 found.append(mangled)
-    return tuple(found)
+    # a property may stand in the place of a base's slot, as in Python 3.13's `pathlib`
+    return tuple(name for name in found if isinstance(getattr(kind, name, None), MemberDescriptorType))
 
 
 def same_values(one: torch.Tensor, two: torch.Tensor) -> bool:
