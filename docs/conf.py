@@ -85,7 +85,9 @@ PROGRAMS = ROOT / "docs" / "_build" / "programs"
 
 
 def offer_program(app: object, name: str, source: list[str]) -> None:
-    """Offer the blocks of code of a page, which continue from each other, as one program, as the tests run it."""
+    """Offer the blocks of code of a page, which continue from each other, as one program, less what needs a cluster."""
+    if name == "libraries":  # whose programs stand alone
+        return
     blocks = re.findall(r"^```python\n(.*?)^```$", source[0], re.DOTALL | re.MULTILINE)
     program = "\n\n".join(block for block in blocks if 'backend="ray"' not in block)
     if len(blocks) > 1:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term, WorkerError
-from batchopt._mapreduce.reduce import all_finite
+from batchopt_workers.data.structures import all_finite
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 

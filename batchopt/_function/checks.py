@@ -15,10 +15,11 @@ from batchopt._data.denominators import is_torchs_own
 from batchopt._function.step import Counters
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
-from batchopt._mapreduce.reduce import all_finite, merge_answers
+from batchopt._mapreduce.reduce import merge_answers
 from batchopt.backends.base import Backend
 from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
 from batchopt_workers.data.batch import Batch, Columns, Numbering, Part
+from batchopt_workers.data.structures import all_finite
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.inspection import counts_frequencies, name_of
 

@@ -14,10 +14,11 @@ from batchopt._data.batches import Reading
 from batchopt._function.function import BatchFunction
 from batchopt._function.prepared import whole
 from batchopt._function.tasks import collect, select, total
-from batchopt._mapreduce.reduce import all_finite, weighed
+from batchopt._mapreduce.reduce import weighed
 from batchopt.backends.base import Prepared
 from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.items import Items
+from batchopt_workers.data.structures import all_finite
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial
+from batchopt_workers.data.structures import all_finite
 from batchopt_workers.map.tree import Fold, Node, maximal
 
 # Elements of the vectors that are summed at a time: they are still in the processor's cache when they are read again.
@@ -182,9 +183,3 @@ def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Pa
 def weighed(losses: Sequence[float], weights: Sequence[float]) -> float:
     """Return f: the sum of each term's loss times its weight, in their order."""
     return float(sum(map(mul, losses, weights)))
-
-
-def all_finite(vector: torch.Tensor) -> bool:
-    """Tell whether all elements are finite. A sum of finite terms is finite unless it overflows, so one cheap pass is
-    usually enough."""
-    return math.isfinite(vector.sum().item()) or bool(vector.isfinite().all())

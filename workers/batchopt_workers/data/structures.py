@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import copy
 import dataclasses
 import io
@@ -126,6 +127,12 @@ def same_values(one: torch.Tensor, two: torch.Tensor) -> bool:
         return False
     with torch.no_grad():
         return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether all elements are finite. A sum of finite terms is finite unless it overflows, so one cheap pass is
+    usually enough."""
+    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 class _Recorder(cloudpickle.Pickler):  # type: ignore[misc]

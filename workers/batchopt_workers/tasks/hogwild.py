@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from batchopt_workers.data.batch import Columns, Part, Piece, Samples
 from batchopt_workers.data.items import Items
-from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.data.structures import all_finite, map_tensors
 from batchopt_workers.tasks.task import Surroundings
 
 # Creates an optimizer for parameters.
@@ -59,9 +58,7 @@ class Hogwild:
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Tell whether their gradients are finite."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [gradient._values() if gradient.is_sparse else gradient for gradient in found]
-    # a sum of finite elements is finite unless it overflows, and is faster
-    return all(cmath.isfinite(value.sum().item()) or bool(value.isfinite().all()) for value in values)
+    return all(all_finite(gradient._values() if gradient.is_sparse else gradient) for gradient in found)
 
 
 def gathered(data: Part, indices: torch.Tensor) -> tuple[Any, Any]:
