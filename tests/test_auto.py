@@ -23,14 +23,15 @@ ALONE, ONE, TWO = Configuration(1, None), Configuration(1, 1), Configuration(2, 
 
 
 class Slow(nn.Module):
-    """Takes a millisecond for each sample, whatever else the machine does."""
+    """Takes so long for each sample, whatever else the machine does."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 1e-3) -> None:
         super().__init__()
         self.body = Mlp().double()
+        self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(1e-3 * len(x))
+        time.sleep(self.seconds * len(x))
         found: torch.Tensor = self.body(x)
         return found
 
@@ -259,7 +260,7 @@ def test_mini_batches_and_functions_of_the_batch_go_on_as_before(capsys: pytest.
     for parallelize in (1, "auto"):
         torch.manual_seed(1)
         options: dict[str, Any] = {"optimizer": "sgd", "parallelize": parallelize, "chunk_size": 3, "verbose": 1}
-        with BatchOptimizer(Slow(), nn.MSELoss(), **options) as opt:
+        with BatchOptimizer(Slow(5e-3), nn.MSELoss(), **options) as opt:
             losses = [loss for _ in range(12) for loss in opt.steps(batches)]
             outputs = opt.predict(case.inputs)
             found.append((losses, outputs, opt.hvp(torch.ones_like(opt.parameters)), opt.fingerprint()))

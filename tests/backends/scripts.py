@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,19 @@ def pids(output: str, name: str = "PIDS") -> list[int]:
     return [int(pid) for pid in line.split()[1:]]
 
 
-def assert_gone(processes: list[int]) -> None:
-    """Each process ends within two seconds, or has ended."""
-    living = [psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(living, timeout=2)
-    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+def assert_gone(pids: Iterable[int], seconds: float = 2.0) -> None:
+    """Each process ends within so many seconds, or has ended."""
+    living = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            living.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(living, timeout=seconds)
+    assert not [process for process in left if not ended(process)]
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or a zombie that its parent has not asked for."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

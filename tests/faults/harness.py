@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+
+from tests.backends.scripts import assert_gone
 
 HERE = Path(__file__).parent
 LIMIT = 60.0
@@ -127,20 +128,13 @@ def play(folder: Path, faults: Sequence[Fault], host: Host | None = None, **case
     log = folder / "log"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     pids = {int(pid) for _, pid, _ in lines}
-    gone(pids - {host.pid} if host is not None else pids)
+    assert_gone(pids - {host.pid} if host is not None else pids)
     outcome = torch.load(folder / "outcome", weights_only=True) if (folder / "outcome").exists() else {}
     fired = [len(list(folder.glob(f"fired-{i}-*"))) for i in range(len(faults))]
     return Ended(outcome, returncode, stderr, Counter(int(chunk) for _, _, chunk in lines), fired, pids)
 
 
 Play = Callable[..., Ended]
-
-
-def gone(pids: set[int], seconds: float = 2.0) -> None:
-    """Fail if one of the processes lives on."""
-    living = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(living, timeout=seconds)
-    assert not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
