@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from batchopt._data.arguments import read_parallelize
+from batchopt._machine.allocator import keep_memory, release_memory
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.program import snapshot_of, tensors_of_f
@@ -58,6 +60,9 @@ class SerialBackend(Backend):
         self._found: tuple[Order, list[ChunkDone]] | None = None  # the last one, if it could not be repeated
         self._local = LocalWorker(evaluator, setup.flat.layout, setup.buffers.size, self._make_watch())
         self._local.rank = 0
+        keep_memory()
+        self._release = weakref.finalize(self, release_memory)
+        self._release.atexit = False
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -192,3 +197,4 @@ class SerialBackend(Backend):
 
     def close(self) -> None:
         self._info.alive, self.repeatable = False, None
+        self._release()

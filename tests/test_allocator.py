@@ -1,0 +1,67 @@
+"""Memory that an evaluation in this process frees: kept for the next one, and returned at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from typing import Any
+
+import pytest
+
+from tests.backends.scripts import printed
+
+# Two optimizers in turn: each evaluation makes and frees 40 blocks of 4 MB.
+SCRIPT = """
+import json, os, resource
+import psutil, torch
+os.environ |= {environment}
+import batchopt
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        for _ in range(20):
+            x = torch.tanh(x * self.scale)
+        return x
+
+def faults(evaluate):
+    for _ in range(20):
+        evaluate()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        evaluate()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5
+
+def megabytes():
+    return psutil.Process().memory_info().rss / 2**20
+
+x = torch.ones(1000, 1000)
+found = []
+one, two = [batchopt.BatchOptimizer(Wide(), torch.nn.MSELoss(), optimizer=None) for _ in range(2)]
+for opt in (one, two):
+    opt.load(x, x)
+    found.append(faults(opt.evaluate))
+    opt.close()
+    found.append(megabytes())
+print(json.dumps(found))
+"""
+
+
+def play(**environment: str) -> list[float]:
+    """Page faults of an evaluation by the first optimizer, memory after its end, and the same of the second."""
+    found: Any = json.loads(printed(SCRIPT.replace("{environment}", repr(environment))).splitlines()[-1])
+    return [float(number) for number in found]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_memory_is_kept_from_one_evaluation_to_the_next_until_the_last_optimizer_is_closed() -> None:
+    faults, kept, later, left = play()
+    assert faults < 500 and later < 500  # of 40,000 pages
+    assert left < kept - 80
+
+
+def test_settings_of_the_user_are_left_alone() -> None:
+    faults, _, later, _ = play(MALLOC_TRIM_THRESHOLD_="131072")
+    assert faults > 1000 and later > 1000
