@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import json
-from typing import Any
+import os
 
 import pytest
 
-from tests.backends.scripts import printed
+from tests.backends.scripts import running
 
 # Two optimizers in turn: each evaluation makes and frees 40 blocks of 4 MB.
 SCRIPT = """
-import json, os, resource
+import json, resource
 import psutil, torch
-os.environ |= {environment}
 import batchopt
 
 class Wide(torch.nn.Module):
@@ -51,8 +50,8 @@ print(json.dumps(found))
 
 def play(**environment: str) -> list[float]:
     """Page faults of an evaluation by the first optimizer, memory after its end, and the same of the second."""
-    found: Any = json.loads(printed(SCRIPT.replace("{environment}", repr(environment))).splitlines()[-1])
-    return [float(number) for number in found]
+    with running(SCRIPT, "]", env={**os.environ, **environment}) as (_, said):
+        return [float(number) for number in json.loads(said)]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
