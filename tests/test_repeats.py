@@ -222,6 +222,42 @@ def test_a_posthook_that_returns_something_now_and_then_or_arrays(
     assert parallelize == 1 or rings
 
 
+class Sometimes(nn.Module):
+    """Uses its second layer, or draws a random number, depending on the sign of a parameter."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.draws = nn.Linear(3, 2), nn.Linear(2, 2), draws
+        self.sign = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x) * self.sign.square()
+        if self.sign > 0:
+            return y
+        return y + 1e-9 * torch.rand(()) if self.draws else self.second(y)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_gradients_of_a_function_that_takes_another_path_now_and_then(draws: bool) -> None:
+    module = Sometimes(draws)
+    with loaded(module, nn.MSELoss(), X, Y) as opt:
+        kept = opt.grad_parameters.clone()
+        for i in range(12):
+            with torch.no_grad():
+                module.sign.fill_(-1.0 - i if i % 4 == 3 else 1.0 + i)
+            opt.evaluate()
+            found = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+            kept.copy_(opt.grad_parameters)
+            nn.functional.mse_loss(module(X), Y).backward()
+            for parameter, gradient in zip(module.parameters(), found, strict=True):
+                assert (parameter.grad is None) == (gradient is None)
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, parameter.grad - gradient, rtol=1e-5, atol=1e-7)
+            opt.hvp(torch.ones_like(kept))
+            opt.predict()
+
+
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_a_batch_of_another_form_is_looked_at(parallelize: int) -> None:

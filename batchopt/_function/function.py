@@ -152,7 +152,9 @@ class BatchFunction(BatchLoader):
         if step.number != repeat.step:  # the step's first evaluation
             self._unlooked = repeat.step = step.number
         self._number = workers.number()  # also that of the order, if one is needed
-        found = workers.backend.repeat(repeat.which, self._number, step.number, repeat.seconds, self.observers.busy)
+        gradient = subject.renew_gradient()
+        times = step.number, repeat.seconds
+        found = workers.backend.repeat(repeat.which, self._number, *times, self.observers.busy, gradient)
         if found is None:
             return None
         if repeat.drew and step.movable and step.chunk_size is None:  # as after an order
@@ -160,7 +162,7 @@ class BatchFunction(BatchLoader):
         mapped = time.perf_counter()
         if faults.hook is not None:
             faults.point("parent.reduce")
-        whole = repeat.reduction.whole(found.losses, subject.renew_gradient())
+        whole = repeat.reduction.whole(found.losses, gradient.vector, found.written)
         loss = weighed(whole.losses, step.weights)
         if not (whole.finite and math.isfinite(loss)):  # an ordered evaluation explains it
             self._number = None  # a new number: the sums may have overwritten the workers' rows
@@ -244,7 +246,7 @@ class BatchFunction(BatchLoader):
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """Merge `answers` into df/dX and f, which is returned."""
         step, subject = self._loaded(), self.subject
-        whole = reduce_answers(answers, step.plan.cut.chunks, subject.renew_gradient())
+        whole = reduce_answers(answers, step.plan.cut.chunks, subject.renew_gradient().vector)
         self._take_in(whole)
         loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
@@ -280,7 +282,7 @@ class BatchFunction(BatchLoader):
             chunk = bisect_right(step.plan.cut.bounds, error.samples.start) - 1
             number, what = counters.evaluations + 1, f"loss is none ({error.type_name})"
             raise NonFiniteError(what, chunk, error.samples, step.number, number, error.terms) from error
-        subject.renew_gradient().fill_(math.nan)
+        subject.renew_gradient().vector.fill_(math.nan)
         subject.show_gradients()
         self._term_losses = (math.inf,) * len(step.weights)
         return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")

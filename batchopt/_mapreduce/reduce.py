@@ -71,13 +71,14 @@ class Reduction:
         self._arrays: list[Numbers] = []  # the gradients for NumPy
         self._additions, self._spare = _additions(self._merges)
 
-    def whole(self, losses: Sequence[Sequence[float]], gradient: torch.Tensor) -> Whole:
+    def whole(self, losses: Sequence[Sequence[float]], gradient: torch.Tensor, written: bool = False) -> Whole:
         """Sum the current vectors, and these losses of each partial, in the order of the answers; write df/dX to
-        `gradient` (shape `(n,)`). May overwrite the workers' memory. Raise `LookupError` if a chunk is missing."""
+        `gradient` (shape `(n,)`), unless it is there (`written`). May overwrite the workers' memory. Raise
+        `LookupError` if a chunk is missing."""
         root = self._fold.root
         with torch.inference_mode():  # some of the workers' memory may have been mapped in inference mode
             total = tuple(self._add_losses(losses)[root] if self._merges else losses[root])
-            finite = self._add_gradients(root, gradient)
+            finite = all_finite(gradient) if written else self._add_gradients(root, gradient)
         for loss in total:
             finite = finite and math.isfinite(loss)
         return Whole(total, self.partials[root].changes, self._used[root], finite)

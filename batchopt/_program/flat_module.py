@@ -46,16 +46,15 @@ class Gradients:
         self.current = Gradient(x, layout)
         self._others: list[Gradient] = []
 
-    def renew(self) -> torch.Tensor:
-        """Make `current` one that is not lent, if possible one that was returned, since new memory is slow. Return its
-        vector."""
+    def renew(self) -> Gradient:
+        """Make `current` one that is not lent, if possible one that was returned, since new memory is slow."""
         if self.current.loan is None or not self.current.lent:
-            return self.current.vector
+            return self.current
         lent = [self.current, *(other for other in self._others if other.lent)]
         free = (other for other in self._others if not other.lent)
         self.current = next(free, None) or Gradient(self._x, self._layout)
         self._others = lent
-        return self.current.vector
+        return self.current
 
 
 class FlatModule:
@@ -87,8 +86,8 @@ class FlatModule:
         this."""
         return self._gradients.current.lend()
 
-    def renew_gradient(self) -> torch.Tensor:
-        """Return memory for df/dX that is not lent, which is then `gradient`."""
+    def renew_gradient(self) -> Gradient:
+        """Return memory for df/dX that is not lent, whose vector is then `gradient`."""
         return self._gradients.renew()
 
     def follow(self) -> None:

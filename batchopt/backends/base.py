@@ -13,6 +13,7 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.compression import Compression
+from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.buffers import StepBuffers
@@ -95,11 +96,12 @@ Meanwhile = Callable[[], None]
 
 
 class Repeated(NamedTuple):
-    """A repeated evaluation: the losses of each partial, in the order of the previous answers, and for each worker that
-    took part when it began and how long it took."""
+    """A repeated evaluation: the losses of each partial, in the order of the previous answers; for each worker that
+    took part when it began and how long it took; and whether the whole gradient is where it was to be written."""
 
     losses: Sequence[Sequence[float]]
     times: Sequence[Sequence[float]]
+    written: bool = False
 
 
 class Backend(ABC):
@@ -184,11 +186,18 @@ class Backend(ABC):
         """
 
     def repeat(
-        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
+        self,
+        which: object,
+        number: int,
+        step: int,
+        seconds: float,
+        meanwhile: Meanwhile | None,
+        into: Gradient | None = None,
     ) -> Repeated | None:
         """Repeat the evaluation that was `repeatable`, and took `seconds`, as evaluation `number` of that step: the
-        same chunks of the loaded batch by the same workers, summed in the same memory. Return None if anything differs:
-        then it has to be ordered, with the same number. Raises what `evaluate` raises."""
+        same chunks of the loaded batch by the same workers, summed in the same memory; or in `into`, if nothing is to
+        be summed. Return None if anything differs: then it has to be ordered, with the same number. Raises what
+        `evaluate` raises."""
         return None
 
     @abstractmethod

@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
+from batchopt._program.flat_module import Gradient
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.map.evaluate import Evaluator
-from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.sums import Row, Rows
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import StateWritten, Watch
 from batchopt_workers.process.failures import kinds_of, message_of
@@ -57,7 +58,8 @@ class LocalWorker:
         self.evaluator = evaluator
         self.rank = evaluator.worker.rank  # by which answers and errors name it
         self._layout, self._changes = layout, changes
-        self._rows = self._make_rows(1)
+        self.rows = self._make_rows(1)
+        self._over: tuple[Gradient, Rows] | None = None  # see `rows_over`
         self.evaluator.walk.watch = watch
         self._examined = False  # whether an evaluation has shown which constants a forward writes
         self.report: Report | None = None  # of the last order
@@ -72,7 +74,7 @@ class LocalWorker:
         self.evaluator.look_again()
         if changes != self._changes:
             self._changes = changes
-            self._rows = self._make_rows(len(self._rows))
+            self.rows, self._over = self._make_rows(len(self.rows)), None
 
     def examine(self) -> None:
         """Also compare constants with their originals in the next evaluation."""
@@ -112,21 +114,33 @@ class LocalWorker:
                 forms[done.next - 1] = done.form
         assert done is not None
         self.report = report = done.report()
-        rows = (
-            self._rows if order.kind not in TASKS else self._rows_of_task(forms) if order.kind is Kind.TOTAL else None
-        )
+        rows = self.rows if order.kind not in TASKS else self._rows_of_task(forms) if order.kind is Kind.TOTAL else None
         partials = partials_of(report, rows)
         span = Span(report.began, report.seconds, order.first, order.last)
         samples_done = cut.bounds[order.last] - cut.bounds[order.first]
         return Answer(rank, samples_done, report.seconds, partials, results, [span], report.drew, forms)
 
-    def chunks(self, order: Order, turn: AbstractContextManager[Any] | None = None) -> Iterator[ChunkDone]:
-        """Evaluate the chunks of an order one by one, for which everything is ready; raises as `evaluate`."""
+    def rows_over(self, gradient: Gradient) -> Rows | None:
+        """Return a row over this memory; None where it has not the precision of sums, or cannot be written here."""
+        if self._over is None or self._over[0] is not gradient:
+            own = self.rows[0]
+            if gradient.vector.dtype != own.gradient.dtype or gradient.vector.is_inference():
+                return None
+            rows = self._make_rows(0)
+            rows.append(Row(gradient.vector, gradient.views, own.changes))
+            self._over = gradient, rows
+        return self._over[1]
+
+    def chunks(
+        self, order: Order, turn: AbstractContextManager[Any] | None = None, rows: Rows | None = None
+    ) -> Iterator[ChunkDone]:
+        """Evaluate the chunks of an order one by one, for which everything is ready, into `rows` or else its own;
+        raises as `evaluate`."""
         evaluator, rank = self.evaluator, self.rank
         if not self._examined:
             evaluator.walk.watch.compare()
         try:
-            chunks = evaluator.evaluate(order, self._rows)
+            chunks = evaluator.evaluate(order, self.rows if rows is None else rows)
             yield from chunks if turn is None else _each_in(turn, chunks)
             self._examined = True
         except StateWritten:
@@ -140,8 +154,8 @@ class LocalWorker:
             raise WorkerError(rank, name, message, samples, terms=terms, kinds=kinds) from error
 
     def _have_rows(self, count: int) -> None:
-        if count > len(self._rows):
-            self._rows = self._make_rows(count)
+        if count > len(self.rows):
+            self.rows, self._over = self._make_rows(count), None
 
     def _rows_of_task(self, forms: Mapping[int, Form]) -> Rows:
         """Return the rows of the last total if there are enough of them."""

@@ -15,6 +15,7 @@ from batchopt._data.arguments import read_parallelize
 from batchopt._machine.allocator import keep_memory, release_memory
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer
+from batchopt._program.flat_module import Gradient
 from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends.base import Backend, Meanwhile, Prepared, Repeated, Setup, WorkerInfo
 from batchopt.backends.local_worker import LocalWorker, run_precode
@@ -69,7 +70,13 @@ class SerialBackend(Backend):
         return [self._info]
 
     def repeat(
-        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
+        self,
+        which: object,
+        number: int,
+        step: int,
+        seconds: float,
+        meanwhile: Meanwhile | None,
+        into: Gradient | None = None,
     ) -> Repeated | None:
         before = self.repeatable
         if before is None or before is not which:
@@ -79,8 +86,9 @@ class SerialBackend(Backend):
         assert report is not None
         # with another number than the order that follows if this fails: its sums must not continue from here
         order = Order(-1 - number, step, order.first, order.last)
+        rows = self._local.rows_over(into) if into is not None and order.last - order.first == 1 else None
         try:
-            found = self._in_peace(list, self._local.chunks(order))
+            found = self._in_peace(list, self._local.chunks(order, rows=rows))
         except StateWritten:
             return None
         done = found[-1]
@@ -89,10 +97,12 @@ class SerialBackend(Backend):
             says_something = says_something or bool(chunk.results and chunk.says_something)
         if losses is None or says_something or done.drew != report.drew:  # its chunks answer the order that follows
             done.sums.evaluation = number
+            if into is not None and rows is not None:
+                self._local.rows[0].gradient.copy_(into.vector)
             self._found = order._replace(evaluation=number), found
             return None
         self.repeatable = before
-        return Repeated(losses, ((done.began, done.seconds),))
+        return Repeated(losses, ((done.began, done.seconds),), rows is not None)
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self.repeatable = None

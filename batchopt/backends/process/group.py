@@ -340,7 +340,7 @@ class WorkerGroup:
         return self._ringer.last
 
     def repeat(
-        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None
+        self, which: object, number: int, step: int, seconds: float, meanwhile: Meanwhile | None, into: object = None
     ) -> Repeated | None:
         """See `Backend.repeat`."""
         ringer = self._ringer
