@@ -25,7 +25,7 @@ ALONE, ONE, TWO = Configuration(1, None), Configuration(1, 1), Configuration(2, 
 class Slow(nn.Module):
     """Takes so long for each sample, whatever else the machine does."""
 
-    def __init__(self, seconds: float = 1e-3) -> None:
+    def __init__(self, seconds: float = 3e-3) -> None:
         super().__init__()
         self.body = Mlp().double()
         self.seconds = seconds

@@ -176,7 +176,7 @@ class Drawn(Dataset[Any]):
         return torch.tensor([1.0, 2.0, index]), target
 
 
-def test_items_that_are_others_for_another_worker_are_refused() -> None:
+def test_items_that_are_others_for_another_worker_are_refused(nobody_late: None) -> None:
     with loaded(nn.Linear(3, 1), nn.MSELoss(), Drawn(), parallelize=2, chunk_size=4) as opt:
         opt.evaluate()
         workers, step = opt._function.workers, opt._function.ready()

@@ -59,11 +59,11 @@ def test_it_measures_what_there_is_and_leaves_no_trace(
         opt.load(case.inputs, case.targets)
         torch.testing.assert_close(opt.evaluate(), before)
     assert [row.workers for row in found.rows if row.measured] == ([1, 1, 2] if chunk_size is None else [1, 2])
-    assert 1.5 < found.speed_up(found.best) < 2.1  # a sample takes a millisecond, wherever
+    assert 1.4 < found.speed_up(found.best) < 2.6  # a sample takes three milliseconds, wherever
     memory = found.best.memory
     assert memory is not None and memory > 1_000_000
     four = next(row for row in found.rows if row.workers == 4)
-    assert not four.measured and 2.5 < found.speed_up(four) < 4.1
+    assert not four.measured and 2.3 < found.speed_up(four) < 5.1
     pytest.importorskip("matplotlib")
     found.draw(tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
