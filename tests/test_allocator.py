@@ -10,6 +10,8 @@ import pytest
 
 from tests.backends.scripts import running
 
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+
 # Two optimizers in turn: each evaluation makes and frees 40 blocks of 4 MB.
 SCRIPT = """
 import json, resource
@@ -54,7 +56,6 @@ def play(**environment: str) -> list[float]:
         return [float(number) for number in json.loads(said)]
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_memory_is_kept_from_one_evaluation_to_the_next_until_the_last_optimizer_is_closed() -> None:
     faults, kept, later, left = play()
     assert faults < 500 and later < 500  # of 40,000 pages

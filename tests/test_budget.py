@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = [*sorted((ROOT / "batchopt").rglob("*.py")), *sorted((ROOT / "workers").rglob("*.py"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-LINES, FILES, LINES_OF_TESTS = 30_766, 174, 33_297
+LINES, FILES, LINES_OF_TESTS = 30_766, 174, 33_298
 LINES_OF_A_FILE, FILES_OF_A_FOLDER = 450, 20
 CHAIN = 24
 DEFINITIONS = {"evaluate": 18, "resize": 12, "begin_task": 10}
