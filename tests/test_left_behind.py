@@ -3,7 +3,10 @@ f is what it was, for any number of workers."""
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
 from batchopt.ignite import Moment, fit
@@ -52,6 +56,13 @@ class Centred(nn.Module):
         if self.training:
             self.running_mean.lerp_(x.detach().mean(0), 0.25)
         return y
+
+
+class Doubled(nn.Linear):
+    """A linear layer that is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(x)
 
 
 class Living(nn.Module):
@@ -98,6 +109,8 @@ IN_MODULE: dict[str, Change] = {
     "statistics, by data": lambda m, x, y: m.norm.running_var.data.mul_(4.0),
     "buffer": lambda m, x, y: setattr(m, "constant", m.constant + 1),
     "attribute tensor": lambda m, x, y: setattr(m, "shift", m.shift + 1),
+    "class": lambda m, x, y: setattr(m.head, "__class__", Doubled),
+    "parameter, rebound": lambda m, x, y: setattr(m.head.weight, "data", m.head.weight.data.clamp(max=0.0)),
 }
 IN_TENSORS: dict[str, Change] = {
     "frozen, by data": lambda m, x, y: m.frozen.data.mul_(2.0),
@@ -117,6 +130,9 @@ ELSEWHERE: dict[str, Change] = {
     "Python's draws": lambda m, x, y: random.seed(4),
     "NumPy's draws": lambda m, x, y: np.random.standard_normal(5),
     "grad mode": lambda m, x, y: torch.set_grad_enabled(False),
+    "autocast": lambda m, x, y: torch.autocast("cpu", torch.bfloat16).__enter__(),  # type: ignore[no-untyped-call]
+    "default dtype": lambda m, x, y: torch.set_default_dtype(torch.float64),
+    "hook of all modules": lambda m, x, y: register_module_forward_hook(lambda *found: found[2] * 2.0),
 }
 OF_FUNCTIONS = {**IN_MODULE, **IN_TENSORS, **IN_BATCH, **ELSEWHERE}
 
@@ -148,8 +164,9 @@ def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tup
         opt.prehook = hook
         opt.evaluate()
     elif place == "posthook":
+        before = opt.output
         opt.posthook = hook
-        opt.evaluate()
+        assert [opt.evaluate().item() for _ in range(3)] == [before] * 3
 
 
 def _check(parallelize: int, place: str, names: list[str], aside: bool = False) -> float:
@@ -178,7 +195,7 @@ def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> Non
     _check(parallelize, "collect", [name])
 
 
-HOOKED = {**IN_MODULE, **IN_BATCH, **ELSEWHERE}
+HOOKED = OF_FUNCTIONS
 
 
 @pytest.mark.sampled
@@ -196,6 +213,100 @@ def test_f_is_what_it_was_for_any_number_of_workers(place: str, data: st.DataObj
     names = data.draw(st.lists(st.sampled_from(sorted(among)), min_size=1, max_size=4, unique=True))
     aside = data.draw(st.booleans())
     assert len({_check(parallelize, place, names, aside) for parallelize in (1, 2, 3)}) == 1
+
+
+WRITES: dict[str, Change] = {
+    "attribute": IN_MODULE["attribute"],
+    "item": IN_MODULE["item"],
+    "statistics, by data": IN_MODULE["statistics, by data"],
+    **IN_TENSORS,
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("deaths", [0, 1], ids=["moved", "killed"])
+def test_what_a_prehook_changes_for_some_samples_is_theirs_wherever_they_are_evaluated(name: str, deaths: int) -> None:
+    """Only the last chunk is changed, which the first worker gets later, by other speeds or after a death."""
+
+    def prehook(worker: Worker, sample: Sample) -> None:
+        if sample.indices.start == 20 and "before" not in worker.state:
+            WRITES[name](worker.module, sample.inputs, sample.targets)
+
+    def values(parallelize: int) -> tuple[list[float], list[Any]]:
+        with opened(parallelize, prehook=prehook, speeds=[1.0] * parallelize) as opt:
+            found = [opt.evaluate().item() for _ in range(2)]
+            if deaths and parallelize == 2:
+                os.kill(opt.workers[1].pid, signal.SIGKILL)
+            elif not deaths:
+                opt.resize(parallelize, speeds=[20.0, 1.0][:parallelize])
+                opt.load(X.clone(), Y.clone())
+            found += [opt.evaluate().item() for _ in range(3)]
+            assert len({*found[2:]}) == 1
+            opt.prehook = None
+            found.append(opt.evaluate().item())
+            assert found[-1] != found[-2]
+            return found, [buffer.tolist() for buffer in opt.module.buffers()]
+
+    assert values(2) == values(1)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("name", ["attribute", "statistics, by data", "attribute tensor, in place"])
+def test_what_a_hook_does_in_a_later_batch_is_undone_or_refused(parallelize: int, name: str) -> None:
+    """The third of five batches of one form is the first for which the hook writes."""
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        if sample.options is not None and sample.options[0]:
+            WRITES[name](worker.module, sample.inputs, sample.targets)
+
+    def losses(**options: Any) -> list[float]:
+        torch.manual_seed(0)
+        module = Living()
+        with BatchOptimizer(
+            module, nn.MSELoss(), optimizer="sgd", chunk_size=4, parallelize=parallelize, **options
+        ) as opt:
+            return [opt.step(X, Y, options=[i == 2] * len(X)) for i in range(5)]
+
+    expected = losses()
+    try:
+        assert losses(posthook=hook) == expected
+    except WorkerError as error:
+        assert parallelize == 1 and "attribute" in name and "`posthook` writes a frozen parameter" in str(error)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_hook_and_a_forward_that_write_one_buffer_are_refused(parallelize: int) -> None:
+    def hook(worker: Worker, sample: Sample) -> None:
+        assert worker.module is not None
+        worker.module.norm.running_mean.add_(1.0)  # type: ignore[union-attr, operator]
+
+    with opened(parallelize, prehook=hook) as opt:
+        with pytest.raises(WorkerError, match="a hook and forward both write a tensor"):
+            opt.evaluate()
+        opt.prehook = None
+        opt.load(X.clone(), Y.clone())
+        assert math.isfinite(opt.evaluate().item())
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_hook_that_writes_a_tensor_of_the_criterion_changes_nothing(parallelize: int) -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    labels = torch.arange(24) % 2
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        worker.criterion.weight.data.mul_(torch.tensor([2.0, 3.0]))  # type: ignore[union-attr]
+
+    with loaded(nn.Linear(3, 2), criterion, X, labels, parallelize=parallelize, chunk_size=4) as opt:
+        before = opt.evaluate().item()
+        opt.posthook = hook
+        assert [opt.evaluate().item() for _ in range(4)] == [before] * 4
+        weight = criterion.weight
+        assert weight is not None and weight.tolist() == [1.0, 2.0]
+        weight.data.copy_(torch.tensor([3.0, 1.0]))  # it is followed where a hook has written it
+        opt.load(X, labels)
+        expected = nn.functional.cross_entropy(opt.module(X), labels, torch.tensor([3.0, 1.0])).item()
+        assert [opt.evaluate().item() for _ in range(2)] == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.sampled

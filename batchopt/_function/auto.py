@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from batchopt._function.checks import compare, refuse_frequencies
+from batchopt._function.checks import refuse_frequencies
 from batchopt._function.choice import Choice, Configuration, Phase
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import Planned
@@ -152,7 +152,7 @@ class AutoFunction(BatchFunction):
 
     def _reason_against(self, step: Step) -> str | None:
         """Return why the batch is not to be cut for workers; None if there is no reason."""
-        share, module, workers = self._choice.share, self.subject.module, self.workers
+        share, module = self._choice.share, self.subject.module
         try:
             refuse_frequencies(module, share.workers, step.batch, share.workers)
         except ValueError as error:
@@ -164,10 +164,8 @@ class AutoFunction(BatchFunction):
         if not self.settings.check_cut:
             return None
         largest = -(-step.batch.size // share.workers)
-        arguments = step.batch, self.readings, largest, workers.number, step.number, self.subject.x.dtype
-        with self._at_start(), self.subject.keeping_gradients(), workers.without_hooks():
-            found = workers.learning(lambda: compare(workers.backend, *arguments))
-        return "the loss depends on how the batch is cut" if any(one.decided for one in found) else None
+        decided = any(difference.decided for difference in self.cut_differences(largest))
+        return "the loss depends on how the batch is cut" if decided else None
 
     def _seconds_of_a_share(self, step: Step) -> float:
         """Time the evaluation of a worker's share in this process, with a worker's threads."""

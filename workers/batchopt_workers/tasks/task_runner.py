@@ -14,11 +14,12 @@ from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk, restoring
 from batchopt_workers.map.sums import PartialSum, Rows, Sums, grads_kept
 from batchopt_workers.map.tree import most_held
+from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order, Report
 from batchopt_workers.tasks.forms import Form, MemoryOutput, Output, real, sums_form, sums_layout, write_results
 from batchopt_workers.tasks.jacobian import PieceResiduals
-from batchopt_workers.tasks.task import Modes, ParameterWatch, PrivateTotals, Surroundings, Task, Totals
+from batchopt_workers.tasks.task import Modes, PrivateTotals, Surroundings, Task, Totals
 
 
 class ChunkDone(NamedTuple):
@@ -58,21 +59,25 @@ class F(Protocol):
     def weight_of(self, term: int) -> float:
         """Return the weight of that term in f."""
 
-    def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
-        """Return each term's loss for the loaded batch and this cut, and df/dX (shape `(n,)`; empty unless
-        `gradient`)."""
+    def loaded_batch(self) -> Batch:
+        """Return the batch of f, as far as this worker has it."""
+
+    def evaluate_all(
+        self, step: int, cut: Cut, gradient: bool, batch: Batch | None = None, later: int = 0
+    ) -> tuple[tuple[float, ...], torch.Tensor]:
+        """Return each term's loss for the loaded batch, or another one of the same terms, with this cut, and df/dX
+        (shape `(n,)`; empty unless `gradient`); with the draws of a step that is so much `later`."""
 
 
 class TaskRunner:
     """Runs orders to collect and to total, for the task that was begun last.
 
-    Rows are written to `output`, sums to rows of `totals`. `protected`: the parameters cannot be written.
+    Rows are written to `output`, sums to rows of `totals`.
     """
 
     def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         self.output: Output = MemoryOutput()
         self.totals: Totals = PrivateTotals()
-        self.protected = False
         self._walk, self._module, self._parameters = walk, module, parameters
         self._task: Task | None = None
         self._loaded: LoadedBatch | None = None
@@ -105,7 +110,7 @@ class TaskRunner:
         sums, totals = self._sums, order.kind is Kind.TOTAL
         needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
         began = time.perf_counter()
-        watch = None if task.writes else ParameterWatch(self._module, self._parameters, self.protected)
+        watch = None if task.writes else ParameterWatch(self._module, self._parameters, self._walk.protected)
         modes = Modes(self._module, task.train)
         self._walk.watch.begin(compares=task.is_users or not modes.plain)
         for chunk in range(order.first, order.last):
@@ -142,6 +147,7 @@ class TaskRunner:
             partial(f.loss_of, piece, term),
             partial(f.residuals_of, piece, term),
             piece.weight * f.weight_of(term),
+            f.loaded_batch,
             partial(f.evaluate_all, step),
         )
 
