@@ -144,8 +144,14 @@ def opened(parallelize: int, **options: Any) -> Iterator[BatchOptimizer]:
         yield opt
 
 
-def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tuple[Any, ...]) -> None:
-    """Have the user's code at that place do this."""
+def _end_a_worker(opt: BatchOptimizer) -> None:
+    """Kill the first worker, if there are several: its chunks go to others, and a new one begins."""
+    if len(opt.workers) > 1:
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+
+
+def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tuple[Any, ...], death: bool) -> None:
+    """Have the user's code at that place do this, three times, before the second of which a worker may die."""
 
     def function(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         for change in changes:
@@ -156,29 +162,31 @@ def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tup
         assert worker.module is not None
         function(worker.module, sample.inputs, sample.targets)
 
-    if place == "collect":
-        opt.collect(function, *data, grad=True)
-    elif place == "total":
-        opt.total(function, *data, train=False)
-    elif place == "prehook":
-        opt.prehook = hook
-        opt.evaluate()
-    elif place == "posthook":
-        before = opt.output
-        opt.posthook = hook
-        assert [opt.evaluate().item() for _ in range(3)] == [before] * 3
+    values, before = set(), opt.output
+    opt.prehook, opt.posthook = (hook if place == name else None for name in ("prehook", "posthook"))
+    for time in range(3):
+        if death and time == 1:
+            _end_a_worker(opt)
+        if place == "collect":
+            values.add(tuple(opt.collect(function, *data, grad=True).tolist()))
+        elif place == "total":
+            values.add(opt.total(function, *data, train=False).sum().item())
+        else:
+            values.add(opt.evaluate().item())
+    assert values == {before} if place == "posthook" else len(values) == 1 or math.nan in values
 
 
-def _check(parallelize: int, place: str, names: list[str], aside: bool = False) -> float:
+def _check(parallelize: int, place: str, names: list[str], aside: bool = False, death: bool = False) -> float:
     """f is what it was, or an error says what is wrong; f."""
     data = (X.clone(), Y.clone())
     with opened(parallelize) as opt:
         before, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
         parts = [*opt.module.modules()]
         try:
-            _carry_out(opt, place, [OF_FUNCTIONS[name] for name in names], data if aside else ())
+            _carry_out(opt, place, [OF_FUNCTIONS[name] for name in names], data if aside else (), death)
         except (BatchoptError, ValueError) as error:
-            assert any(word in str(error) for word in ("writes", "write the tensor", "changes the parameter")), error
+            words = ("writes", "both write", "write the tensor", "changes the parameter")
+            assert any(word in str(error) for word in words), error
         opt.prehook = opt.posthook = None
         again = opt.evaluate().item()
         assert again == before and torch.equal(opt.grad_parameters, gradient)
@@ -195,24 +203,21 @@ def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> Non
     _check(parallelize, "collect", [name])
 
 
-HOOKED = OF_FUNCTIONS
-
-
 @pytest.mark.sampled
-@each_for_some(HOOKED)
+@each_for_some(OF_FUNCTIONS)
 def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
     _check(parallelize, "posthook", [name])
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
-@settings(max_examples=2, deadline=None, derandomize=True)
+@pytest.mark.parametrize("death", [False, True])
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_f_is_what_it_was_for_any_number_of_workers(place: str, data: st.DataObject) -> None:
-    among = OF_FUNCTIONS if place in ("collect", "total") else HOOKED
-    names = data.draw(st.lists(st.sampled_from(sorted(among)), min_size=1, max_size=4, unique=True))
+def test_f_is_what_it_was_for_any_number_of_workers(place: str, death: bool, data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(OF_FUNCTIONS)), min_size=1, max_size=4, unique=True))
     aside = data.draw(st.booleans())
-    assert len({_check(parallelize, place, names, aside) for parallelize in (1, 2, 3)}) == 1
+    assert len({_check(parallelize, place, names, aside, death) for parallelize in (1, 2, 3)}) == 1
 
 
 WRITES: dict[str, Change] = {

@@ -149,6 +149,7 @@ class Modes:
         self._parts = [*module.modules()]
         self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
         self._contents: Contents | None = None
+        self._own = [part.training for part in self._parts]
 
     def __enter__(self) -> None:
         self._own = [part.training for part in self._parts]
@@ -165,6 +166,10 @@ class Modes:
             raise
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Switch back; once more is harmless, and necessary if the first time was interrupted."""
         if self._contents is None:
             self._set(self._own)
         else:

@@ -84,13 +84,17 @@ class TaskRunner:
         self._sums: Sums | None = None
         self._form: Form | None = None  # of the current evaluation
         self._rows: Rows | None = None
+        self._modes: Modes | None = None  # of the module, as long as it may be in others
 
     def begin(self, task: Task, batch: Batch) -> None:
         """Run this task on chunks of `batch` from now on; if the task has a term, that is the batch's only part."""
         self._task, self._loaded, self._sums = task, LoadedBatch(batch, keeps=False), None
 
     def end(self) -> None:
-        """Release everything of the task, and its batch."""
+        """Release everything of the task, and its batch; restore modes, if an interrupt has left others."""
+        if self._modes is not None:
+            self._modes.restore()
+            self._modes = None
         self._task = self._loaded = self._sums = self._form = self._rows = None
         self.output = MemoryOutput()
 
@@ -111,7 +115,7 @@ class TaskRunner:
         needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
         began = time.perf_counter()
         watch = None if task.writes else ParameterWatch(self._module, self._parameters, self._walk.protected)
-        modes = Modes(self._module, task.train)
+        modes = self._modes = Modes(self._module, task.train)
         self._walk.watch.begin(compares=task.is_users or not modes.plain)
         for chunk in range(order.first, order.last):
             row = sums.free_row()
@@ -135,6 +139,8 @@ class TaskRunner:
             faults.point("worker.merge", chunk)
             sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
             self._walk.current = range(0)
+            if chunk + 1 == order.last:
+                self._modes = None  # restored
             yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, form=form)
 
     def _around(self, piece: Piece, step: int, f: F) -> Surroundings:
