@@ -162,7 +162,8 @@ def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tup
         assert worker.module is not None
         function(worker.module, sample.inputs, sample.targets)
 
-    values, before = set(), opt.output
+    values: set[Any] = set()
+    before = opt.output
     opt.prehook, opt.posthook = (hook if place == name else None for name in ("prehook", "posthook"))
     for time in range(3):
         if death and time == 1:
