@@ -69,6 +69,8 @@ def resume(
         if optimizer is not None:
             # torch's optimizers would share tensors with the optimizer whose state this is
             optimizer.load_state_dict(deepcopy(state["optimizer"]))
+            if all(value.dtype == state["module"][key].dtype for key, value in before.items()):
+                _restore_dtypes(optimizer, state["optimizer"])
             check_options(optimizer)
         function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
     except BaseException:
@@ -77,6 +79,21 @@ def resume(
         raise
     if state.get("parallelize") is not None:
         function.arrange(state["parallelize"])
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Give each tensor in the optimizer's memory the saved dtype and value.
+
+    torch casts them to the parameter's dtype: `mu_product` of NAdam is float32, and would go on as float64.
+    """
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        memory = optimizer.state.get(parameter, {})
+        for key, saved in state["state"].get(name, {}).items():
+            loaded = memory.get(key)
+            if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
+                memory[key] = saved.to(loaded.device, copy=True)
 
 
 def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
