@@ -7,7 +7,7 @@
     │   ├── PoisonChunkError       a chunk repeatedly killed workers
     │   └── AllWorkersLostError    no worker remains, and `max_restarts` is spent
     ├── NodeLostError              another process of the group has ended, or does not respond
-    ├── NodesDifferError           the processes of a group do not do the same
+    ├── NodesDifferError           the ranks have diverged
     ├── NonFiniteError             the loss or its gradient is infinite or NaN
     └── CheckpointError            a checkpoint cannot be written, or is not one of this optimizer
 
@@ -137,7 +137,8 @@ class NodeLostError(BatchoptError):
 
 
 class NodesDifferError(BatchoptError):
-    """Ranks that must do the same do not: another seed, batch, or number of calls. All of them raise this.
+    """The ranks have diverged: another seed, batch, program (mode, attribute, criterion) or number of calls. All ranks
+    raise this.
 
     The message says what differs, and on which ranks. The optimizer can no longer be used.
     """

@@ -380,12 +380,12 @@ def test_an_attribute_over_the_memory_of_a_parameter_is_refused(parallelize: int
 @EACH
 def test_an_attribute_that_is_computed_before_each_forward_may_begin_as_the_parameter(parallelize: int) -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)))
+    module: Any = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)))
     assert module[0].weight.data_ptr() == module[0].weight_orig.data_ptr()  # until the first forward
     plain = copy.deepcopy(module)
     x, y = X, Y
     with loaded(module, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
         expected = nn.functional.mse_loss(plain(x), y)
-        expected.backward()
+        expected.backward()  # type: ignore[no-untyped-call]
         assert torch.allclose(opt.evaluate().float(), expected)
         assert torch.allclose(module[0].weight_orig.grad, plain[0].weight_orig.grad)
