@@ -309,7 +309,7 @@ class Pool:
         if worker.joined:
             raise error
         self.roster.refused(worker.rank, error)
-        worker.kill("could not start")
+        worker.kill(f"could not start ({error})")
 
     def _look_for_hung(self, listener: Listener) -> None:
         now, working = time.monotonic(), []
