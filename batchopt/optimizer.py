@@ -439,7 +439,7 @@ class BatchOptimizer(Evaluations):
         try:
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # raised by torch for other shapes and names
-            raise CheckpointError(f"cannot go on from checkpoint '{os.fsdecode(path)}': {error}") from error
+            raise CheckpointError(f"cannot resume from checkpoint '{os.fsdecode(path)}': {error}") from error
 
     @property
     def seed(self) -> int:

@@ -81,7 +81,9 @@ def test_where_a_step_begins_it_is_told(parallelize: int) -> None:
         opt.load(X, Y)
         before = opt.evaluate()
         opt.parameters.fill_(4.0)
-        with pytest.raises(NonFiniteError, match=r"loss is none \(OddError\) in chunk 0 \(samples 0\.\.") as caught:
+        with pytest.raises(
+            NonFiniteError, match=r"the loss is undefined \(OddError\) in chunk 0 \(samples 0\.\."
+        ) as caught:
             opt.step(X, Y)
         assert isinstance(caught.value.__cause__, WorkerError)
         opt.parameters.fill_(2.0)

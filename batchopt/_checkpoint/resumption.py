@@ -125,9 +125,7 @@ def check_residuals(residuals: Any, x: torch.Tensor) -> None:
     for cell, residual in residuals.items():
         is_right = type(cell) is int and cell >= 0 and isinstance(residual, torch.Tensor) and residual.shape == x.shape
         if not is_right or residual.dtype != torch.promote_types(x.dtype, torch.float32):
-            raise ValueError(
-                f"`residuals` of the state has {cell!r}, which is none of a gradient with {len(x)} elements"
-            )
+            raise ValueError(f"entry {cell!r} of `residuals` of the state does not fit a gradient of {len(x)} elements")
 
 
 def _check_history(history: Any) -> None:
@@ -148,7 +146,7 @@ def _check_history(history: Any) -> None:
                 isinstance(k, str) and _is_number(v) for k, v in value.items()
             )
         if not is_right:
-            raise ValueError(f"`history` of the state has {name} {value!r}, which no BatchOptimizer wrote")
+            raise ValueError(f"`history` of the state has {name} {value!r}, which is not a valid value")
 
 
 def _check_speeds(speeds: Any) -> None:
@@ -163,7 +161,7 @@ def _check_choice(choice: Any) -> None:
     _check_mapping("`parallelize` of the state", choice)
     numbers = [choice.get("workers"), choice.get("samples"), choice.get("threads") or 1]
     if not all(type(number) is int and number >= least for number, least in zip(numbers, (1, 0, 1), strict=True)):
-        raise ValueError(f"`parallelize` of the state is {choice!r}, which no BatchOptimizer wrote")
+        raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
 
 
 def _is_number(value: Any) -> bool:
@@ -189,7 +187,7 @@ def _check_optimizer(state: Any, kind: Any, optimizer: torch.optim.Optimizer | N
     if kind is not None:
         if kind != here and kind not in getattr(optimizer, "reads_states_of", ()):
             raise ValueError(
-                f"the optimizer of the state is {kind} and this one is {here}, which cannot go on from it: build the "
+                f"the optimizer of the state is {kind} and this one is {here}, which cannot resume from it: build the "
                 f"BatchOptimizer with {kind}, or take over the module alone: module.load_state_dict(state['module'])"
             )
         return

@@ -123,7 +123,9 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
     if parallelize not in (1, len(devices)):
         raise ValueError(f"`devices` has {len(devices)} entries for {parallelize} workers: leave `parallelize` out")
     if len(devices) < 2:
-        raise ValueError("`devices` are of two workers or more: for one, use parallelize=1 and move the module there")
+        raise ValueError(
+            "`devices` needs two or more entries; for a single device use parallelize=1 and move the module there"
+        )
     try:
         found = tuple(torch.device(device) for device in devices)
     except (RuntimeError, TypeError) as error:

@@ -336,8 +336,8 @@ class BatchLoader:
             self.workers.compressing.restore_residuals(number, residuals)
         elif residuals:
             warnings.warn(
-                "the state is of a run with `compress`, and has what compression had left of gradients, which is "
-                "dropped here: give the same `compress` to go on with the same bits",
+                "the state contains compression residuals, which are dropped because `compress` is not set: give the "
+                "same `compress` to resume with the same bits",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -242,9 +242,9 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
     for name, parameter in named:
         if type(parameter) is not torch.nn.Parameter:
             raise TypeError(
-                f"parameter '{name}' is a {type(parameter).__name__}, a subclass of torch.nn.Parameter: as a part of X "
-                "it would be added to as any vector, and in workers be a plain Parameter; hold a plain one "
-                "(torch.nn.Parameter(p.detach().as_subclass(torch.Tensor))), and make the other of it in forward"
+                f"parameter '{name}' is a {type(parameter).__name__}, a subclass of torch.nn.Parameter: X "
+                "stores plain values, so the subclass would be lost in workers; store a plain Parameter "
+                "(torch.nn.Parameter(p.detach().as_subclass(torch.Tensor))) and convert it in forward"
             )
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for _, p in named)
     if len({p.dtype.to_real() for _, p in named}) > 1:

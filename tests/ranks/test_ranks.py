@@ -81,7 +81,7 @@ def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_stopped_is_an_error_within_the_timeout(when: str) -> None:
     found = program("lost", "stop", when, 4, lacking=1)
-    assert found == ["NodeLostError rank 1 gave no sign for 4 s (`timeout`)"]
+    assert found == ["NodeLostError rank 1 did not respond for 4 s (`timeout`)"]
 
 
 @pytest.mark.slow

@@ -264,8 +264,8 @@ def explain(gone: Sequence[WorkerProcess]) -> None:
         return
     worker = faults[1]
     raise WorkerLostError(
-        f"{worker.process.name} was ended by SIGSEGV (a fault of memory access) in the first forward of this module, "
-        f"{_place(worker.stderr.tail)}. Workers only read the parameters, and code that writes them there ends so: if "
+        f"{worker.process.name} was killed by SIGSEGV (segmentation fault) in the first forward of this module, "
+        f"{_place(worker.stderr.tail)}. The parameters are read-only in workers; writing to them there causes this: if "
         "the first forward makes or writes parameters (lazy initialisation, variational strategies), call the module "
         "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
     )

@@ -274,7 +274,7 @@ class Pool:
                     listener.on_reply(worker, asked, reply)
                 worker.forget_answered()
         except ProtocolError as error:
-            worker.kill(f"said what is no message ({error})")
+            worker.kill(f"sent an invalid message ({error})")
             self._reap(worker, listener)
             return
         # It has answered every part of the state: from now on it gets orders.
