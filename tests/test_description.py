@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt._program.description import describe, digest
+from batchopt._program.description import ComparedProgram, describe, digest
+from batchopt_workers.map.evaluate import Program
 
 
 class Scaled:
@@ -88,3 +89,24 @@ def test_an_object_that_raises_is_described_by_its_type() -> None:
             raise ZeroDivisionError
 
     assert [*describe({"criterion": Odd()}).values()] == [f"{__name__}.{Odd.__qualname__}"]
+
+
+def test_what_forwards_write_is_left_out_with_the_container_and_modes_never_are() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5))
+    module.cache, module.calls = {}, 0
+    one = ComparedProgram(Program(module, nn.MSELoss(), (None,), 0))
+    module.cache[7], module.calls = 1, 1
+    one.learn()
+    learned = one.digest
+    module.cache[8], module.calls = 2, 2
+    one.follow()
+    assert one.digest == learned
+    module.eval()
+    one.learn()
+    assert one.digest != learned
+    parts, written = one.in_full
+    assert "module.calls" in written and "module.cache" in written
+    assert one.differing([(parts, written), ({**parts, "module.1.p": "0.25", "module.calls": "5"}, set())]) == [
+        {"module.1.p": "0.5"},
+        {"module.1.p": "0.25"},
+    ]

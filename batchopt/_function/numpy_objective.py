@@ -21,7 +21,8 @@ from batchopt._function.least_squares import (
     transposed_product,
 )
 from batchopt._machine.ownership import exclusive
-from batchopt._program.description import ComparedProgram, checksum
+from batchopt._program.description import checksum
+from batchopt._program.program import snapshot_of
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.process.torch_settings import autocast_in_force
@@ -55,7 +56,7 @@ class FlatObjective:
     def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
         """Evaluate the function of the loaded batch by calling `evaluate`."""
         self._function, self._owner, self._evaluate = function, function.owner, evaluate
-        self._program = ComparedProgram(function.workers.program)
+        self._see()
         self._last: _Point | None = None
 
     def __repr__(self) -> str:
@@ -120,20 +121,27 @@ class FlatObjective:
         if not bool(vector.isfinite().all()):
             return _Point(weakref.ref(batch), (), vector, np.nan, np.full(len(vector), np.nan))
         if last is not None and last.batch() is batch and torch.equal(last.x, vector):
-            self._program.follow()
-            if last.conditions == self._conditions():
+            if self._seen.looks_the_same() and last.conditions == self._conditions():
                 return last
         self._last = None
-        with self._function.as_it_is(), self._program.forwards():
+        with self._function.as_it_is():
             loss = self._there(vector, self._evaluate).item()
+        if not self._seen.refers():  # a forward has written, or the user before it
+            self._see()
         gradient = _doubles(self._function.subject.gradient)
         last = self._last = _Point(weakref.ref(batch), self._conditions(), vector, loss, gradient)
         return last
 
+    def _see(self) -> None:
+        """Take a snapshot of what f depends on, as it is now."""
+        trained, module = set(map(id, self._function.subject.parameters)), self._function.subject.module
+        self._seen = snapshot_of(self._function.workers.program, hooks=False)
+        found = [*(met.tensor for met in self._seen.tensors), *module.buffers()]  # those of torch.jit in no dict
+        self._tensors = [*{id(tensor): tensor for tensor in found if id(tensor) not in trained}.values()]
+
     def _conditions(self) -> tuple[object, ...]:
-        tensors = checksum(self._program.tensors(self._function.subject.parameters))
         settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), autocast_in_force()
-        return *settings, self._function.workers.hooks, self._program.digest, tensors
+        return *settings, self._function.workers.hooks, checksum(self._tensors)
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return the result of `evaluate` with X set to `vector`; X is restored."""

@@ -14,7 +14,6 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from enum import Enum
 from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
@@ -63,19 +62,15 @@ class ComparedProgram:
         if not self._snapshot.holds():
             self._take()
 
-    @contextmanager
-    def forwards(self) -> Iterator[None]:
-        """Learn what forwards write, which run on the user's own objects in the body."""
-        if not self._snapshot.refers():
-            self._take()
-        yield
+    def learn(self) -> None:
+        """Learn what forwards have written, which ran on the user's own objects since the last call of `follow`."""
         if not self._snapshot.refers():
             before = self._parts
             self._take()
             self._learn(path for path, part in {*before.items()} ^ {*self._parts.items()})
 
     def _learn(self, written: Iterable[str]) -> None:
-        self._written.update(written)
+        self._written.update(_container(path) for path in written if not path.endswith(".training"))
         self.digest = digest(self._compared(self._parts))
 
     def tensors(self, trained: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -99,6 +94,13 @@ class ComparedProgram:
         compared = [self._compared(parts) for parts, _ in of_all]
         paths = sorted({path for one in compared for path, _ in {*one.items()} ^ {*compared[0].items()}})
         return [{path: one.get(path, "missing") for path in paths[:NAMED]} for one in compared]
+
+
+def _container(path: str) -> str:
+    """Return the path of the outermost container of an item: where a forward has written one, it may write others."""
+    while path.endswith("]"):
+        path = path[: path.rindex("[")]
+    return path
 
 
 def describe(roots: Mapping[str, object]) -> Description:

@@ -116,9 +116,12 @@ class Snapshot:
         self._known = set(map(id, self._plain))
 
     def holds(self) -> bool:
-        """Tell whether everything still refers to the same objects, all `requires_grad` are unchanged, and so is the
-        content that Python cannot see; False if there is some that cannot be compared."""
-        if self._hidden or not self.refers():
+        """Tell whether nothing was replaced; False if there is something that cannot be compared."""
+        return not self._hidden and self.looks_the_same()
+
+    def looks_the_same(self) -> bool:
+        """Tell whether nothing was replaced, as far as it can be compared: references, arrays, pickled objects."""
+        if not self.refers():
             return False
         if not (self._arrays or self._pickled):
             return True

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any, TypeVar
@@ -84,7 +83,7 @@ class RanksBackend(CompressingBackend):
         self._loaded: tuple[Batch, tuple[float, ...]] | None = None
         self._digests: dict[str, Any] = {}
         self._state: tuple[Any, str] | None = None
-        self._compared = ComparedProgram(setup.program)
+        self._compared, self._looks = ComparedProgram(setup.program), False
         launch, store = meet(setup.timeout or PATIENCE)
         self._launch, self.is_main = launch, launch.rank == 0
         host = address_towards(launch.address or socket.gethostname())
@@ -183,8 +182,12 @@ class RanksBackend(CompressingBackend):
         self._mine.load(prepared, weights)
         self._loaded = prepared.batch, weights
         self._digests = {"batch": of_batch(prepared.batch), "frozen parameters and buffers": self._state_digest()}
-        self._compared.follow()
+        self._follow()
         self._digests |= {"weights of terms": weights}
+
+    def _follow(self) -> None:
+        self._compared.follow()
+        self._looks = True
 
     def _in_full(self, calls: list[Call]) -> list[Call]:
         """Return calls that differ with the parts in which the programs do, in place of their digests."""
@@ -211,7 +214,7 @@ class RanksBackend(CompressingBackend):
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         self._digests["batch of the task"] = None if batch is None else of_batch(batch)
         if follow:
-            self._compared.follow()
+            self._follow()
         return self._mine.begin_task(task, batch, follow)
 
     def keep_outputs(self, keep: bool) -> None:
@@ -223,22 +226,22 @@ class RanksBackend(CompressingBackend):
     # ---- evaluating
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        with self._forwards():
-            return self._team.evaluate(cut, self._aligned(cut, orders), self._evaluation(cut, orders), meanwhile)
+        call = self._evaluation(cut, orders)
+        return self._learn(self._team.evaluate(cut, self._aligned(cut, orders), call, meanwhile))
 
-    @contextmanager
-    def _forwards(self) -> Iterator[None]:
-        """Learn what forwards write in the user's own module, which they run on where this process is the worker."""
-        with self._compared.forwards() if isinstance(self._local, SerialBackend) else nullcontext():
-            yield
+    def _learn(self, answers: list[Answer]) -> list[Answer]:
+        """Learn what forwards write in the user's own module, if this process is the worker; once a step."""
+        if self._looks and isinstance(self._local, SerialBackend):
+            self._compared.learn()
+        self._looks = False
+        return answers
 
     def evaluate_compressed(
         self, cut: Cut, orders: Sequence[Order | None], taken: int, kept: int, meanwhile: Meanwhile | None = None
     ) -> list[Answer]:
         order = next(order for order in orders if order is not None)
         of = Round(order.evaluation, taken, kept)
-        with self._forwards():
-            return self._team.evaluate(cut, orders, self._evaluation(cut, orders), meanwhile, of)
+        return self._learn(self._team.evaluate(cut, orders, self._evaluation(cut, orders), meanwhile, of))
 
     def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
         return self._team.residuals_after(self._call("state_dict"), evaluation)
