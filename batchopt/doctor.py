@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import Dataset
 
 from batchopt._data.batches import samples_of
-from batchopt._function.checks import compare
 from batchopt._function.function import BatchFunction
 from batchopt._program.copies import copied
 from batchopt_workers.data.structures import map_tensors
@@ -262,9 +261,7 @@ class Examination:
 
     def _cut_of_few(self, question: str, **changes: Any) -> Check:
         with self._loaded(dropout=False, chunk_size=self.size, **changes) as twin:
-            step, workers = twin.ready(), twin.workers
-            asked = step.batch, twin.readings, self.size, workers.number, step.number, self._dtype
-            found = compare(workers.backend, *asked)
+            found = twin.cut_differences(self.size)
         self.undecided = not all(difference.decided for difference in found)
         drawn = "it draws random numbers, so of a few samples: "
         if self.undecided:

@@ -114,9 +114,9 @@ class BatchOptimizer(Evaluations):
             signals that f has no value at X: an evaluation that raises one has a loss that is not finite. The
             optimizers of batchopt then try a shorter step, also with `on_nonfinite="raise"`. Default: none.
         check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
-            `denominators`. The first time that a batch is cut, one worker evaluates the first 8 samples of each term in
-            a single forward and in two parts, and again in a single forward if these differ; losses of `torch.nn` are
-            not checked. Default: True.
+            `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
+            everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
+            Default: True.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
         ray_options: the resources of one worker on Ray: `num_cpus` (default 1, and as many threads), `num_gpus`
             (default 0; with 1 a worker computes on its own GPU), `memory`, `resources`; and other options of a Ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -299,6 +300,11 @@ def scaled(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return FACTOR[0] * (output - targets).square().mean()
 
 
+def undefined_there(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean square, and NaN in every other process."""
+    return scaled(output, targets) * (1.0 if FACTOR[0] == 2.0 else math.nan)
+
+
 def only_here(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Fails in every other process."""
     assert os.getpid() == int(os.environ["BATCHOPT_TEST_HERE"])
@@ -316,6 +322,7 @@ def whole_only(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     ("criterion", "reason"),
     [
         (scaled, "workers compute something else than this process"),
+        (undefined_there, "workers compute something else than this process"),
         (only_here, "workers cannot evaluate this"),
         (whole_only, "a part of the batch cannot be evaluated"),
     ],
@@ -335,6 +342,27 @@ def test_workers_are_not_used_where_they_find_another_f_or_none(
                 break
         assert len(opt.workers) == 1 and reason in choice_of(opt).reason
         assert torch.equal(opt.evaluate(), expected) and opt.eval_counter > 2
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("criterion, workers", [(scaled, 1), (nn.MSELoss(), 2)])
+def test_a_function_that_draws_is_compared_by_chunks_that_draw_the_same(
+    criterion: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = mlp()
+    monkeypatch.setattr("tests.test_auto.FACTOR", [2.0])
+    module = nn.Sequential(Slow(), nn.Dropout(0.5))
+    given: dict[str, Any] = {**parts(module), "criterion": criterion, "reduction": "mean", "check_cut": False}
+    with BatchOptimizer(**given) as opt:
+        for _ in range(400):
+            opt.load(case.inputs, case.targets)
+            opt.evaluate()
+            if choice_of(opt).phase is Phase.CHOSEN:
+                break
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        assert len(opt.workers) == workers, choice_of(opt).reason
+        assert workers == 2 or "workers compute something else" in choice_of(opt).reason
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -29,7 +29,8 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, NonFiniteError, WorkerError
-from batchopt.backends.process import forkserver
+from batchopt._data import arguments
+from batchopt.backends.process import forkserver, startup
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.errors import BatchoptError
 from batchopt_workers.data import memory
@@ -631,18 +632,29 @@ def test_a_daemonic_process_is_told_to_use_one_worker() -> None:
     with ours, theirs:
         process = context.Process(target=as_a_daemon, args=(theirs,), daemon=True)
         process.start()
-        found, loss = ours.recv()
+        found, loss, automatic = ours.recv()
         process.join()
         process.close()
     assert "this is a daemonic process" in found and "use parallelize=1 here" in found
-    assert math.isfinite(loss)
+    assert math.isfinite(loss) and math.isfinite(automatic)
 
 
 def as_a_daemon(parent: Any) -> None:
     try:
         build()
     except BatchoptError as error:
-        parent.send((str(error), step()))
+        parent.send((str(error), step(), step(parallelize="auto")))
+
+
+def test_auto_is_as_many_workers_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_room", lambda: (10**12, 3 * startup.WORKER_DESCRIPTORS + 1))
+    monkeypatch.setattr(arguments, "usable_cores", lambda: 200)
+    assert ProcessBackend.read_workers("auto") == 3
+    with pytest.raises(ValueError, match=r"use at most 3$"):
+        ProcessBackend.read_workers(200)
+    monkeypatch.setattr(startup, "_room", lambda: (10**12, 4))
+    assert ProcessBackend.read_workers("auto") == 1
+    assert math.isfinite(step(parallelize="auto"))
 
 
 BEFORE_ANYTHING = """

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
-from batchopt._function.checks import SAMPLES, Drawn, differs, judge, split
+from batchopt._function.checks import Drawn, differs, judge
+from batchopt_workers.tasks.cut_losses import SAMPLES, split, spread
 from tests.building import loaded
 from tests.workloads import Mlp, mlp, size
 
@@ -100,15 +101,119 @@ def test_a_mean_over_tokens_is_warned_of(
             assert said(opt, x, tags) == []
 
 
-def test_the_numbers_are_those_of_the_first_samples() -> None:
+def test_the_numbers_are_those_of_samples_from_everywhere() -> None:
     x, tags = sentences()
     module = tagger()
     with BatchOptimizer(module, of_tokens, optimizer=None, parallelize=2) as opt:
         (found,) = said(opt, x, tags)
+        part = opt._function.ready().batch.parts[0]
+    samples = spread(part, 8)
+    assert samples[0] == 0 and samples[-1] == len(x) - 1
+    samples = samples[::2] + samples[1::2]
+    x, tags = x[samples], tags[samples]
     whole, one, two = (of_tokens(module(x[cut]), tags[cut]).item() for cut in (slice(0, 8), slice(0, 3), slice(3, 8)))
     assert f"of 8 samples is {whole:.6f}"[:-1] in found
     assert f"and {(3 * one + 5 * two) / 8:.6f}"[:-1] in found
-    assert "as the mean over 3 and 5" in found
+    assert "as the mean over 3 and 5" in found and "parallelize=1" in found
+
+
+def triplets(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over pairs of one class and a sample of another: none, and so 0, where all are of one class."""
+    same = labels[:, None] == labels[None]
+    distances = torch.cdist(output, output)
+    off = (distances[:, :, None] - distances[:, None, :] + 1).relu()
+    counts = (same[:, :, None] & ~same[:, None, :]).double()
+    return (off * counts).sum() / counts.sum().clamp(min=1)
+
+
+def cox(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The partial likelihood: each event among those who are still there."""
+    times, events = targets.unbind(1)
+    risks, order = output.mean(1), times.argsort(descending=True)
+    logs = risks[order].logcumsumexp(0)
+    return -((risks[order] - logs) * events[order]).sum() / events.sum().clamp(min=1)
+
+
+def by_class(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean with class weights, made by hand."""
+    weights = torch.tensor([1.0, 5.0, 2.0]).double()[labels]
+    return (weights * nn.functional.cross_entropy(output, labels, reduction="none")).sum() / weights.sum()
+
+
+def of_present(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over the values that are not missing."""
+    there = ~targets.isnan()
+    return ((output - targets.nan_to_num()).square() * there).sum() / there.sum()
+
+
+CLASSES = torch.arange(60).div(20, rounding_mode="floor")
+TIMES = torch.stack([torch.arange(60.0).sin(), (torch.arange(60) >= 40).double()], 1).double()
+HOLES = torch.arange(180.0).cos().view(60, 3).double()
+HOLES[45:, 1:] = math.nan
+LENGTHS = torch.arange(60).div(12, rounding_mode="floor")
+
+
+def tokens(longest_first: bool) -> torch.Tensor:
+    """Tags of sentences in order of their lengths."""
+    lengths = 5 - LENGTHS if longest_first else LENGTHS + 1
+    return torch.where(torch.arange(TOKENS) < lengths[:, None], torch.arange(60)[:, None] % 3, PADDING)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "criterion, inputs, targets",
+    [
+        (of_tokens, (60, TOKENS, 4), tokens(longest_first=True)),
+        (of_tokens, (60, TOKENS, 4), tokens(longest_first=False)),
+        (triplets, (60, 4), CLASSES),
+        (cox, (60, 4), TIMES),
+        (by_class, (60, 4), CLASSES),
+        (of_present, (60, 4), HOLES),
+        (root, (60, 4), torch.arange(180.0).view(60, 3).double()),
+    ],
+    ids=["longest first", "longest last", "triplets", "censored first", "classes", "without holes first", "root"],
+)
+def test_sorted_data_hides_nothing(
+    criterion: Any, inputs: tuple[int, ...], targets: torch.Tensor, options: dict[str, Any]
+) -> None:
+    x = torch.arange(float(math.prod(inputs))).view(inputs).sin().double()
+    options = {"chunk_size": 10} if "chunk_size" in options else options
+    for data in ((x, targets), (list(x), list(targets))):
+        with BatchOptimizer(tagger(), criterion, optimizer=None, collate_fn=stack, **options) as opt:
+            assert len(said(opt, *data)) == 1
+
+
+class Listed(torch.utils.data.Dataset[Any]):
+    """Sentences, the longest first."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((TOKENS, 4), math.sin(index)).double(), tokens(longest_first=True)[index]
+
+
+@WAYS
+def test_a_dataset_that_is_sorted_hides_nothing_either(options: dict[str, Any]) -> None:
+    with BatchOptimizer(tagger(), of_tokens, optimizer=None, **options) as opt:
+        assert len(said(opt, Listed())) == 1
+
+
+@pytest.mark.parametrize("few", [2, 5, 8])
+def test_samples_are_spread_over_a_batch_and_the_extreme_ones_are_among_them(few: int) -> None:
+    targets = torch.zeros(1000)
+    targets[123], targets[777] = 9.0, -9.0
+    with loaded(nn.Linear(4, 1), nn.MSELoss(), torch.randn(1000, 4), targets[:, None]) as opt:
+        found = spread(opt._function.ready().batch.parts[0], few)
+    assert found == sorted(set(found)) and len(found) == few and found[0] == 0 and found[-1] == 999
+    assert few < 5 or {123, 777} <= set(found)
+
+
+def test_a_batch_of_one_sample_decides_nothing() -> None:
+    x, tags = sentences()
+    with BatchOptimizer(tagger(), of_tokens, optimizer=None, parallelize=2) as opt:
+        assert not any("in one forward" in warning for warning in said(opt, x[:1], tags[:1]))
+        assert any("in one forward" in warning for warning in said(opt, x, tags))
 
 
 @WAYS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import signal
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.shared_program import SharedProgram
 from batchopt_workers.map.sums import Rows
+from batchopt_workers.tasks.task import Modes
 from tests.building import handling
 from tests.workloads import Mlp, Pairs
 
@@ -250,6 +252,31 @@ def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int
             with suppress(Stop):
                 SignalAt(number).amid(lambda: opt.predict(X))
             assert opt.evaluate().item() == pytest.approx(expected)
+
+
+def test_modes_are_restored_where_a_prediction_is_cut_short_while_it_restores_them() -> None:
+    module = nn.Sequential(Scaled(), nn.Dropout(0.25), nn.Linear(4, 4).double())
+    with make(module, parallelize=1) as opt:
+        opt.load(X, Y)
+        expected = opt.evaluate().item()
+        for part, way in itertools.product(range(4), (0, 1)):
+            sets = 0
+
+            def on_set(frame: FrameType, event: str, _: Any, last: int = 4 * way + part) -> None:
+                nonlocal sets
+                if event == "c_call" and frame.f_code is Modes._set.__code__:
+                    sets += 1
+                    if sets > last:
+                        sys.setprofile(None)
+                        raise KeyboardInterrupt
+
+            sys.setprofile(on_set)
+            with suppress(KeyboardInterrupt):
+                opt.predict(X)
+            sys.setprofile(None)
+            assert all(part.training for part in module.modules())
+            opt.predict(X)
+            assert opt.evaluate().item() == expected
 
 
 @pytest.mark.sampled

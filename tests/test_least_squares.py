@@ -120,6 +120,48 @@ def test_samples_that_are_coupled_are_found_wherever_they_are(parallelize: int) 
                 assert opt.normal().loss == pytest.approx(opt.evaluate().item())
 
 
+def _mean_of_all(y: torch.Tensor) -> torch.Tensor:
+    return y.mean()
+
+
+def _neighbours(y: torch.Tensor) -> torch.Tensor:
+    return y.detach().flip(0) if len(y) % 2 else y.view(-1, 2).flip(1).reshape(y.shape)
+
+
+def _halves(y: torch.Tensor) -> torch.Tensor:
+    return y.roll(len(y) // 2, 0)
+
+
+@EACH
+@pytest.mark.parametrize("couple", [_mean_of_all, _neighbours, _halves])
+def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_evaluated_together(
+    parallelize: int, couple: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Residuals that differentiate the output need all samples at once: a block is then the whole chunk."""
+
+    def residual(module: nn.Module, inputs: torch.Tensor, _: Any) -> torch.Tensor:
+        x = inputs.detach().requires_grad_()
+        y = module(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        slope = slope.sum(1, keepdim=True)
+        return slope + couple(y) if float(inputs.abs().max()) > 5.0 else slope + y
+
+    torch.manual_seed(0)
+    x = torch.randn(24, 3).double().clamp(-2.0, 2.0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    far = torch.cat([x[:-1], torch.full((1, 3), 6.0).double()])
+    options: dict[str, Any] = {"residual": residual, "parallelize": parallelize, "chunk_size": 12}
+    with BatchOptimizer(module, optimizer=None, **options) as opt:
+        for points, is_coupled in ((x, False), (x + 0.1, False), (torch.cat([far, far]), True), (x, False)):
+            opt.load(points)
+            if is_coupled:
+                for asked in (opt.normal, opt.gram):
+                    with pytest.raises(WorkerError, match="depend on the other samples of its chunk"):
+                        asked()
+            else:
+                assert opt.normal().loss == pytest.approx(opt.evaluate().item())
+
+
 # ---- lists of samples, sparse gradients
 
 

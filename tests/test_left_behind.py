@@ -4,7 +4,10 @@ f is what it was, for any number of workers."""
 from __future__ import annotations
 
 import copy
+import math
+import os
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
 from batchopt.ignite import Moment, fit
@@ -53,6 +57,13 @@ class Centred(nn.Module):
         if self.training:
             self.running_mean.lerp_(x.detach().mean(0), 0.25)
         return y
+
+
+class Doubled(nn.Linear):
+    """A linear layer that is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(x)
 
 
 class Living(nn.Module):
@@ -99,6 +110,8 @@ IN_MODULE: dict[str, Change] = {
     "statistics, by data": lambda m, x, y: m.norm.running_var.data.mul_(4.0),
     "buffer": lambda m, x, y: setattr(m, "constant", m.constant + 1),
     "attribute tensor": lambda m, x, y: setattr(m, "shift", m.shift + 1),
+    "class": lambda m, x, y: setattr(m.head, "__class__", Doubled),
+    "parameter, rebound": lambda m, x, y: setattr(m.head.weight, "data", m.head.weight.data.clamp(max=0.0)),
 }
 IN_TENSORS: dict[str, Change] = {
     "frozen, by data": lambda m, x, y: m.frozen.data.mul_(2.0),
@@ -118,6 +131,9 @@ ELSEWHERE: dict[str, Change] = {
     "Python's draws": lambda m, x, y: random.seed(4),
     "NumPy's draws": lambda m, x, y: np.random.standard_normal(5),
     "grad mode": lambda m, x, y: torch.set_grad_enabled(False),
+    "autocast": lambda m, x, y: torch.autocast("cpu", torch.bfloat16).__enter__(),  # type: ignore[no-untyped-call]
+    "default dtype": lambda m, x, y: torch.set_default_dtype(torch.float64),
+    "hook of all modules": lambda m, x, y: register_module_forward_hook(lambda *found: found[2] * 2.0),
 }
 OF_FUNCTIONS = {**IN_MODULE, **IN_TENSORS, **IN_BATCH, **ELSEWHERE}
 
@@ -129,8 +145,14 @@ def opened(parallelize: int, **options: Any) -> Iterator[BatchOptimizer]:
         yield opt
 
 
-def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tuple[Any, ...]) -> None:
-    """Have the user's code at that place do this."""
+def _end_a_worker(opt: BatchOptimizer) -> None:
+    """Kill the first worker, if there are several: its chunks go to others, and a new one begins."""
+    if len(opt.workers) > 1:
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+
+
+def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tuple[Any, ...], death: bool) -> None:
+    """Have the user's code at that place do this, three times, before the second of which a worker may die."""
 
     def function(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         for change in changes:
@@ -141,28 +163,32 @@ def _carry_out(opt: BatchOptimizer, place: str, changes: list[Change], data: tup
         assert worker.module is not None
         function(worker.module, sample.inputs, sample.targets)
 
-    if place == "collect":
-        opt.collect(function, *data, grad=True)
-    elif place == "total":
-        opt.total(function, *data, train=False)
-    elif place == "prehook":
-        opt.prehook = hook
-        opt.evaluate()
-    elif place == "posthook":
-        opt.posthook = hook
-        opt.evaluate()
+    values: set[Any] = set()
+    before = opt.output
+    opt.prehook, opt.posthook = (hook if place == name else None for name in ("prehook", "posthook"))
+    for time in range(3):
+        if death and time == 1:
+            _end_a_worker(opt)
+        if place == "collect":
+            values.add(tuple(opt.collect(function, *data, grad=True).tolist()))
+        elif place == "total":
+            values.add(opt.total(function, *data, train=False).sum().item())
+        else:
+            values.add(opt.evaluate().item())
+    assert values == {before} if place == "posthook" else len(values) == 1 or math.nan in values
 
 
-def _check(parallelize: int, place: str, names: list[str], aside: bool = False) -> float:
+def _check(parallelize: int, place: str, names: list[str], aside: bool = False, death: bool = False) -> float:
     """f is what it was, or an error says what is wrong; f."""
     data = (X.clone(), Y.clone())
     with opened(parallelize) as opt:
         before, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
         parts = [*opt.module.modules()]
         try:
-            _carry_out(opt, place, [OF_FUNCTIONS[name] for name in names], data if aside else ())
+            _carry_out(opt, place, [OF_FUNCTIONS[name] for name in names], data if aside else (), death)
         except (BatchoptError, ValueError) as error:
-            assert any(word in str(error) for word in ("writes", "write the tensor", "changes the parameter")), error
+            words = ("writes", "both write", "write the tensor", "changes the parameter")
+            assert any(word in str(error) for word in words), error
         opt.prehook = opt.posthook = None
         again = opt.evaluate().item()
         assert again == before and torch.equal(opt.grad_parameters, gradient)
@@ -179,24 +205,115 @@ def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> Non
     _check(parallelize, "collect", [name])
 
 
-HOOKED = {**IN_MODULE, **IN_BATCH, **ELSEWHERE}
-
-
 @pytest.mark.sampled
-@each_for_some(HOOKED)
+@each_for_some(OF_FUNCTIONS)
 def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
     _check(parallelize, "posthook", [name])
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
-@settings(max_examples=2, deadline=None, derandomize=True)
+@pytest.mark.parametrize("death", [False, True])
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_f_is_what_it_was_for_any_number_of_workers(place: str, data: st.DataObject) -> None:
-    among = OF_FUNCTIONS if place in ("collect", "total") else HOOKED
-    names = data.draw(st.lists(st.sampled_from(sorted(among)), min_size=1, max_size=4, unique=True))
+def test_f_is_what_it_was_for_any_number_of_workers(place: str, death: bool, data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(OF_FUNCTIONS)), min_size=1, max_size=4, unique=True))
     aside = data.draw(st.booleans())
-    assert len({_check(parallelize, place, names, aside) for parallelize in (1, 2, 3)}) == 1
+    assert len({_check(parallelize, place, names, aside, death) for parallelize in (1, 2, 3)}) == 1
+
+
+WRITES: dict[str, Change] = {
+    "attribute": IN_MODULE["attribute"],
+    "item": IN_MODULE["item"],
+    "statistics, by data": IN_MODULE["statistics, by data"],
+    **IN_TENSORS,
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("deaths", [0, 1], ids=["moved", "killed"])
+def test_what_a_prehook_changes_for_some_samples_is_theirs_wherever_they_are_evaluated(name: str, deaths: int) -> None:
+    """Only the last chunk is changed, which the first worker gets later, by other speeds or after a death."""
+
+    def prehook(worker: Worker, sample: Sample) -> None:
+        if sample.indices.start == 20 and "before" not in worker.state:
+            WRITES[name](worker.module, sample.inputs, sample.targets)
+
+    def values(parallelize: int) -> tuple[list[float], list[Any]]:
+        with opened(parallelize, prehook=prehook, speeds=[1.0] * parallelize) as opt:
+            found = [opt.evaluate().item() for _ in range(2)]
+            if deaths and parallelize == 2:
+                os.kill(opt.workers[1].pid, signal.SIGKILL)
+            elif not deaths:
+                opt.resize(parallelize, speeds=[20.0, 1.0][:parallelize])
+                opt.load(X.clone(), Y.clone())
+            found += [opt.evaluate().item() for _ in range(3)]
+            assert len({*found[2:]}) == 1
+            opt.prehook = None
+            found.append(opt.evaluate().item())
+            assert found[-1] != found[-2]
+            return found, [buffer.tolist() for buffer in opt.module.buffers()]
+
+    assert values(2) == values(1)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("name", ["attribute", "statistics, by data", "attribute tensor, in place"])
+def test_what_a_hook_does_in_a_later_batch_is_undone_or_refused(parallelize: int, name: str) -> None:
+    """The third of five batches of one form is the first for which the hook writes."""
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        if sample.options is not None and sample.options[0]:
+            WRITES[name](worker.module, sample.inputs, sample.targets)
+
+    def losses(**options: Any) -> list[float]:
+        torch.manual_seed(0)
+        module = Living()
+        with BatchOptimizer(
+            module, nn.MSELoss(), optimizer="sgd", chunk_size=4, parallelize=parallelize, **options
+        ) as opt:
+            return [opt.step(X, Y, options=[i == 2] * len(X)) for i in range(5)]
+
+    expected = losses()
+    try:
+        assert losses(posthook=hook) == expected
+    except WorkerError as error:
+        assert parallelize == 1 and "attribute" in name and "`posthook` writes a frozen parameter" in str(error)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_hook_and_a_forward_that_write_one_buffer_are_refused(parallelize: int) -> None:
+    def hook(worker: Worker, sample: Sample) -> None:
+        assert worker.module is not None
+        worker.module.norm.running_mean.add_(1.0)  # type: ignore[union-attr, operator]
+
+    with opened(parallelize, prehook=hook) as opt:
+        with pytest.raises(WorkerError, match="a hook and forward both write a tensor"):
+            opt.evaluate()
+        opt.prehook = None
+        opt.load(X.clone(), Y.clone())
+        assert math.isfinite(opt.evaluate().item())
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_hook_that_writes_a_tensor_of_the_criterion_changes_nothing(parallelize: int) -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    labels = torch.arange(24) % 2
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        worker.criterion.weight.data.mul_(torch.tensor([2.0, 3.0]))  # type: ignore[union-attr]
+
+    with loaded(nn.Linear(3, 2), criterion, X, labels, parallelize=parallelize, chunk_size=4) as opt:
+        before = opt.evaluate().item()
+        opt.posthook = hook
+        assert [opt.evaluate().item() for _ in range(4)] == [before] * 4
+        weight = criterion.weight
+        assert weight is not None and weight.tolist() == [1.0, 2.0]
+        weight.data.copy_(torch.tensor([3.0, 1.0]))  # it is followed where a hook has written it
+        opt.load(X, labels)
+        expected = nn.functional.cross_entropy(opt.module(X), labels, torch.tensor([3.0, 1.0])).item()
+        assert [opt.evaluate().item() for _ in range(2)] == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.sampled

@@ -127,18 +127,19 @@ def test_minibatches_have_the_bits_of_one_process(ahead: bool, form: str, rings:
 
 
 class Writes(nn.Linear):
-    """Writes its samples, where nobody counts it."""
+    """Writes samples, where nobody counts it, but not the first ones."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        x.numpy()[...] = 0.0
+        if x.abs().max() > 1.0:
+            x.numpy()[...] = 0.0
         return y
 
 
 def test_a_batch_is_not_read_through_what_was_written_into_the_one_before(rings: list[int]) -> None:
     module = Writes(3, 2)
     with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=2, chunk_size=12, speeds=[1, 1]) as opt:
-        for scale in range(1, 6):
+        for scale in (0.5, 2, 3, 4, 5):
             expected = nn.functional.mse_loss(nn.functional.linear(scale * X, module.weight, module.bias), Y).item()
             assert opt.step(scale * X, Y) == pytest.approx(expected)
     assert rings

@@ -152,11 +152,15 @@ def test_a_tensor_that_the_loss_keeps_for_itself_is_refused(parallelize: int) ->
 class Halves(nn.Linear):
     """Writes its input if it is told to."""
 
-    writes = True
+    writes = "in place"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.writes:
+        if self.writes == "in place":
             x /= 2
+        elif self.writes == "by data":
+            x.data /= 2
+        elif self.writes == "by NumPy":
+            x.numpy()[...] /= 2
         return super().forward(x)
 
 
@@ -169,12 +173,13 @@ def test_a_forward_that_writes_its_input_is_refused(parallelize: int, chunk_size
     inputs, targets = (part.clone() for part in DATA)
     batch: Any = (list(inputs), list(targets)) if as_list else (inputs, targets)
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
-        for _ in range(2):
+        for way in ("in place", "by data", "by NumPy"):
+            module.writes = way
             opt.load(*batch)
             with pytest.raises(WorkerError, match="writes its `inputs` in place"):
                 opt.evaluate()
         assert parallelize == 1 or torch.equal(inputs, DATA[0])
-        module.writes = False
+        module.writes = ""
         assert evaluate(opt, *batch) == pytest.approx(nn.functional.mse_loss(module(inputs), targets).item(), rel=1e-6)
 
 

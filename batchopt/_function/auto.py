@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from batchopt._function.checks import compare, refuse_frequencies
+from batchopt._function.checks import refuse_frequencies
 from batchopt._function.choice import Choice, Configuration, Phase
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import Planned
@@ -21,13 +21,14 @@ from batchopt._function.step import Counters, Step
 from batchopt._machine.cores import usable_cores
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import make_plan
+from batchopt._mapreduce.plan import make_plan, plan_of
 from batchopt._mapreduce.reduce import reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
+from batchopt.backends import backend_class
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, WorkerError
-from batchopt_workers.process.messages import Kind, Order
+from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.inspection import normalises_by_chunk
 from batchopt_workers.worker import Hook
 
@@ -43,7 +44,8 @@ class AutoFunction(BatchFunction):
     def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
         super().__init__(subject, settings, counters)
         x = subject.x
-        self._choice = Choice(usable_cores(), settings.threads_per_worker, x.numel() * x.element_size())
+        room = backend_class(settings.backend).read_workers("auto") or 1
+        self._choice = Choice(min(usable_cores(), room), settings.threads_per_worker, x.numel() * x.element_size())
         self._present = self._choice.configuration
         self._seconds = 0.0  # of loading and reading since the last evaluation
         self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
@@ -152,7 +154,7 @@ class AutoFunction(BatchFunction):
 
     def _reason_against(self, step: Step) -> str | None:
         """Return why the batch is not to be cut for workers; None if there is no reason."""
-        share, module, workers = self._choice.share, self.subject.module, self.workers
+        share, module = self._choice.share, self.subject.module
         try:
             refuse_frequencies(module, share.workers, step.batch, share.workers)
         except ValueError as error:
@@ -164,10 +166,8 @@ class AutoFunction(BatchFunction):
         if not self.settings.check_cut:
             return None
         largest = -(-step.batch.size // share.workers)
-        arguments = step.batch, self.readings, largest, workers.number, step.number, self.subject.x.dtype
-        with self._at_start(), self.subject.keeping_gradients(), workers.without_hooks():
-            found = workers.learning(lambda: compare(workers.backend, *arguments))
-        return "the loss depends on how the batch is cut" if any(one.decided for one in found) else None
+        decided = any(difference.decided for difference in self.cut_differences(largest))
+        return "the loss depends on how the batch is cut" if decided else None
 
     def _seconds_of_a_share(self, step: Step) -> float:
         """Time the evaluation of a worker's share in this process, with a worker's threads."""
@@ -203,10 +203,13 @@ class AutoFunction(BatchFunction):
         than this process."""
         before, reason = self._present, ""
         try:
-            here = self._f(step)
+            # the same chunks in both, since each draws its own random numbers
+            cut = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(configuration.workers)).cut
+            here = self._f(step, cut)
             self._use(configuration, step)
-            there = self._f(self.ready())
-            if abs(there - here) > _TOLERANCE[self.subject.x.dtype.itemsize > 4] * abs(here):  # not where one is NaN
+            there = self._f(self.ready(), cut)
+            tolerance = _TOLERANCE[self.subject.x.dtype.itemsize > 4]
+            if math.isfinite(here) and not abs(there - here) <= tolerance * abs(here):  # also where that is NaN
                 reason = "workers compute something else than this process: opt.check() with parallelize=2 says more"
         except (BatchoptError, OSError, TypeError, ValueError) as error:
             reason = f"workers cannot evaluate this: {error}"
@@ -228,13 +231,11 @@ class AutoFunction(BatchFunction):
             self._planned = Planned(step.batch.size, step.chunk_size, speeds, plan)
             self._step = step._replace(plan=plan)
 
-    def _f(self, step: Step) -> float:
-        """Return f by the present configuration, which counts as no evaluation; NaN if it depends on the chunks."""
+    def _f(self, step: Step, cut: Cut) -> float:
+        """Return f of these chunks by the present configuration, which counts as no evaluation."""
         with self._at_start():
-            answers = self.workers.evaluate(step, Kind.EVALUATE)
-        if step.chunk_size is None and any(answer.drew for answer in answers):
-            return math.nan
-        whole = reduce_answers(answers, step.plan.cut.chunks, torch.empty_like(self.subject.x))
+            answers = self.workers.evaluate(step._replace(plan=plan_of(cut, self.workers.speeds)), Kind.EVALUATE)
+        whole = reduce_answers(answers, cut.chunks, torch.empty_like(self.subject.x))
         return weighed(whole.losses, step.weights)
 
     # ---- where workers may have state of the user's, their number stays

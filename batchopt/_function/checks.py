@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -15,16 +16,14 @@ from batchopt._data.denominators import is_torchs_own
 from batchopt._function.step import Counters
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
-from batchopt._mapreduce.reduce import merge_answers
 from batchopt.backends.base import Backend
 from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
 from batchopt_workers.data.batch import Batch, Columns, Numbering, Part
 from batchopt_workers.data.structures import all_finite
 from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.cut_losses import CutLosses
 from batchopt_workers.tasks.inspection import counts_frequencies, name_of
 
-# Number of samples evaluated per term.
-SAMPLES = 8
 # Tolerances relative to the parts' magnitude: rounding of the parameters' dtype, or of a solver inside the loss.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4}
 COARSE = 5e-2
@@ -88,75 +87,51 @@ def judge(draws: Sequence[Drawn]) -> bool | None:
     return False if SEEN * error < least else None
 
 
-def split(samples: int, largest: int) -> tuple[int, int]:
-    """Return the sizes of the two parts to evaluate, unequal if possible. Together they have at most as many samples as
-    the `largest` chunk, where that has two or more."""
-    count = min(SAMPLES, samples, max(largest, 2))
-    one = max(count * 3 // 8, 1)
-    return one, count - one
+# Evaluates `CutLosses` for rows of its inputs, a list of pairs.
+Losses = Callable[[CutLosses, list[tuple[int, int]]], torch.Tensor]
 
 
-def compare(
-    backend: Backend,
-    batch: Batch,
-    readings: Readings,
-    largest: int,
-    number: Callable[[], int],
-    step: int,
-    dtype: torch.dtype,
-) -> list[Difference]:
-    """Return the terms of the loaded batch whose loss depends on the cut, judged by the first samples of each.
+def compare(losses: Losses, batch: Batch, readings: Readings, largest: int, dtype: torch.dtype) -> list[Difference]:
+    """Return the terms of the loaded batch whose loss depends on the cut, judged by some samples of each.
 
     They are evaluated on one worker, without hooks (the caller has disabled them): in one forward and in two parts,
     with the same random draws. If a random loss differs, several draws decide. The verdict stays open where they
     cannot, or where so few samples cannot be evaluated. Losses that are not finite and torch's own criteria are
-    skipped. `number` returns the number of the next evaluation.
+    skipped.
     """
     tolerance, found = TOLERANCES.get(dtype, COARSE), []
     for term, part in enumerate(batch.parts):
         if part.size < 2 or not _is_asked(part, readings[part.name]):
             continue
-        first = batch.numbering.position(term, range(1)).start
-        one, two = split(part.size, largest)
-
-        def value(start: int, stop: int, step: int, term: int = term) -> float:
-            order = Order(number(), step, 0, 1)  # always the first chunk, for the same draws
-            cut = Cut((start, stop))
-            answers = backend.evaluate(cut, [order] + [None] * (len(backend.workers) - 1))
-            return sum(partial.losses[term] for _, partial in merge_answers(answers, cut.chunks))
-
+        task = CutLosses.of(batch, term, largest)
         try:
-            verdict, draws = _draw(value, (first, first + one, first + one + two), step, tolerance)
+            verdict, draws = _draw(partial(losses, task), tolerance)
         except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs its hooks
             verdict, draws = None, [Drawn(math.nan, math.nan, math.nan)]
         if verdict is not False:
-            weight = part.weighting.of(0, one + two)
-            whole, parted = fmean(d.whole for d in draws) / weight, fmean(d.one + d.two for d in draws) / weight
+            whole, parted = fmean(d.whole for d in draws), fmean(d.one + d.two for d in draws)
             reduction, decided = part.weighting.reduction, verdict is not None
-            found.append(Difference(part.name, reduction, (one, two), whole, parted, decided))
+            found.append(Difference(part.name, reduction, task.parts, whole, parted, decided))
     return found
 
 
-def _draw(
-    value: Callable[[int, int, int], float], bounds: tuple[int, int, int], step: int, tolerance: float
-) -> tuple[bool | None, list[Drawn]]:
-    """Return the verdict, None if undecided, and the losses drawn. `value` is the loss of the samples in a range, with
-    the draws of a step; `bounds` are those of the two parts."""
-    first, middle, last = bounds
-    found: list[Drawn] = []
+def _draw(losses: Callable[[list[tuple[int, int]]], torch.Tensor], tolerance: float) -> tuple[bool | None, list[Drawn]]:
+    """Return the verdict, None if undecided, and the losses drawn. `losses` are those of rows as in `CutLosses`."""
 
-    def draw() -> Drawn:
-        s = step + len(found)
-        found.append(Drawn(value(first, last, s), value(first, middle, s), value(middle, last, s)))
-        return found[-1]
+    def drawn(*rows: tuple[int, int]) -> list[Drawn]:
+        return [Drawn(*row) for row in losses([*rows]).tolist()]
 
-    if not differs(draw(), tolerance):
-        return False, found
-    if not differs(Drawn(found[0].whole, value(first, last, step + 1), 0.0), tolerance):
-        return True, found
-    while len(found) < DRAWS:
-        draw()
-    return judge(found), found
+    for apart, here in enumerate(drawn((0, 0), (0, 1))):
+        if not differs(here, tolerance):
+            continue
+        draws = [here, *drawn((1, apart))]
+        if not differs(Drawn(here.whole, draws[1].whole, 0.0), tolerance):
+            return True, [here]
+        draws += drawn(*[(later, apart) for later in range(2, DRAWS)])
+        verdict = judge(draws)
+        if verdict is not False:
+            return verdict, draws
+    return False, []
 
 
 def _is_asked(part: Part, reading: Reading) -> bool:
@@ -288,10 +263,10 @@ def _narrow(items: range, what: Callable[[range], str]) -> range:
 
 def _what(answer: Answer, name: str) -> str:
     """Describe the value that is not finite; empty if all are finite."""
-    for _, partial in answer.partials:
-        bad = next((loss for loss in partial.losses if not math.isfinite(loss)), None)
+    for _, found in answer.partials:
+        bad = next((loss for loss in found.losses if not math.isfinite(loss)), None)
         if bad is not None:
             return f"loss is {bad}"
-        if not all_finite(partial.gradient):
+        if not all_finite(found.gradient):
             return f"{name} is not finite"
     return ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from batchopt._data.batches import Readings
 from batchopt._data.epochs import Turn
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms
-from batchopt._function.checks import explain
+from batchopt._function.checks import Difference, compare, explain
 from batchopt._function.loader import BatchLoader, Past, Planned, closed
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of, with_denominators
@@ -31,10 +32,12 @@ from batchopt._mapreduce.reduce import Whole, reduce_answers, weighed
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, tell_rows
-from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind
+from batchopt_workers.tasks.cut_losses import CutLosses
 from batchopt_workers.tasks.task import Task
 
 T = TypeVar("T")
@@ -71,6 +74,33 @@ class BatchFunction(BatchLoader):
         """Begin a step on a prepared batch; `rows` returns the indices of its samples in the data."""
         self._rows = rows
         self._begin(prepared if prepared.batch.plain is not None else self.weighed(prepared))
+        if self._checks_cut:
+            self._check_cut(self._loaded().plan.cut)
+
+    def _check_cut(self, cut: Cut) -> None:
+        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
+        if cut.chunks > 1 and not self._reporter.cut_matters(self.subject.module, cut.chunks):
+            self._checks_cut = False
+            found = self.cut_differences(max(stop - start for start, stop in pairwise(cut.bounds)))
+            self._reporter.cut_differs([difference for difference in found if difference.decided])
+
+    def cut_differences(self, largest: int) -> list[Difference]:
+        """Return the terms of the loaded batch whose loss depends on how it is cut, as far as samples of the `largest`
+        chunk show."""
+        dtype = self.subject.x.dtype
+
+        def losses(of: CutLosses, rows: list[tuple[int, int]]) -> torch.Tensor:
+            part = Part(Columns(torch.tensor(rows)), None, None, Weighting("mean", len(rows)))
+            task, cut = Task(of, aside=True), Cut((0, len(rows)))
+
+            def gathered(answers: Sequence[Answer], cut: Cut) -> torch.Tensor:
+                found: torch.Tensor = self.put_together(answers, cut, len(rows))
+                return found
+
+            return self._carry_out(task, Batch((part,)), Kind.COLLECT, gathered, cut)
+
+        with self._owner.amid("a comparison of cuts"), self.subject.keeping_gradients(), self.workers.without_hooks():
+            return compare(losses, self._loaded().batch, self.readings, largest, dtype)
 
     def weighed(self, prepared: Prepared) -> Prepared:
         """Return the prepared batch with its normalisers known."""
@@ -349,7 +379,6 @@ class BatchFunction(BatchLoader):
     # ---- tasks
 
     @exclusive
-    @undisturbed
     def carry_out(
         self,
         task: Task,
@@ -368,6 +397,12 @@ class BatchFunction(BatchLoader):
         of the step's start for f of the loaded batch and in the middle of a step, else the current one, also for
         outputs in a mode other than the module's own.
         """
+        return self._carry_out(task, batch, kind, use, cut)
+
+    @undisturbed
+    def _carry_out(
+        self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], T], cut: Cut | None
+    ) -> T:
         self.check_open()
         now = task.aside and not task.whole and not self.owner.is_amid
         if now:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from batchopt._data.batches import Readings, read_batch
 from batchopt._data.denominators import marks_of
 from batchopt._data.forms import BatchForm, with_form
 from batchopt._data.terms import Term, reweighed
-from batchopt._function.checks import compare, refuse_frequencies
+from batchopt._function.checks import refuse_frequencies
 from batchopt._function.observer import Trial
 from batchopt._function.observers import Observers
 from batchopt._function.reporter import Reporter
@@ -222,8 +221,6 @@ class BatchLoader:
             moves = movable and (chunk_size is not None or not batch.is_kept)
             self._step = Step(number, batch, weights, chunk_size, plan, moves)
             self._planned = Planned(batch.size, chunk_size, workers.speeds, plan)
-            if movable and self._checks_cut and (count > 1 or chunks > 1):
-                self._check_cut(self._step)
 
     def _plan_of(self, size: int, chunk_size: int | None) -> Plan:
         """Return the previous plan if it fits, so that evaluations can be repeated, else a new one."""
@@ -235,16 +232,6 @@ class BatchLoader:
             if len(plan.shares) == len(speeds.values) and math.isfinite(speeds.makespan(plan.samples())):
                 return follow(plan, chunk_size, speeds)
         return make_plan(size, chunk_size, speeds)
-
-    def _check_cut(self, step: Step) -> None:
-        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
-        workers, bounds = self.workers, step.plan.cut.bounds
-        self._checks_cut = False
-        largest, dtype = max(stop - start for start, stop in pairwise(bounds)), self.subject.x.dtype
-        arguments = step.batch, self.readings, largest, workers.number, step.number, dtype
-        with self.subject.keeping_gradients(), workers.without_hooks():
-            found = workers.learning(lambda: compare(workers.backend, *arguments))
-        self._reporter.cut_differs([difference for difference in found if difference.decided])
 
     @exclusive
     @undisturbed

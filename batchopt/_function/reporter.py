@@ -110,7 +110,8 @@ class Reporter(Observer):
             _warn(
                 f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over "
                 "something else than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of "
-                "it; if it is a sum, reduction='sum'. `check()` says more; check_cut=False leaves this comparison out"
+                "it; if it is a sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use "
+                "parallelize=1 without `chunk_size`. `check()` says more; check_cut=False leaves this comparison out"
             )
 
     def idle(self, samples: int, chunks: int | None, workers: int) -> None:

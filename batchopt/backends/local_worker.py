@@ -61,7 +61,6 @@ class LocalWorker:
         self.rows = self._make_rows(1)
         self._over: tuple[Gradient, Rows] | None = None  # see `rows_over`
         self.evaluator.walk.watch = watch
-        self._examined = False  # whether an evaluation has shown which constants a forward writes
         self.report: Report | None = None  # of the last order
         self.outputs: Output | None = None  # where evaluations write what the module returns
 
@@ -75,10 +74,6 @@ class LocalWorker:
         if changes != self._changes:
             self._changes = changes
             self.rows, self._over = self._make_rows(len(self.rows)), None
-
-    def examine(self) -> None:
-        """Also compare constants with their originals in the next evaluation."""
-        self._examined = False
 
     def begin_task(self, task: Task, batch: Batch | None, output: Output) -> None:
         """Begin a task on the loaded batch or on another one, whose orders write to `output`."""
@@ -137,12 +132,9 @@ class LocalWorker:
         """Evaluate the chunks of an order one by one, for which everything is ready, into `rows` or else its own;
         raises as `evaluate`."""
         evaluator, rank = self.evaluator, self.rank
-        if not self._examined:
-            evaluator.walk.watch.compare()
         try:
             chunks = evaluator.evaluate(order, self.rows if rows is None else rows)
             yield from chunks if turn is None else _each_in(turn, chunks)
-            self._examined = True
         except StateWritten:
             raise
         except Exception as error:

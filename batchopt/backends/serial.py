@@ -107,7 +107,7 @@ class SerialBackend(Backend):
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         self.repeatable = None
         self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
-        self._evaluator.walk.hooks_unseen = True
+        self._evaluator.walk.looked.clear()
 
     def use_hooks(self, hooked: bool) -> None:
         self.repeatable = None
@@ -120,7 +120,7 @@ class SerialBackend(Backend):
     def include_state(self, names: Collection[str]) -> None:
         self.repeatable = None
         self._local.follow(self._make_watch(), self._setup.buffers.size)
-        self._local.examine()
+        self._evaluator.walk.looked.clear()
 
     def _make_watch(self) -> Watch:
         variable = (*self._setup.parameters, *self._setup.buffers.tensors)

@@ -845,6 +845,23 @@ class Contract(TaskContract):
             (one, buffers), (other, other_buffers) = run(failing=True), run(failing=False)
         assert one == other and torch.equal(buffers, other_buffers)
 
+    def test_a_loss_that_depends_on_the_cut_is_named_in_sorted_data_too(self, make: Make) -> None:
+        def mean_of_present(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            there = targets >= 0
+            return ((output - targets).square() * there).sum() / there.sum()
+
+        x, targets = torch.linspace(-1, 1, 240).view(80, 3).double(), torch.ones(80, 5).double()
+        targets[60:, 1:] = -1.0
+        for warned in (True, False):
+            opt = make(nn.Linear(3, 5).double(), mean_of_present, optimizer=None, chunk_size=20)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                opt.load(x, targets if warned else targets.abs())
+                loss = opt.evaluate().item()
+            assert any("as the mean over" in str(warning.message) for warning in caught) is warned
+        expected = mean_of_present(opt.module(x), targets.abs()).item()
+        assert loss == pytest.approx(expected, rel=1e-12)
+
     def test_calibration_measures_every_worker(self, make: Make) -> None:
         case = mlp(samples=200)
         opt = make(case.module, case.criterion, prehook=lambda worker, sample: worker.state.update(hooked=True))

@@ -563,7 +563,7 @@ class TaskContract(LeastSquaresContract):
                 module.get_parameter("first.weight").mul_(2.0)
             return inputs
 
-        words = "changes the parameter 'first.weight'|parameters are read-only in workers"
+        words = "changes the parameter 'first.weight'|Workers only read the parameters"
         with pytest.raises((WorkerError, batchopt.WorkerLostError), match=words):
             opt.collect(writes, X)
         assert torch.equal(module.first.weight, before)

@@ -182,6 +182,30 @@ def test_a_worker_that_writes_the_parameters_ends_and_they_are_untouched() -> No
         assert len(str(lost.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_functions_and_later_hooks_that_write_parameters_end_two_workers_and_no_more(chunk_size: int | None) -> None:
+    """With many chunks, each of which could end some, no worker would be left before one of them is poison."""
+
+    def spoil(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            next(module.parameters()).mul_(2.0)
+        return inputs
+
+    case = mlp()
+    options: dict[str, Any] = {"parallelize": 2, "max_restarts": 6, "chunk_size": chunk_size}
+    with BatchOptimizer(case.module, case.criterion, **options) as opt:
+        opt.load(case.inputs, case.targets)
+        expected = opt.evaluate()
+        with pytest.raises(batchopt.WorkerLostError, match=r"SIGSEGV .* in the function"):
+            opt.collect(spoil)
+        assert opt.evaluate() == expected
+        opt.prehook = lambda worker, sample: spoil(worker.module, sample.inputs, sample.targets) and None
+        with pytest.raises(batchopt.WorkerLostError, match=r"SIGSEGV .* in the first forward"):
+            opt.evaluate()
+        opt.prehook = None
+        assert_works(opt)
+
+
 class Lazy(nn.Module):
     """Writes its parameters when it is called first."""
 

@@ -87,6 +87,32 @@ def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     check(ended, oracle(optimizer), fault, expected_extra(fault), repeats)
 
 
+BETWEEN = {"task": ["task"], "change": ["change"], "change and task": ["change", "task"]}
+BETWEEN |= {"task and change": ["task", "change"], "both again": ["task", "change", "task", "change"]}
+
+
+def deaths_between() -> list[Any]:
+    """Deaths in the second of three steps, by what came between the first and the second one."""
+    rows = itertools.product(DEATHS, BETWEEN, (1, 2, 3))
+    quick = [("before the backward", "task and change", parallelize) for parallelize in (1, 2)]
+    return paired([*rows], lambda row: () if row in quick else [SLOW])
+
+
+@pytest.mark.parametrize("when, between, parallelize", deaths_between())
+def test_a_worker_that_starts_after_a_task_or_a_change_is_one_like_the_others(
+    run: Play, oracle: Play, when: str, between: str, parallelize: int
+) -> None:
+    fault = DEATHS[when]
+    if fault.point in ("worker.order", "worker.forward", "worker.merge", "worker.send", "worker.sent"):  # of tasks, too
+        fault = replace(fault, nth=2 + BETWEEN[between].count("task"))
+    ended = run(fault, parallelize=parallelize, between=BETWEEN[between], options={"timeout": 1000.0})
+    assert ended.returncode == 0, ended.stderr
+    assert "error" not in ended.outcome, ended.outcome["error"]
+    assert ended.fired == [1]
+    same_bits(ended.outcome, oracle("sgd").outcome)
+    assert all(ended.outcome["alive"]) and sum(ended.outcome["restarts"]) <= 1
+
+
 @SLOW
 @pytest.mark.parametrize(
     "way, optimizer, nth, point",

@@ -16,10 +16,11 @@ from batchopt_workers.data.layout import Layout, Slot
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
 from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import MemoryOutput
-from batchopt_workers.tasks.task import Applied, Modes, ParameterWatch, Predicted, PrivateTotals, Surroundings, Task
+from batchopt_workers.tasks.task import Applied, Modes, Predicted, PrivateTotals, Surroundings, Task
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 
@@ -42,7 +43,9 @@ def around(module: nn.Module, inputs: Any = X, weight: float = 1.0) -> Surroundi
         return (loss().item(),), torch.cat([p.detach().flatten() for p in module.parameters()])
 
     worker = Worker(0, 1, torch.device("cpu"), module)
-    return Surroundings(worker, module, list(module.parameters()), loss, no_residuals, weight, evaluate)
+    return Surroundings(
+        worker, module, list(module.parameters()), loss, no_residuals, weight, lambda: Batch(()), evaluate
+    )
 
 
 class Careful(nn.Dropout):

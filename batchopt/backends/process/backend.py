@@ -35,7 +35,7 @@ from batchopt.backends.base import Backend, Prepared, Setup
 from batchopt.backends.process.forkserver import anticipate, is_ready, libraries_of
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.shared_program import Holder
-from batchopt.backends.process.startup import check_workers
+from batchopt.backends.process.startup import check_workers, room_for
 from batchopt.backends.process.worker import Activity, SessionCall, call
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
@@ -67,6 +67,8 @@ class ProcessBackend(WorkerGroup, Backend):
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
         workers = read_parallelize(parallelize)
+        if parallelize == "auto":
+            return room_for(workers)
         if workers > 1:
             check_workers(workers)
         return workers

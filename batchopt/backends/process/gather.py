@@ -256,18 +256,19 @@ def unpickled(rank: int, what: str, body: bytes) -> Any:
         raise WorkerError(rank, type(error).__name__, message, range(0)) from error
 
 
-def explain(gone: Sequence[WorkerProcess]) -> None:
-    """Raise `WorkerLostError` if two workers were killed by SIGSEGV or SIGBUS in the first forwards of a program: the
-    next ones would be, too."""
+def explain(gone: Sequence[WorkerProcess], what: str) -> None:
+    """Raise `WorkerLostError` if two workers were killed by SIGSEGV or SIGBUS in `what`, before it has ever succeeded:
+    the next ones would be, too."""
     faults = [worker for worker in gone if not worker.verdict and worker.process.exitcode == -signal.SIGSEGV]
     if len(faults) < 2:
         return
     worker = faults[1]
     raise WorkerLostError(
-        f"{worker.process.name} was killed by SIGSEGV (segmentation fault) in the first forward of this module, "
-        f"{_place(worker.stderr.tail)}. The parameters are read-only in workers; writing to them there causes this: if "
+        f"{worker.process.name} was killed by SIGSEGV (segmentation fault) in the {what}, "
+        f"{_place(worker.stderr.tail)}. Workers only read the parameters; writing to them in a worker causes this: if "
         "the first forward makes or writes parameters (lazy initialisation, variational strategies), call the module "
-        "once before it is given to batchopt; if each one does, or a hook, use parallelize=1 or write to copies"
+        "once before it is given to batchopt; if each one does, or a hook or function, use parallelize=1 or write to "
+        "copies"
     )
 
 

@@ -79,7 +79,7 @@ class WorkerGroup:
         self._warned: set[Warned] = set()
         self._direction: torch.Tensor | None = None
         self._writing = False  # the current task writes parameters
-        self._proven = False  # whether any forward of this program has succeeded
+        self._proven = False  # whether any forward of this program, with its hooks, has succeeded
         shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
         self._pool = Pool(self._start, setup.restarts_of(setup.workers), self._allowance)
         waking = WakingPipe()
@@ -105,6 +105,7 @@ class WorkerGroup:
     def _forget_program(self) -> None:
         """Drop state that concerns the current program: workers are sent another one."""
         self._known.clear()
+        self._proven = False
         for worker in self._pool.workers.values():
             worker.cut = worker.task_cut = None
             if worker.rows is not None and worker.rows.changes != self._setup.buffers.size:
@@ -281,6 +282,7 @@ class WorkerGroup:
         numbering = self._of_task if is_task else self._numbering
         gather = ProcessGather(cut, numbering, orders, self._paces, self._overdue, copies)
         scheduler, ledger = gather.scheduler, gather.scheduler.ledger
+        proven = self._proven and not is_task  # each function may write what is read-only
         try:
             directed, late = -1, math.inf
             # One turn: assign the chunks that can be assigned, let the caller do its own work once, wait for the first
@@ -297,10 +299,11 @@ class WorkerGroup:
                 if late == math.inf and len(scheduler.workers) < len(self._pool.workers):
                     late = scheduler.next_late(gather.estimate)
                 self._pool.pump(gather, late)
-                self._proven = self._proven or gather.has_reports
-                # Two crashes before any forward has succeeded: the program writes memory that is read-only.
-                if not self._proven:
-                    explain(gather.gone)
+                proven = proven or gather.has_reports
+                # Two crashes before anything has succeeded: the program, a hook or the function writes memory that is
+                # read-only. Each chunk would end workers, until none is left, and none be poison.
+                if not proven:
+                    explain(gather.gone, "function" if is_task else "first forward")
                 if gather.poison is not None:
                     raise gather.poison
         finally:
@@ -312,7 +315,7 @@ class WorkerGroup:
             # Otherwise timing would decide which of several failures is raised.
             self._receive_other_failures(gather)
             raise gather.failures.first()
-        self._proven = True
+        self._proven = self._proven or not is_task
         # Stragglers must have stopped writing their rows before these are summed.
         self._receive_from_stragglers(gather)
         self.late = gather.leave(self._pool.workers.values())

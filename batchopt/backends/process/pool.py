@@ -131,6 +131,11 @@ class Pool:
         if name in self._state:
             self.set_state(name, *self._state[name])
 
+    def set_after(self, name: str) -> list[str]:
+        """Return the names of the states that were set after this one, in order: they may depend on it."""
+        names = [*self._state]
+        return names[names.index(name) + 1 :] if name in self._state else []
+
     @property
     def available(self) -> list[WorkerProcess]:
         """The workers that can work and evaluate nothing now."""

@@ -148,13 +148,14 @@ class SentProgram:
         source, block, pool = self._shared.source, self._shared.block, self._pool
         packed, examined = source.packed, (block, self.program.prehook, self.program.posthook)
         examine = not all(map(is_, examined, self._examined))
+        later = pool.set_after("module")
         pool.keep("program", block, lambda: call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
         pool.set_state(
             "module",
             call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
         self._examined = examined
-        for name in ("hooks", "weights", "direction", "batch", "task", "outputs"):
+        for name in later:  # a new worker is sent all in this order, and an old one has dropped what belongs to modules
             pool.resend(name)
         self._on_sent()
         self._sent = packed.data, block

@@ -30,9 +30,23 @@ WORKER_DESCRIPTORS = 7
 def check_workers(workers: int) -> None:
     """Raise `BatchoptError` where this process cannot start others, `ValueError` where there is no room for them."""
     check_surroundings()
+    check_room(workers, *_room())
+
+
+def room_for(workers: int) -> int:
+    """Return how many of `workers` processes there is room for; 1, this process, where it cannot start others."""
+    try:
+        check_surroundings()
+    except BatchoptError:
+        return 1
+    return max(min(workers, most_workers(*_room())), 1)
+
+
+def _room() -> tuple[int, float]:
+    """Return this machine's memory in bytes, and how many files this process may open."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    check_room(workers, memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors)
+    return memory, math.inf if descriptors == resource.RLIM_INFINITY else descriptors
 
 
 def check_surroundings() -> None:
@@ -56,16 +70,21 @@ def check_surroundings() -> None:
         ) from error
 
 
+def most_workers(memory: int, descriptors: float) -> int:
+    """Return how many workers need no more than `memory` bytes, and `descriptors` open files of this process."""
+    return int(min(memory // WORKER_MEMORY, descriptors // WORKER_DESCRIPTORS))
+
+
 def check_room(workers: int, memory: int, descriptors: float) -> None:
     """Raise `ValueError` if `workers` processes need more than `memory` bytes, or more than `descriptors` open files
     of this process."""
-    if workers * WORKER_MEMORY <= memory and workers * WORKER_DESCRIPTORS <= descriptors:
+    most = most_workers(memory, descriptors)
+    if workers <= most:
         return
-    most = int(min(memory // WORKER_MEMORY, descriptors // WORKER_DESCRIPTORS))
     raise ValueError(
         f"`parallelize` {workers} needs about {workers * WORKER_MEMORY / 1e9:.1f} GB of memory and "
         f"{workers * WORKER_DESCRIPTORS} open files; this machine has {memory / 1e9:.1f} GB, and `ulimit -n` allows "
-        f"{descriptors} files: use at most {max(most, 1)}, or 'auto' for one worker a usable core"
+        f"{descriptors} files: use at most {max(most, 1)}"
     )
 
 

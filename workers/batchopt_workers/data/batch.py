@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from math import gcd
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from batchopt_workers.data.collation import Collation
@@ -64,6 +65,16 @@ class Columns:
         """Return these samples as columns of their own."""
         return Columns(self.slice(start, stop))
 
+    def picked(self, indices: Sequence[int]) -> Columns:
+        """Return the samples at these indices as columns of their own."""
+
+        def pick(column: Any) -> Any:
+            if is_tensor(column):
+                return _leaf(column[list(indices)], column)
+            return column[list(indices)] if isinstance(column, np.ndarray) else type(column)(column[i] for i in indices)
+
+        return Columns(self._map(pick))
+
     def joined(self, more: Columns) -> Columns:
         """Return the same with the rows of others of this structure behind them."""
         others = tensors_in(more.data)
@@ -98,6 +109,10 @@ class Samples:
     def cut(self, start: int, stop: int) -> Samples:
         """Return these samples as a list of their own."""
         return Samples(self.held(start, stop))
+
+    def picked(self, indices: Sequence[int]) -> Samples:
+        """Return the samples at these indices as a list of their own."""
+        return Samples([self.data[index] for index in indices])
 
     def joined(self, more: Samples) -> Samples:
         """Return these samples and then the others."""
@@ -217,6 +232,19 @@ class Part:
             options=None if self.options is None else self.options[start:stop],
             criterion_rows={name: rows[start:stop] for name, rows in self.criterion_rows.items()},
             first=start,
+        )
+
+    def picked(self, samples: Sequence[int]) -> Part:
+        """Return these samples, whose rows must be here, as a part of its own."""
+        rows = [sample - self.first for sample in samples]
+        return replace(
+            self,
+            inputs=self.inputs.picked(rows),
+            targets=None if self.targets is None else self.targets.picked(rows),
+            options=None if self.options is None else [self.options[row] for row in rows],
+            weighting=self.weighting.picked(samples),
+            criterion_rows={name: column[rows] for name, column in self.criterion_rows.items()},
+            first=0,
         )
 
     def joined(self, more: Part) -> Part:

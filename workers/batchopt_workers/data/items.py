@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,16 @@ class CollatesAll:
         return made
 
 
+class _Picked:
+    """The items of a dataset at some indices. Not torch's `Subset`, which may read them in another way."""
+
+    def __init__(self, data: Any, indices: Sequence[int]) -> None:
+        self._data, self._indices = data, indices
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[self._indices[index]]
+
+
 @dataclass(frozen=True)
 class Items:
     """`size` items of a dataset, each `(input, target)` or an input alone. `cache`: collated samples are kept.
@@ -74,9 +84,9 @@ class Items:
         inputs, targets = map_tensors(lambda tensor: _laid_out(tensor, start, stop), (inputs, targets))
         return inputs, targets
 
-    def pick(self, indices: Sequence[int], collate: Collate) -> tuple[Any, Any]:
-        """Return inputs and targets (or None), collated from these samples. Raise `Unreadable` and `ValueError`."""
-        return _inputs_and_targets(collate([self._item(index) for index in indices]))
+    def picked(self, indices: Sequence[int]) -> Items:
+        """Return the items at these indices."""
+        return replace(self, data=_Picked(self.data, tuple(indices)), size=len(indices))
 
     def _item(self, index: int) -> Any:
         try:

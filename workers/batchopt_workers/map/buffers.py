@@ -133,7 +133,8 @@ class StepBuffers:
     ) -> None:
         """`state`: names of tensors that evaluation changes in addition to small buffers. `shared`: the module's
         tensors are the values at the start of the step, in memory that others read too; the module gets its own copies
-        to work on. `originals`: start values to use instead of the module's tensors, by the identity of the latter."""
+        to work on, and its former ones are `replaced`. `originals`: start values to use instead of the module's
+        tensors, by the identity of the latter."""
         self._module, self._shared, self.state = module, shared, frozenset(state)
         self._originals = originals or {}
         self._find()
@@ -144,6 +145,7 @@ class StepBuffers:
         copies = [_copy(tensor) for tensor in found]
         starts = [self._originals.get(id(tensor), tensor) for tensor in found]
         self._own, self._start = (copies, starts) if self._shared else (found, copies)
+        self.replaced = found if self._shared else []
         for places, own in zip(self.places, self._own, strict=True):
             _set(places, own)
         self._sizes = [compact(own).numel() for own in self._own]
@@ -177,6 +179,10 @@ class StepBuffers:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that the module works on."""
         return self._own
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return copies of the current elements."""
+        return [compact(own).detach().clone() for own in self._own]
 
     def include(self, names: Collection[str]) -> None:
         """Let evaluation change these tensors too, starting from their current values. Raise `ValueError` if one is too
@@ -216,8 +222,7 @@ class StepBuffers:
     @contextmanager
     def at_start(self) -> Iterator[None]:
         """Set the module's state to that of the start of the step in the body, and back afterwards."""
-        left = [compact(own).detach().clone() for own in self._own]
-        own = self._own
+        left, own = self.copies(), self._own
         there = [(place, place.now()) for places in self.places for place in places]
         self.restore()
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -12,10 +12,12 @@ import torch
 from batchopt_workers.data.batch import Batch, Columns, Piece
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Unreadable
+from batchopt_workers.data.structures import same_values
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.contents import Contents, Undo
 from batchopt_workers.map.seeding import has_drawn, seed_draws
-from batchopt_workers.map.watch import BatchWatch, Watch, version
+from batchopt_workers.map.side_effects import HOOKS, SideEffects
+from batchopt_workers.map.watch import BatchWatch, ParameterWatch, StateWritten, Watch, version
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.worker import Worker
 
@@ -66,7 +68,7 @@ class LoadedBatch:
     """A batch and its cut. `keeps`: chunks will be evaluated repeatedly, so what they need is cached."""
 
     def __init__(self, batch: Batch, cut: Cut | None = None, keeps: bool = True) -> None:
-        self.batch, self._keeps = batch, keeps
+        self.batch, self.keeps = batch, keeps
         self.cut = cut or Cut((0,))
         self.is_of_columns = batch.is_of_columns
         self._chunks: tuple[Cut, dict[int, Chunk]] = self.cut, {}
@@ -87,7 +89,7 @@ class LoadedBatch:
         """The cached collation of the batch with its current cut."""
         cut, found = self._collation
         if cut is not self.cut:
-            found = Collation(self.batch.tensors(), self._keeps)
+            found = Collation(self.batch.tensors(), self.keeps)
             self._collation = self.cut, found
         return found
 
@@ -100,7 +102,7 @@ class LoadedBatch:
         found = chunks.get(number)
         if found is None:
             start, stop = self.cut.bounds[number : number + 2]
-            found = chunks[number] = Chunk(self.batch, start, stop, self._keeps and self.is_of_columns)
+            found = chunks[number] = Chunk(self.batch, start, stop, self.keeps and self.is_of_columns)
         return found
 
 
@@ -111,18 +113,24 @@ class Walk:
     """Seeds the random state for a chunk, cuts it out, and ensures that nothing is written that another chunk reads.
 
     `current` is the range of samples, numbered through all terms, of the running or last forward, and `chunk` their
-    chunk. `has_hooks`: hooks run. `hooks_unseen`, `collate_unseen`: the effects of hooks and of collate functions are
-    looked for, in the first evaluation that they take part in.
+    chunk. `has_hooks`: hooks run. `protected`: the parameters cannot be written.
+
+    When samples are evaluated in this process for the first time, everything that the user's code may write is compared
+    with what it was; so also when a chunk moves here from another worker. Later, what hooks change is looked for in
+    attributes, in state and, by version counters, in constants; once one has been seen to write, in all again.
     """
 
-    def __init__(self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(
+        self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self.watch, self._parameters, self.protected = watch, parameters, False
         self.place: Callable[[Piece], Piece] | None = None  # moves a piece to the module's device
         self.current = range(0)
         self.chunk = -1
         self.has_hooks = False
-        self.hooks_unseen = self.collate_unseen = True
-        self._hooks_write = False  # whether a hook was seen to change the module
+        self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
+        self._looks = False  # the running chunk is compared
+        self._hooks_write = False  # whether a hook was seen to change anything
         self._contents: Contents | None = None
         self._undo: list[Undo] = []  # at the end of the piece
         self.worker, self._seed, self._buffers = worker, seed, buffers
@@ -137,10 +145,15 @@ class Walk:
         watch, self.chunk = chunk.watch, number
         seed_draws(self._seed, step, number)
         self.current = chunk.samples  # while samples are cut out and collated
-        looks = (self.hooks_unseen and self.has_hooks) or (self.collate_unseen and loaded.batch.collates)
+        key = chunk.samples.start, chunk.samples.stop, self.has_hooks, loaded.batch.collates
+        looks = self._looks = (loaded.keeps or self.has_hooks or loaded.batch.collates) and key not in self.looked
         watch.versions, watch.contents = [*map(version, watch.counted)], []
         if looks:
-            watch.look()
+            watch.look(mapped=self.protected)
+            if self.place is None:
+                self.watch.compare()
+        elif self.has_hooks:
+            self._now()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         if chunk.recipes is None or self.place is not None:
@@ -154,7 +167,11 @@ class Walk:
         self.current = chunk.samples
         if looks or [*map(version, watch.counted)] != watch.versions:
             watch.check()
+        if self.has_hooks and not looks:
+            self._check_hooks()
         self.watch.check()
+        if looks:
+            self.looked.add(key)
 
     def _cut_out(self, loaded: LoadedBatch, samples: range) -> Iterator[Piece]:
         """Yield the pieces of these samples, newly cut out and collated, or as cached."""
@@ -190,13 +207,6 @@ class Walk:
                 self._put_back()
             self._buffers.restore()
 
-    def seen(self, batch: Batch) -> None:
-        """Note the end of an evaluation. Hooks that change the module are checked in all later ones, too."""
-        if self.has_hooks:
-            self.hooks_unseen = self._hooks_write
-        if batch.collates:
-            self.collate_unseen = False
-
     def _put_back(self) -> None:
         while self._undo:
             self._undo.pop()()
@@ -207,26 +217,56 @@ class Walk:
             self._contents = Contents((self.worker.module, self.worker.criterion))
         return self._contents
 
+    def _effects(self, what: str) -> SideEffects:
+        assert self.worker.module is not None
+        parameters = ParameterWatch(self.worker.module, self._parameters, self.protected, what)
+        return SideEffects(self._now(), self.watch, self._buffers, parameters)
+
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo, at the end of the body, what it changed in the module or the criterion."""
-        contents = self._now()
+        """Undo, at the end of the body, what it changed in the module, the criterion and the modes of torch."""
+        effects = self._effects("the function")
         try:
             yield
         finally:
-            contents.put_back()
+            for undo in effects.undo():
+                undo()
 
-    def hooked(self, hook: Callable[[], T]) -> T:
-        """Call a hook. While hooks are checked, its changes to the module last for its piece only."""
-        if not self.hooks_unseen:
-            return hook()
-        contents = self._now()
+    def hooked(self, name: str, hook: Callable[[], T]) -> T:
+        """Call a hook, whose changes last for its piece only. Raise `ValueError` if it changes a parameter."""
+        if not (self._looks or self._hooks_write or HOOKS in self._buffers.state):
+            constants, modes, state = self.watch.versions, _modes(), self._buffers.copies()
+            found = hook()
+            if self.watch.versions != constants:
+                self.watch.refuse_unless_restored(f"`{name}`")
+                raise StateWritten((HOOKS,))
+            if _modes() != modes or not all(map(same_values, self._buffers.copies(), state)):
+                raise StateWritten((HOOKS,))
+            return found
+        effects = self._effects(f"`{name}`")
         try:
-            return hook()
+            found = hook()
         finally:
-            changes = contents.changes()
+            changes = effects.undo()
             self._undo += changes
             self._hooks_write = self._hooks_write or bool(changes)
+        effects.check()
+        return found
+
+    def _check_hooks(self) -> None:
+        """Raise `StateWritten` if something has changed attributes in a chunk that is not compared in detail: it is
+        evaluated again, and then compared."""
+        if self._hooks_write or HOOKS in self._buffers.state or self._contents is None:
+            return
+        changes = self._contents.changes()
+        if changes:
+            for undo in changes:
+                undo()
+            raise StateWritten((HOOKS,))
+
+
+def _modes() -> tuple[bool, torch.dtype]:
+    return torch._C._is_any_autocast_enabled(), torch.get_default_dtype()
 
 
 class restoring:

@@ -23,9 +23,9 @@ Undo = Callable[[], object]
 
 
 class Contents:
-    """The attributes of modules and other objects, the items of their containers, the `requires_grad` of their tensors,
-    and the elements of NumPy arrays of up to `LARGEST_STATISTIC`. What functions capture, and the elements of tensors,
-    are not recorded; `tensors` lists the tensors found."""
+    """The classes and attributes of modules and other objects, the items of their containers, the `requires_grad` of
+    their tensors, and the elements of NumPy arrays of up to `LARGEST_STATISTIC`. What functions capture, and the
+    elements of tensors, are not recorded; `tensors` lists the tensors found."""
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._empty: list[Any] = []
@@ -33,6 +33,8 @@ class Contents:
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
         self._slots: list[tuple[object, dict[str, Any]]] = []
+        self._owners: list[Any] = []  # objects with attributes
+        self._classes: list[type] = []
         self._arrays: list[tuple[Any, Any]] = []
         self.tensors: list[torch.Tensor] = []
         self._seen: dict[int, object] = {}  # kept alive, so that no identity is reused
@@ -68,6 +70,8 @@ class Contents:
             self._todo.extend(before.values())
         attributes = getattr(obj, "__dict__", None)
         if isinstance(attributes, dict):
+            self._owners.append(obj)
+            self._classes.append(kind)
             self._see_dict(attributes)
 
     def _see_dict(self, mapping: dict[Any, Any]) -> None:
@@ -80,6 +84,9 @@ class Contents:
     def changes(self) -> list[Undo]:
         """Return a function for each change since, which undoes it."""
         found: list[Undo] = [mapping.clear for mapping in self._empty if mapping]
+        if not all(map(is_, map(type, self._owners), self._classes)):
+            pairs = zip(self._owners, self._classes, strict=True)
+            found += [partial(setattr, obj, "__class__", kind) for obj, kind in pairs if type(obj) is not kind]
         for mapping, kept in self._dicts:
             if 2 * len(mapping) != len(kept) or not all(map(is_, chain(mapping, mapping.values()), kept)):
                 found += _of_dict(mapping, kept)
@@ -92,8 +99,8 @@ class Contents:
             found += [partial(_set_slot, obj, name, value) for name, value in before.items() if now[name] is not value]
         found += [partial(np.copyto, array, copy) for array, copy in self._arrays if not _same(array, copy)]
         if [leaf.requires_grad for leaf in self._leaves] != self._requires_grad:
-            pairs = zip(self._leaves, self._requires_grad, strict=True)
-            found += [partial(leaf.requires_grad_, requires_grad) for leaf, requires_grad in pairs]
+            leaves = zip(self._leaves, self._requires_grad, strict=True)
+            found += [partial(leaf.requires_grad_, requires_grad) for leaf, requires_grad in leaves]
         return found
 
     def put_back(self) -> None:

@@ -72,7 +72,7 @@ class Evaluator:
         self.direction: Sequence[torch.Tensor] = ()
         self.outputs: Output | None = None  # where evaluations write what the module returns
         watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
-        self.walk = Walk(worker, program.seed, buffers, watch)
+        self.walk = Walk(worker, program.seed, buffers, watch, parameters)
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
         self._sums = self._cut, Sums(-1, 0)
@@ -157,8 +157,6 @@ class Evaluator:
                 faults.point("worker.merge", chunk)
             sums.add(chunk, PartialSum(row, losses, used), rows)
             self.walk.current = range(0)
-            if chunk + 1 == order.last and (self.walk.has_hooks or not loaded.is_of_columns):
-                self.walk.seen(loaded.batch)
             yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, self._drew, results, form)
 
     def _write(self, outputs: Sequence[Any], chunk: int) -> Form:
@@ -221,7 +219,7 @@ class Evaluator:
                 loss.backward()  # type: ignore[no-untyped-call]
         sample.loss = found = loss.item()
         if posthook is not None:
-            results.append(self.walk.hooked(lambda: posthook(self.worker, sample)))
+            results.append(self.walk.hooked("posthook", lambda: posthook(self.worker, sample)))
         return found
 
     def _multiply(self, piece: Piece, sample: Sample, into: _Into) -> float:
@@ -273,11 +271,19 @@ class Evaluator:
         """Return the weight of that term in f."""
         return self.weights[term]
 
-    def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
+    def loaded_batch(self) -> Batch:
+        """Return the loaded batch, as far as this worker has it."""
+        return self.loaded.batch
+
+    def evaluate_all(
+        self, step: int, cut: Cut, gradient: bool, batch: Batch | None = None, later: int = 0
+    ) -> tuple[tuple[float, ...], torch.Tensor]:
         """Return the loss of each term of the loaded batch, with this cut, and df/dX (shape `(n,)`; empty without
-        `gradient`), with the bits of an evaluation. The posthook does not run."""
-        is_cut_so = self.loaded.cut.bounds == cut.bounds  # then its cache can be used
-        loaded = self.loaded if is_cut_so else LoadedBatch(self.loaded.batch, cut, keeps=False)
+        `gradient`), with the bits of an evaluation; or of another `batch` of the same terms. Draws are those of a step
+        that is so much `later`. The posthook does not run."""
+        step += later
+        is_cut_so = batch is None and self.loaded.cut.bounds == cut.bounds  # then its cache can be used
+        loaded = self.loaded if is_cut_so else LoadedBatch(batch or self.loaded.batch, cut, keeps=False)
         layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
         count = most_held(0, cut.chunks, cut.chunks) if gradient else 0
         rows = Rows(layout, self._buffers.size, count, None, self.worker.device)
@@ -308,7 +314,7 @@ class Evaluator:
     def _before(self, sample: Sample) -> None:
         prehook = self.prehook
         if prehook is not None and self.hooked:
-            self.walk.hooked(lambda: prehook(self.worker, sample))
+            self.walk.hooked("prehook", lambda: prehook(self.worker, sample))
 
     def _forward(self, piece: Piece, sample: Sample) -> torch.Tensor:
         """Return the loss of the sample, as modified by the prehook."""

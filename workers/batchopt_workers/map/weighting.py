@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,15 @@ class Weighting:
             return (stop - start) / self.size
         total = self.running[-1].item()
         return (self.running[stop].item() - self.running[start].item()) / total if total else float("nan")
+
+    def picked(self, samples: Sequence[int]) -> Weighting:
+        """Return the weighting of these samples alone."""
+        running = self.running
+        if running is not None:
+            rows = torch.tensor(samples, dtype=torch.long)
+            each = running[rows + 1] - running[rows]
+            running = torch.cat([each.new_zeros(1), each.cumsum(0)])
+        return replace(self, size=len(samples), running=running)
 
 
 def weighted(elements: torch.Tensor, sample_weight: torch.Tensor, reduction: str) -> torch.Tensor:

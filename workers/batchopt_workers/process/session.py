@@ -160,7 +160,7 @@ class Session:
     ) -> None:
         """Build the module around X and its constants and state (block "program"), in place of the previous one; calls
         that concern evaluations must be made again. `read_only`: names of tensors that no chunk may write; `examine`:
-        the first chunk is checked for that.
+        what was looked for in evaluations of the previous one is looked for again.
 
         Raise `RuntimeError` if hooks were registered on the previous module in this worker: they would be lost.
         """
@@ -187,14 +187,14 @@ class Session:
         watch = Watch(
             program.module,
             [(name, tensors[i]) for i, name in read_only.items()],
-            (*self._parameters, *self._buffers.tensors),
-            originals if self._mirror is None else None,
+            (*self._parameters, *self._buffers.tensors, *self._buffers.replaced),
+            *((originals, self._private["program"].discard) if self._mirror is None else ()),
         )
-        if examine and self._mirror is None:
-            watch.compare()
+        looked = self._evaluator.walk.looked if self._evaluator is not None and not examine else None
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
-        self._evaluator.walk.hooks_unseen = self._evaluator.walk.collate_unseen = examine
-        self._evaluator.tasks.protected = self._mirror is None
+        self._evaluator.walk.protected = self._mirror is None
+        if looked is not None:
+            self._evaluator.walk.looked = looked
         if self._mirror is not None:
             self._evaluator.walk.place = self._mirror.place
 

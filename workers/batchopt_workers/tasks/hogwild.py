@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from batchopt_workers.data.batch import Columns, Part, Piece, Samples
-from batchopt_workers.data.items import Items
-from batchopt_workers.data.structures import all_finite, map_tensors
+from batchopt_workers.data.batch import Part, Piece
+from batchopt_workers.data.structures import all_finite
 from batchopt_workers.tasks.task import Surroundings
 
 # Creates an optimizer for parameters.
@@ -42,7 +40,8 @@ class Hogwild:
             if self._is_over:
                 losses.append(torch.nan)
                 continue
-            piece.inputs, piece.targets = gathered(self._data, indices)
+            (picked,) = self._data.picked(indices.tolist()).pieces(0, len(indices))
+            piece.inputs, piece.targets = picked.inputs, picked.targets
             self._optimizer.zero_grad()
             loss = around.loss()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -59,21 +58,3 @@ def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Tell whether their gradients are finite."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return all(all_finite(gradient._values() if gradient.is_sparse else gradient) for gradient in found)
-
-
-def gathered(data: Part, indices: torch.Tensor) -> tuple[Any, Any]:
-    """Return inputs and targets (or None) of these samples."""
-    inputs, targets = data.inputs, data.targets
-    if isinstance(inputs, Items):
-        assert data.collate is not None
-        return inputs.pick(indices.tolist(), data.collate)
-    if isinstance(inputs, Columns):
-        found = map_tensors(lambda tensor: tensor[indices], inputs.data)
-        return found, None if targets is None else map_tensors(lambda tensor: tensor[indices], targets.data)
-    assert isinstance(inputs, Samples) and data.collate is not None
-    some = [inputs.sample(index) for index in indices.tolist()]
-    if targets is None:
-        return data.collate(some), None
-    pairs = list(zip(some, [targets.sample(index) for index in indices.tolist()], strict=True))
-    collated, its_targets = data.collate(pairs)
-    return collated, its_targets

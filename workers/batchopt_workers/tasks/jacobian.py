@@ -25,6 +25,7 @@ EACH = 32
 FEW = 4
 # Residuals and gradients computed in two ways agree to this fraction of the digits of their dtype.
 SAME = 0.5
+_GOLDEN = (5.0**0.5 - 1.0) / 2.0
 
 
 class Block(NamedTuple):
@@ -109,10 +110,13 @@ class Jacobian:
             block = self._block(whole.data if stop - start == samples else whole.slice(start, stop), stop - start)
             if among_all is not None:
                 expected = among_all[start:stop].reshape(-1)
-                if not self._ways:  # its samples were evaluated together
-                    self._refuse_coupled(block, whole, [range(i, i + 1) for i in range(start, stop)])
+                here = range(start, stop)
+                if not self._ways:  # its samples were evaluated together, and take a backward each anyway
+                    self._refuse_coupled(block, whole, here, [[i] for i in here])
+                elif self._ways[0] == self._apart:  # together, too
+                    self._refuse_coupled(block, whole, here, _parted(here))
                 elif not _alike(block.residuals, expected, float(expected.abs().max())):
-                    self._refuse_coupled(block, whole, [range(start, stop)])
+                    self._refuse_coupled(block, whole, here, [here])
             yield block._replace(samples=stop - start)
             start = stop
         if key is not None:
@@ -141,17 +145,21 @@ class Jacobian:
             self._ways = ways  # these samples failed, not the way
             raise
 
-    def _refuse_coupled(self, block: Block, data: Columns, parts: Sequence[range]) -> None:
-        """Raise `ValueError` if residuals of the block's samples, computed in `parts`, differ from those among all
-        samples by more than rounding."""
+    def _refuse_coupled(self, block: Block, data: Columns, here: range, parts: Sequence[Sequence[int]]) -> None:
+        """Raise `ValueError` if residuals of the block's samples, which are `here`, differ by more than rounding from
+        those among all samples if they are computed in `parts`."""
         own = self._copies()
 
-        def found(start: int, stop: int) -> torch.Tensor:
-            inputs, targets = data.slice(start, stop)
-            return self._plain(own, inputs, targets, stop - start).detach()
+        def found(samples: Sequence[int]) -> torch.Tensor:
+            inputs, targets = (
+                data.slice(samples.start, samples.stop) if isinstance(samples, range) else data.picked(samples).data
+            )
+            return self._plain(own, inputs, targets, len(samples)).detach()
 
-        few = torch.cat([found(part.start, part.stop) for part in parts])
-        among_all = found(0, len(data))[parts[0].start : parts[-1].stop]
+        among_all = found(range(len(data)))[here.start : here.stop]
+        few = torch.empty_like(among_all)
+        for part in parts:
+            few[[sample - here.start for sample in part]] = found(part)
         if not bool(few.isfinite().all() & among_all.isfinite().all()):
             return
         try:
@@ -348,6 +356,14 @@ def _check_adjoint(
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient as a dense tensor, also for an embedding with sparse=True."""
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _parted(samples: range) -> list[list[int]]:
+    """Return two parts of the samples, which separate neighbours, halves and other pairs alike: those in which a
+    multiple of the golden ratio has its fraction below one half, and the others."""
+    is_first = [math.modf((i + 1) * _GOLDEN)[0] < 0.5 for i in range(len(samples))]
+    parts = [[s for s, one in zip(samples, is_first, strict=True) if one is first] for first in (True, False)]
+    return [part for part in parts if part]
 
 
 def _sliceable(data: Any, samples: int) -> bool:

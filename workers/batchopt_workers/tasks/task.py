@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.structures import copy_of, map_tensors, same_values
+from batchopt_workers.data.structures import copy_of, map_tensors
 from batchopt_workers.map.contents import Contents
 from batchopt_workers.map.sums import Rows
-from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.jacobian import PieceResiduals
 from batchopt_workers.worker import Worker
 
@@ -24,8 +23,8 @@ ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 class Surroundings(NamedTuple):
     """The worker, its module and the trainable parameters; `loss` of the piece, after the prehook, with the weight
-    `weight` in f, and the `residuals` whose mean square it is; `evaluate`: the losses of the terms, and df/dX, of the
-    loaded batch with the given cut, at the current parameters."""
+    `weight` in f, and the `residuals` whose mean square it is. `batch()`: the loaded one, as far as this worker has it;
+    `evaluate`: see `F.evaluate_all`."""
 
     worker: Worker
     module: torch.nn.Module
@@ -33,7 +32,8 @@ class Surroundings(NamedTuple):
     loss: Callable[[], torch.Tensor]
     residuals: Callable[[], PieceResiduals]
     weight: float
-    evaluate: Callable[[Cut, bool], tuple[tuple[float, ...], torch.Tensor]]
+    batch: Callable[[], Batch]
+    evaluate: Callable[..., tuple[tuple[float, ...], torch.Tensor]]
 
 
 class PieceFunction(Protocol):
@@ -149,6 +149,7 @@ class Modes:
         self._parts = [*module.modules()]
         self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
         self._contents: Contents | None = None
+        self._own = [part.training for part in self._parts]
 
     def __enter__(self) -> None:
         self._own = [part.training for part in self._parts]
@@ -165,6 +166,10 @@ class Modes:
             raise
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Switch back; once more is harmless, and necessary if the first time was interrupted."""
         if self._contents is None:
             self._set(self._own)
         else:
@@ -175,36 +180,6 @@ class Modes:
             if part.training is not mode:
                 plain = type(part).__setattr__ is torch.nn.Module.__setattr__
                 (object.__setattr__ if plain else setattr)(part, "training", mode)
-
-
-class ParameterWatch:
-    """Ensures that a function does not change the parameters. Those that are mapped read-only (`protected`) cannot be
-    written; others are compared with copies."""
-
-    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], protected: bool) -> None:
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._before = [
-            (parameter, parameter.data, None if protected else parameter.detach().clone(), parameter.requires_grad)
-            for parameter in parameters
-        ]
-
-    def check(self) -> None:
-        """Raise `ValueError` if one was changed, after restoring all."""
-        changed = ""
-        for parameter, data, copy, requires_grad in self._before:
-            if parameter.data_ptr() != data.data_ptr() or parameter.requires_grad != requires_grad:
-                changed = self._names.get(id(parameter), "")
-                parameter.data = data
-                parameter.requires_grad_(requires_grad)
-            if copy is not None and not (torch.equal(data, copy) or same_values(data, copy)):
-                changed = self._names.get(id(parameter), "")
-                with torch.no_grad():
-                    parameter.copy_(copy)
-        if changed:
-            raise ValueError(
-                f"the function changes the parameter {changed!r}: all workers share it, and f would be another one; "
-                "work on a copy (torch.func.functional_call)"
-            )
 
 
 class Totals(Protocol):

@@ -14,11 +14,12 @@ from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk, restoring
 from batchopt_workers.map.sums import PartialSum, Rows, Sums, grads_kept
 from batchopt_workers.map.tree import most_held
+from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order, Report
 from batchopt_workers.tasks.forms import Form, MemoryOutput, Output, real, sums_form, sums_layout, write_results
 from batchopt_workers.tasks.jacobian import PieceResiduals
-from batchopt_workers.tasks.task import Modes, ParameterWatch, PrivateTotals, Surroundings, Task, Totals
+from batchopt_workers.tasks.task import Modes, PrivateTotals, Surroundings, Task, Totals
 
 
 class ChunkDone(NamedTuple):
@@ -58,34 +59,42 @@ class F(Protocol):
     def weight_of(self, term: int) -> float:
         """Return the weight of that term in f."""
 
-    def evaluate_all(self, step: int, cut: Cut, gradient: bool) -> tuple[tuple[float, ...], torch.Tensor]:
-        """Return each term's loss for the loaded batch and this cut, and df/dX (shape `(n,)`; empty unless
-        `gradient`)."""
+    def loaded_batch(self) -> Batch:
+        """Return the batch of f, as far as this worker has it."""
+
+    def evaluate_all(
+        self, step: int, cut: Cut, gradient: bool, batch: Batch | None = None, later: int = 0
+    ) -> tuple[tuple[float, ...], torch.Tensor]:
+        """Return each term's loss for the loaded batch, or another one of the same terms, with this cut, and df/dX
+        (shape `(n,)`; empty unless `gradient`); with the draws of a step that is so much `later`."""
 
 
 class TaskRunner:
     """Runs orders to collect and to total, for the task that was begun last.
 
-    Rows are written to `output`, sums to rows of `totals`. `protected`: the parameters cannot be written.
+    Rows are written to `output`, sums to rows of `totals`.
     """
 
     def __init__(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         self.output: Output = MemoryOutput()
         self.totals: Totals = PrivateTotals()
-        self.protected = False
         self._walk, self._module, self._parameters = walk, module, parameters
         self._task: Task | None = None
         self._loaded: LoadedBatch | None = None
         self._sums: Sums | None = None
         self._form: Form | None = None  # of the current evaluation
         self._rows: Rows | None = None
+        self._modes: Modes | None = None  # of the module, as long as it may be in others
 
     def begin(self, task: Task, batch: Batch) -> None:
         """Run this task on chunks of `batch` from now on; if the task has a term, that is the batch's only part."""
         self._task, self._loaded, self._sums = task, LoadedBatch(batch, keeps=False), None
 
     def end(self) -> None:
-        """Release everything of the task, and its batch."""
+        """Release everything of the task, and its batch; restore modes, if an interrupt has left others."""
+        if self._modes is not None:
+            self._modes.restore()
+            self._modes = None
         self._task = self._loaded = self._sums = self._form = self._rows = None
         self.output = MemoryOutput()
 
@@ -105,8 +114,8 @@ class TaskRunner:
         sums, totals = self._sums, order.kind is Kind.TOTAL
         needed = most_held(order.first, order.last, loaded.cut.chunks, sums.nodes)
         began = time.perf_counter()
-        watch = None if task.writes else ParameterWatch(self._module, self._parameters, self.protected)
-        modes = Modes(self._module, task.train)
+        watch = None if task.writes else ParameterWatch(self._module, self._parameters, self._walk.protected)
+        modes = self._modes = Modes(self._module, task.train)
         self._walk.watch.begin(compares=task.is_users or not modes.plain)
         for chunk in range(order.first, order.last):
             row = sums.free_row()
@@ -130,6 +139,8 @@ class TaskRunner:
             faults.point("worker.merge", chunk)
             sums.add(chunk, PartialSum(row, (), b""), self._rows if totals else None)
             self._walk.current = range(0)
+            if chunk + 1 == order.last:
+                self._modes = None  # restored
             yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, form=form)
 
     def _around(self, piece: Piece, step: int, f: F) -> Surroundings:
@@ -142,6 +153,7 @@ class TaskRunner:
             partial(f.loss_of, piece, term),
             partial(f.residuals_of, piece, term),
             piece.weight * f.weight_of(term),
+            f.loaded_batch,
             partial(f.evaluate_all, step),
         )
 

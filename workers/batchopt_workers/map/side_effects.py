@@ -1,0 +1,59 @@
+"""What code of the user that is no part of f (a hook, a function of `collect`) changes, and how it is taken back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from batchopt_workers.data.structures import same_values
+from batchopt_workers.map.buffers import StepBuffers, compact
+from batchopt_workers.map.contents import Contents, Undo
+from batchopt_workers.map.watch import ParameterWatch, Watch
+from batchopt_workers.process.torch_settings import AmbientState
+
+# The name, among those of the state that forwards write, by which all workers learn that hooks write something that f
+# depends on. No attribute has it.
+HOOKS = "what hooks write"
+
+
+class SideEffects:
+    """A record made before the code runs: attributes and items (`contents`), the elements of constants (`watch`) and of
+    state (`buffers`), the `parameters`, and the modes of torch.
+
+    Elements are compared one by one: `.data` and NumPy write them without a trace.
+    """
+
+    def __init__(self, contents: Contents, watch: Watch, buffers: StepBuffers, parameters: ParameterWatch) -> None:
+        self._contents, self._watch, self._parameters = contents, watch, parameters
+        self._ambient = AmbientState()
+        self._state = [*zip(buffers.tensors, buffers.copies(), strict=True)]
+        watch.compare()
+        self._versions = watch.versions
+
+    def undo(self) -> list[Undo]:
+        """Return functions that take back what has changed since; the modes of torch are restored at once."""
+        found: list[Undo] = [lambda: None] if self._ambient.restore() else []
+        found += self._contents.changes()
+        for own, before in self._state:
+            if not same_values(compact(own), before):
+                found.append(partial(_put_back, own, before, compact(own).detach().clone()))
+        excused = self._watch.excuse(self._versions)
+        return found if excused is None else [*found, excused]
+
+    def check(self) -> None:
+        """Raise `ValueError` if a parameter was changed, after restoring it."""
+        self._parameters.check()
+
+
+def _put_back(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+    """Give a tensor of state the elements from before a hook wrote it. Raise `ValueError` if forward has written it
+    since."""
+    is_as_left = same_values(compact(own), after)
+    with torch.no_grad():
+        compact(own).copy_(before)
+    if not is_as_left:
+        raise ValueError(
+            f"a hook and forward both write a tensor of the module, of shape {tuple(own.shape)}: what a hook writes "
+            "lasts for its samples only, what forward writes is kept; write it in one of the two"
+        )
