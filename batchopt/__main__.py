@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 
@@ -24,7 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
     script, _, name = given.make.rpartition(":")
     if not script:
         parser.error(f"give SCRIPT:FUNCTION, as train.py:make; got {given.make!r}")
-    found = runpy.run_path(script, run_name="batchopt_script")
+    if not os.path.isfile(script):
+        parser.error(f"there is no file '{script}'")
+    try:
+        found = runpy.run_path(script, run_name="batchopt_script")
+    except (SyntaxError, UnicodeDecodeError) as error:
+        parser.error(f"'{script}' is not a Python script: {error}")
     if not callable(found.get(name)):
         parser.error(f"'{script}' has no function {name!r}")
     made = found[name]()

@@ -7,7 +7,7 @@
     │   ├── PoisonChunkError       a chunk repeatedly killed workers
     │   └── AllWorkersLostError    no worker remains, and `max_restarts` is spent
     ├── NodeLostError              another process of the group has ended, or does not respond
-    ├── NodesDifferError           the processes of a group do not do the same
+    ├── NodesDifferError           the ranks have diverged
     ├── NonFiniteError             the loss or its gradient is infinite or NaN
     └── CheckpointError            a checkpoint cannot be written, or is not one of this optimizer
 
@@ -62,13 +62,26 @@ class WorkerError(BatchoptError):
             where += f", {_where(samples, terms)}"
         if doing:
             where += f", {doing}"
-        super().__init__(f"{type_name} in {where}: {message}{_ADVICE.get(type_name, '')}")
+        super().__init__(f"{type_name} in {where}: {message}{_advice(type_name, message)}")
 
     def __reduce__(self) -> tuple[type[WorkerError], tuple[Any, ...]]:
         return type(self), self._arguments
 
 
+def _advice(type_name: str, message: str) -> str:
+    """Return advice on an exception of the user's code, if there is any."""
+    found = _ADVICE.get(type_name.rpartition(".")[2].lstrip("_"), "")
+    if "on the same device" in message or "not on the expected device" in message:
+        found = " (if the batch is on another device than the module, move it there: inputs.to(device))"
+    return found
+
+
+_NOT_FINITE = (
+    " (if f is infinite where this is raised, say so by nonfinite_errors=..., with the class of the exception, and "
+    "on_nonfinite='return' for line searches that step back)"
+)
 _ADVICE = {
+    **dict.fromkeys(("LinAlgError", "NotPSDError", "NanError"), _NOT_FINITE),
     "ModuleNotFoundError": " (install it where the workers run, or send the module: by value, with "
     "cloudpickle.register_pickle_by_value(module), or on Ray with ray.init(runtime_env={'py_modules': [module]}))",
     "MemoryError": " (a smaller chunk_size needs less memory at a time)",
@@ -137,7 +150,8 @@ class NodeLostError(BatchoptError):
 
 
 class NodesDifferError(BatchoptError):
-    """Ranks that must do the same do not: another seed, batch, or number of calls. All of them raise this.
+    """The ranks have diverged: another seed, batch, program (mode, attribute, criterion) or number of calls. All ranks
+    raise this.
 
     The message says what differs, and on which ranks. The optimizer can no longer be used.
     """

@@ -14,6 +14,7 @@ from batchopt._checkpoint.resumption import resume, state_of
 from batchopt._data import arguments
 from batchopt._data.terms import Term
 from batchopt._function.auto import AutoFunction
+from batchopt._function.closure import first_derivatives_of
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import undone_if_it_fails
 from batchopt._function.observer import Trial, Trials
@@ -281,7 +282,7 @@ class BatchOptimizer(Evaluations):
         if self.optimizer is None:
             self.evaluate()
         else:
-            with torch_threads(1 if self._fixes_threads else None):
+            with torch_threads(1 if self._fixes_threads else None), first_derivatives_of(self.optimizer):
                 self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
 
     @property
@@ -323,10 +324,12 @@ class BatchOptimizer(Evaluations):
         of the whole batch and of a part of it on one thread, from the coordination of workers as measured on two cores,
         and for machines from the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1
         Gbit/s). Parameters, counters, speeds and later draws are as before; workers are started again, so they run
-        `precode`, and lose their `state`; hooks run. A batch has to be loaded again. Raises `ValueError` on a cluster
-        and with `devices`, and `BatchoptError` in the middle of a step.
+        `precode`, and lose their `state`; hooks run. A batch has to be loaded again. Raises `ValueError` on a cluster,
+        with `devices` and for numbers that are not positive, and `BatchoptError` in the middle of a step.
         """
         self._owner.check_between_steps("scaling")
+        seconds = arguments.read_positive("seconds", seconds, "number of seconds")
+        bandwidth = arguments.read_positive("bandwidth", bandwidth, "number of bytes per second")
         return measure_scaling(self._function, self.evaluate, seconds, bandwidth)
 
     # ---- workers
@@ -436,7 +439,7 @@ class BatchOptimizer(Evaluations):
         try:
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # raised by torch for other shapes and names
-            raise CheckpointError(f"cannot go on from checkpoint '{os.fsdecode(path)}': {error}") from error
+            raise CheckpointError(f"cannot resume from checkpoint '{os.fsdecode(path)}': {error}") from error
 
     @property
     def seed(self) -> int:

@@ -117,7 +117,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_what_cannot_be_carried_is_refused_by_name(enter: Callable[[], Any], name: str) -> None:
     with loaded(nn.Linear(3, 1), nn.MSELoss(), *DATA, parallelize=2) as opt:
         before = opt.evaluate()
-        with enter(), pytest.raises(ValueError, match=f"{name} is in force here, and cannot be carried to workers"):
+        with enter(), pytest.raises(ValueError, match=f"{name} is active and cannot be transferred to workers"):
             opt.evaluate()
         assert torch.isclose(opt.evaluate(), before)
     with loaded(nn.Linear(3, 1), nn.MSELoss(), *DATA) as opt:

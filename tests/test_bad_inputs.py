@@ -419,7 +419,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
         for devices, parallelize, error, message in (
             ("cuda:0", 1, TypeError, "one device a worker"),
             (["cpu", "cpu"], 3, ValueError, "2 entries for 3 workers"),
-            (["cpu"], 1, ValueError, "two workers or more"),
+            (["cpu"], 1, ValueError, "two or more entries"),
             (["cpu", "gpu"], 1, ValueError, "no device"),
             (["cpu", "meta"], 1, ValueError, "got 'meta'"),
             (["cuda:99", "cpu"], 1, ValueError, "CUDA devices"),
@@ -500,6 +500,16 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch, started: list
         ("lr", "it is optimizer=lambda params: torch.optim.Adam(params, lr=...), for example here"),
         ("device", "devices=[...], with one for each worker here"),
         ("paralellize", "it is parallelize=... here"),
+        (
+            "tol",
+            "it is optimizer=lambda params: batchopt.LBFGS(params, max_iter=..., tolerance_grad=...), for example here",
+        ),
+        (
+            "bounds",
+            "minimize opt.objective() by scipy.optimize (docs/solvers.md), or parametrize what is bounded, as by exp "
+            "or sigmoid in forward",
+        ),
+        ("epochs", "batchopt.ignite.fit(opt, batches, epochs=...)"),
     ],
 )
 def test_an_argument_that_there_is_not_is_told_what_it_is_called_here(name: str, here: str) -> None:
@@ -507,6 +517,37 @@ def test_an_argument_that_there_is_not_is_told_what_it_is_called_here(name: str,
         build(**{name: 2})
     with pytest.raises(TypeError, match=r"^BatchOptimizer has no argument `zzz`$"):
         build(zzz=1)
+
+
+@pytest.mark.parametrize("kind", [batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.LevenbergMarquardt])
+def test_an_option_that_there_is_not_is_told_what_it_is_called_here(kind: Any) -> None:
+    for name, here in {
+        "tol": "it is tolerance_grad=... here",
+        "maxiter": "it is max_iter=... here",
+        "tolerance_chang": "it is tolerance_change=... here",
+        "bounds": "the optimizers here have none: minimize opt.objective() by scipy.optimize",
+        "epochs": "call opt.step for each batch",
+    }.items():
+        with pytest.raises(TypeError, match=f"^{kind.__name__} has no argument `{name}`: {re.escape(here)}"):
+            kind(nn.Linear(2, 1).parameters(), **{name: 1})
+
+
+class Curious(torch.optim.SGD):
+    """Differentiates the gradient, as AdaHessian and SophiaH do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = self.param_groups[0]["params"]
+        torch.autograd.grad([p.grad for p in parameters], parameters, [torch.ones_like(p) for p in parameters])
+        return loss
+
+
+def test_an_optimizer_that_differentiates_the_gradient_is_told_of_products() -> None:
+    with (
+        BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=lambda p: Curious(p, lr=0.1)) as opt,
+        pytest.raises(BatchoptError, match=r"^Curious differentiates the gradient, .*: use opt\.hvp\(v\)"),
+    ):
+        opt.step(torch.ones(8, 3), torch.zeros(8, 1))
 
 
 # ---- batches, and what shows only when the loss is evaluated

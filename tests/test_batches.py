@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt import BatchOptimizer
@@ -322,3 +323,34 @@ def test_arrays_beside_tensors_and_in_lists_stay_arrays() -> None:
     beside = inputs_of({"x": X, "names": np.array(["a", "b", "c"])}).slice(1, 3)
     assert isinstance(beside["names"], np.ndarray) and beside["names"].tolist() == ["b", "c"]
     assert isinstance(inputs_of([np.zeros(2), np.zeros(3)]).sample(1), np.ndarray)
+
+
+class Uniform(UserDict[str, Any]):
+    """Rejects an entry of another batch size, as a TensorDict does."""
+
+    def __init__(self, items: Any = (), batch_size: Any = ()) -> None:
+        self.batch_size = torch.Size(batch_size)
+        super().__init__(items)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value.shape[: len(self.batch_size)] != self.batch_size:
+            raise RuntimeError("batch dimension mismatch")
+        super().__setitem__(key, value)
+
+    def auto_batch_size_(self, dimensions: int) -> Uniform:
+        self.batch_size = next(iter(self.values())).shape[:dimensions]
+        return self
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_mapping_of_one_batch_size_keeps_its_type_in_chunks(parallelize: int) -> None:
+    inputs, targets = Uniform({"x": torch.randn(12, 3)}, [12]), torch.ones(12, 1)
+    module = nn.Linear(3, 1)
+
+    def loss_fn(module: nn.Module, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        assert type(inputs).__name__ == "Uniform" and inputs.batch_size == (4,)
+        return nn.functional.mse_loss(module(inputs["x"]), targets)
+
+    with BatchOptimizer(module, loss_fn=loss_fn, parallelize=parallelize, chunk_size=4, check_cut=False) as opt:
+        opt.load(inputs, targets)
+        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(inputs["x"]), targets).item())

@@ -182,7 +182,7 @@ def test_items_that_are_others_for_another_worker_are_refused(nobody_late: None)
         workers, step = opt._function.workers, opt._function.ready()
         number, chunks = workers.number(), step.plan.cut.chunks
         swapped = [Order(number, step.number, 5, chunks), Order(number, step.number, 0, 5)]
-        with pytest.raises(WorkerError, match=r"others when they are read again.*seeded"):
+        with pytest.raises(WorkerError, match=r"reading the same items again gave different values.*seeded"):
             workers.backend.evaluate(step.plan.cut, swapped)
 
 

@@ -3,6 +3,7 @@ f is what it was, for any number of workers."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
@@ -491,3 +492,17 @@ def test_an_attribute_over_the_memory_of_a_parameter_is_refused(parallelize: int
         else:
             with pytest.raises(ValueError, match=r"'module.alias' is a tensor over the memory of a parameter"):
                 opt.load(X, Y)
+
+
+@EACH
+def test_an_attribute_that_is_computed_before_each_forward_may_begin_as_the_parameter(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)))
+    assert module[0].weight.data_ptr() == module[0].weight_orig.data_ptr()  # until the first forward
+    plain = copy.deepcopy(module)
+    x, y = X, Y
+    with loaded(module, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
+        expected = nn.functional.mse_loss(plain(x), y)
+        expected.backward()  # type: ignore[no-untyped-call]
+        assert torch.allclose(opt.evaluate().float(), expected)
+        assert torch.allclose(module[0].weight_orig.grad, plain[0].weight_orig.grad)

@@ -225,12 +225,12 @@ class Half:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "text": ("accuracy", r"`metrics` is no metric, but 'accuracy' of type str: a metric is a function"),
-    "nothing": (None, r"`metrics` is no metric, but None of type NoneType"),
-    "within a dict": ({"fine": accuracy, "bad": 3}, r"`metrics\['bad'\]` is no metric, but 3 of type int"),
+    "text": ("accuracy", r"`metrics` is not a metric: got 'accuracy' of type str; a metric is a function"),
+    "nothing": (None, r"`metrics` is not a metric: got None of type NoneType"),
+    "within a dict": ({"fine": accuracy, "bad": 3}, r"`metrics\['bad'\]` is not a metric: got 3 of type int"),
     "a list": ([accuracy], r"`metrics` is a list: give a dict, with a name for each"),
     "a class": ({"c": Counted}, r"`metrics\['c'\]` is a class, not a metric: make an object of it, Counted\(\.\.\.\)"),
-    "no compute": (Half(), r"`metrics` is no metric, but <.*Half.* of type Half"),
+    "no compute": (Half(), r"`metrics` is not a metric: got <.*Half.* of type Half"),
     "no name": ({"": accuracy}, r"names of `metrics` must be strings that are not empty; got ''"),
     "a number as name": ({1: accuracy}, r"names of `metrics` must be strings that are not empty; got 1"),
     "a scorer": (

@@ -81,7 +81,9 @@ def test_where_a_step_begins_it_is_told(parallelize: int) -> None:
         opt.load(X, Y)
         before = opt.evaluate()
         opt.parameters.fill_(4.0)
-        with pytest.raises(NonFiniteError, match=r"loss is none \(OddError\) in chunk 0 \(samples 0\.\.") as caught:
+        with pytest.raises(
+            NonFiniteError, match=r"the loss is undefined \(OddError\) in chunk 0 \(samples 0\.\."
+        ) as caught:
             opt.step(X, Y)
         assert isinstance(caught.value.__cause__, WorkerError)
         opt.parameters.fill_(2.0)
@@ -145,3 +147,16 @@ def test_a_mean_over_nothing_in_one_chunk_says_what_to_do(ignored: int, options:
         with pytest.raises(NonFiniteError) as caught:
             opt.evaluate()
         assert "denominators" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["_LinAlgError", "NotPSDError", "NanError"])
+def test_an_exception_of_linear_algebra_names_the_argument_by_which_it_is_infinite(name: str) -> None:
+    kind = type(name, (RuntimeError,), {})
+
+    def loss_fn(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise kind("the matrix is not positive definite")
+
+    with BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss_fn, check_cut=False) as opt:
+        opt.load(torch.ones(4, 3), torch.ones(4, 1))
+        with pytest.raises(WorkerError, match=r"say so by nonfinite_errors=\.\.\., with the class of the exception"):
+            opt.evaluate()

@@ -381,3 +381,58 @@ def test_where_f_is_no_sum_of_squares() -> None:
         f = opt.objective()
         with pytest.raises(ValueError, match="f is not known to be a sum of squares"):
             f.least_squares().fun(f.x0)
+
+
+class Frozen(nn.Module):
+    """With a frozen scale, a buffer, an attribute, and one that forwards write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(3, 1), nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.register_buffer("shift", torch.zeros(1))
+        self.power, self.calls = 1, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = self.scale * self.body(x) ** self.power + self.shift
+        return found
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a frozen parameter": lambda module: module.scale.fill_(3.0),
+    "its data": lambda module: module.scale.data.fill_(3.0),
+    "through NumPy": lambda module: module.scale.numpy().fill(3.0),
+    "a buffer": lambda module: module.shift.fill_(1.0),
+    "an attribute": lambda module: setattr(module, "power", 2),
+}
+
+
+@WORKERS
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_point_is_evaluated_again_after_a_change(change: str, parallelize: int) -> None:
+    torch.manual_seed(0)
+    module, x, y = Frozen(), torch.randn(12, 3), torch.randn(12, 1)
+    with loaded(module, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
+        objective = opt.objective()
+        point = objective.x0
+        before = objective(point), objective.gradient(point)
+        assert opt.eval_counter == 1 and objective(point) == before[0]
+        CHANGES[change](module)
+        assert objective(point) == pytest.approx(opt.evaluate().item())
+        opt.load(x, y)
+        after = objective(point), objective.gradient(point)
+        assert after[0] == pytest.approx(nn.functional.mse_loss(module(x), y).item()) and after[0] != before[0]
+        assert not np.allclose(before[1], after[1])
+
+
+@WORKERS
+def test_a_point_is_evaluated_again_with_another_hook(parallelize: int) -> None:
+    def hook(worker: Any, sample: Any) -> None:
+        sample.inputs = sample.inputs * 2.0
+
+    module, x, y = nn.Linear(3, 1), torch.ones(12, 3), torch.ones(12, 1)
+    with loaded(module, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
+        objective = opt.objective()
+        before = objective(objective.x0)
+        opt.prehook = hook
+        assert objective(objective.x0) == pytest.approx(opt.evaluate().item()) != before

@@ -161,7 +161,9 @@ def test_what_compression_had_left_is_not_dropped_without_a_word() -> None:
     with optimizer("sgd") as opt:
         state = opt.state_dict()
         state["residuals"] = {0: torch.zeros_like(opt.parameters)}
-        with pytest.warns(RuntimeWarning, match="has what compression had left of gradients, which is dropped here"):
+        with pytest.warns(
+            RuntimeWarning, match="compression residuals, which are dropped because `compress` is not set"
+        ):
             opt.load_state_dict(state)
 
 

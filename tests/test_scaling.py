@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +71,28 @@ def test_it_measures_what_there_is_and_leaves_no_trace(
     assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("bad", [{"seconds": math.nan}, {"seconds": -1}, {"bandwidth": 0}, {"bandwidth": "fast"}])
+def test_numbers_that_are_not_positive_are_refused(bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss()) as opt:
+        opt.load(torch.randn(8, 2), torch.randn(8, 1))
+        with pytest.raises((TypeError, ValueError), match=f"`{name}` must be a positive number of"):
+            opt.scaling(**bad)
+
+
+@pytest.mark.parametrize("examine", ["scaling", "check"])
+def test_running_statistics_are_as_before(examine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchopt.scaling.usable_cores", lambda: 1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    x, y = torch.randn(24, 3), torch.randn(24, 1)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd") as opt:
+        opt.step(x, y)
+        opt.load(x, y)
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        opt.scaling(seconds=0.1) if examine == "scaling" else opt.check(x, y)
+        torch.testing.assert_close(dict(module.named_buffers()), before, rtol=0, atol=0)
+
+
 def test_it_is_of_this_machine() -> None:
     with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), devices=["cpu", "cpu"]) as opt:
         opt.load(torch.randn(8, 2), torch.randn(8, 1))
@@ -82,10 +106,18 @@ def test_it_is_of_this_machine() -> None:
         (["train.py:make", "--seconds", "0.2"], 0, "per second"),
         (["train.py:not_one"], 2, "has no function 'not_one'"),
         (["train.py"], 2, "give SCRIPT:FUNCTION"),
+        (["tran.py:make"], 2, "there is no file 'tran.py'"),
+        (["notes.txt:make"], 2, "'notes.txt' is not a Python script: invalid syntax"),
+        (
+            ["train.py:make", "--bandwidth", "0"],
+            1,
+            "`bandwidth` must be a positive number of bytes per second, got 0.0",
+        ),
     ],
 )
 def test_from_the_shell(tmp_path: Path, arguments: list[str], status: int, words: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "notes.txt").write_text("not a script")
     command = [sys.executable, "-m", "batchopt", "scaling", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == status and words in done.stdout + done.stderr, done.stderr

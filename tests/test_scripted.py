@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Scaled(Module):  # type: ignore[misc]
         return x * self.constant / self.count
 
 
-def scripted(module: nn.Module) -> Any:
+def scripted(module: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is on its way out
         return torch.jit.script(module)
@@ -110,3 +111,65 @@ def test_a_module_that_is_scripted_as_a_whole_is_trained_in_this_process() -> No
         assert dict(whole.named_buffers())["1.num_batches_tracked"] == 2
         with pytest.raises(TypeError, match=r"'module' was made by torch\.jit .* or use parallelize=1"):
             opt.resize(2)
+
+
+class Through(nn.Module):
+    """A layer before anything that can be called."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.part = nn.Linear(3, 3), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.part(self.layer(x)).sum(1)
+        return found
+
+
+def saved(part: Any) -> bytes:
+    file = io.BytesIO()
+    torch.jit.save(part, file)
+    return file.getvalue()
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "scripted": lambda: scripted(Scaled()),
+    "copied": lambda: copy.deepcopy(scripted(Scaled())),
+    "read": lambda: read(saved(scripted(Scaled()))),
+    "frozen": lambda: torch.jit.freeze(scripted(nn.BatchNorm1d(3).eval())),
+    "traced": lambda: torch.jit.trace(  # type: ignore[no-untyped-call]
+        nn.BatchNorm1d(3).eval().requires_grad_(False), X
+    ),
+    "a function": lambda: scripted(double),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_that_torch_jit_made_are_sent_to_workers(kind: str) -> None:
+    found = []
+    for parallelize in (1, 2):
+        with BatchOptimizer(Through(PARTS[kind]()), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+            found.append([opt.step(X, Y), opt.step(X, Y)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class Unsaved(Module):  # type: ignore[misc]
+    """Calls Python, which torch.jit cannot save."""
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.inside(x)
+
+    @torch.jit.ignore
+    def inside(self, x):  # type: ignore[no-untyped-def]
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_part_that_torch_jit_cannot_save_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"(?s)'module\.part' .*cannot be saved by torch\.jit\.save .*or parallelize=1"):
+        BatchOptimizer(Through(scripted(Unsaved())), nn.MSELoss(), parallelize=2)

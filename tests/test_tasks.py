@@ -220,7 +220,9 @@ def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch
 
     with make(2) as opt:
         opt.run_on_workers(shrink)
-        with pytest.raises(WorkerError, match=r"a result of .* pickled, and .* are the most: return less at a time"):
+        with pytest.raises(
+            WorkerError, match=r"the pickled result has .* GB; the limit is .* GB: return less at a time"
+        ):
             opt.collect(objects)
         assert opt.collect(outputs).shape == (40, 4)
 

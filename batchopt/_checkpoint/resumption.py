@@ -69,6 +69,8 @@ def resume(
         if optimizer is not None:
             # torch's optimizers would share tensors with the optimizer whose state this is
             optimizer.load_state_dict(deepcopy(state["optimizer"]))
+            if all(value.dtype == state["module"][key].dtype for key, value in before.items()):
+                _restore_dtypes(optimizer, state["optimizer"])
             check_options(optimizer)
         function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
     except BaseException:
@@ -77,6 +79,21 @@ def resume(
         raise
     if state.get("parallelize") is not None:
         function.arrange(state["parallelize"])
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Give each tensor in the optimizer's memory the saved dtype and value.
+
+    torch casts them to the parameter's dtype: `mu_product` of NAdam is float32, and would go on as float64.
+    """
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        memory = optimizer.state.get(parameter, {})
+        for key, saved in state["state"].get(name, {}).items():
+            loaded = memory.get(key)
+            if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
+                memory[key] = saved.to(loaded.device, copy=True)
 
 
 def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
@@ -108,9 +125,7 @@ def check_residuals(residuals: Any, x: torch.Tensor) -> None:
     for cell, residual in residuals.items():
         is_right = type(cell) is int and cell >= 0 and isinstance(residual, torch.Tensor) and residual.shape == x.shape
         if not is_right or residual.dtype != torch.promote_types(x.dtype, torch.float32):
-            raise ValueError(
-                f"`residuals` of the state has {cell!r}, which is none of a gradient with {len(x)} elements"
-            )
+            raise ValueError(f"entry {cell!r} of `residuals` of the state does not fit a gradient of {len(x)} elements")
 
 
 def _check_history(history: Any) -> None:
@@ -131,7 +146,7 @@ def _check_history(history: Any) -> None:
                 isinstance(k, str) and _is_number(v) for k, v in value.items()
             )
         if not is_right:
-            raise ValueError(f"`history` of the state has {name} {value!r}, which no BatchOptimizer wrote")
+            raise ValueError(f"`history` of the state has {name} {value!r}, which is not a valid value")
 
 
 def _check_speeds(speeds: Any) -> None:
@@ -146,7 +161,7 @@ def _check_choice(choice: Any) -> None:
     _check_mapping("`parallelize` of the state", choice)
     numbers = [choice.get("workers"), choice.get("samples"), choice.get("threads") or 1]
     if not all(type(number) is int and number >= least for number, least in zip(numbers, (1, 0, 1), strict=True)):
-        raise ValueError(f"`parallelize` of the state is {choice!r}, which no BatchOptimizer wrote")
+        raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
 
 
 def _is_number(value: Any) -> bool:
@@ -172,7 +187,7 @@ def _check_optimizer(state: Any, kind: Any, optimizer: torch.optim.Optimizer | N
     if kind is not None:
         if kind != here and kind not in getattr(optimizer, "reads_states_of", ()):
             raise ValueError(
-                f"the optimizer of the state is {kind} and this one is {here}, which cannot go on from it: build the "
+                f"the optimizer of the state is {kind} and this one is {here}, which cannot resume from it: build the "
                 f"BatchOptimizer with {kind}, or take over the module alone: module.load_state_dict(state['module'])"
             )
         return

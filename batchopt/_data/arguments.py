@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import Any, ParamSpec
 
@@ -93,15 +93,17 @@ def read_timeout(value: Any) -> float | None:
 
     Raise `TypeError` for anything but a number, `ValueError` for any other number.
     """
-    if value is None:
-        return None
-    needed = f"`timeout` must be a positive number of seconds or None, got {value!r}"
+    return None if value is None else read_positive("timeout", value, "number of seconds or None")
+
+
+def read_positive(name: str, value: Any, what: str = "number") -> float:
+    """Return a positive finite number. Raise `TypeError` for anything but a number, `ValueError` for any other one."""
+    needed = f"`{name}` must be a positive {what}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(needed)
-    seconds = float(value)
-    if not (math.isfinite(seconds) and seconds > 0):
+    if not 0 < float(value) < math.inf:
         raise ValueError(needed)
-    return seconds
+    return float(value)
 
 
 def read_restarts(value: Any) -> int | None:
@@ -121,7 +123,9 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
     if parallelize not in (1, len(devices)):
         raise ValueError(f"`devices` has {len(devices)} entries for {parallelize} workers: leave `parallelize` out")
     if len(devices) < 2:
-        raise ValueError("`devices` are of two workers or more: for one, use parallelize=1 and move the module there")
+        raise ValueError(
+            "`devices` needs two or more entries; for a single device use parallelize=1 and move the module there"
+        )
     try:
         found = tuple(torch.device(device) for device in devices)
     except (RuntimeError, TypeError) as error:
@@ -153,28 +157,67 @@ def read_speeds(speeds: Any, workers: int | None) -> Speeds | None:
     return Speeds(values, fixed=True)
 
 
+_OPTIONS = "optimizer=lambda params: batchopt.LBFGS(params, max_iter=..., tolerance_grad=...), for example"
+# What arguments of BatchOptimizer, and of optimizers, are called here.
 _CALLED = {
     **dict.fromkeys(("n_jobs", "num_workers", "n_workers", "workers", "processes"), "parallelize=..."),
     **dict.fromkeys(("lr", "learning_rate"), "optimizer=lambda params: torch.optim.Adam(params, lr=...), for example"),
     "device": "module.to(device) before, with parallelize=1; or devices=[...], with one for each worker",
     **dict.fromkeys(("loss", "loss_function", "loss_func"), "criterion=... or loss_fn=..."),
     **{"model": "module=...", "batch_size": "chunk_size=...", "random_state": "seed=..."},
+    **dict.fromkeys(("max_iter", "history_size", "line_search_fn", "tolerance_grad", "tolerance_change"), _OPTIONS),
+    **dict.fromkeys(("callback", "l1"), _OPTIONS),
+}
+_CALLED_BY_OPTIMIZERS = {
+    **dict.fromkeys(("maxiter", "max_iters", "n_iter", "iterations", "steps"), "max_iter=..."),
+    **dict.fromkeys(("maxfun", "maxfev", "max_nfev"), "max_eval=..."),
+    **dict.fromkeys(("tol", "gtol", "grad_tol"), "tolerance_grad=..."),
+    **dict.fromkeys(("ftol", "xtol", "atol", "rtol", "eps"), "tolerance_change=..."),
+    **{"m": "history_size=...", "maxcor": "history_size=...", "line_search": "line_search_fn=..."},
+}
+# What is to be found elsewhere.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("bounds", "constraints"),
+        "the optimizers here have none: minimize opt.objective() by scipy.optimize (docs/solvers.md), or parametrize "
+        "what is bounded, as by exp or sigmoid in forward",
+    ),
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "n_epochs", "num_epochs"),
+        "call opt.step for each batch, or batchopt.ignite.fit(opt, batches, epochs=...)",
+    ),
+    **dict.fromkeys(("weight_decay", "l2"), "add the penalty to the loss, by loss_fn=..."),
+    "disp": "BatchOptimizer(verbose=1) shows progress, `callback` of an optimizer gets every iteration",
 }
 
 
 def called_here(init: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a constructor: for an unknown argument it raises `TypeError`, which tells the argument's name here."""
+    """Wrap a constructor: for an unknown argument it raises `TypeError`, which tells the argument's name here, or where
+    to look instead."""
     known = inspect.signature(init).parameters
+    owner = init.__qualname__.rpartition(".")[0]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return init
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
         for name in kwargs.keys() - known.keys():
-            close = difflib.get_close_matches(name, known, 1)
-            here = _CALLED.get(name, f"{close[0]}=..." if close else "")
-            raise TypeError(f"BatchOptimizer has no argument `{name}`" + (f": it is {here} here" if here else ""))
+            found = _instead(name, known)
+            raise TypeError(f"{owner} has no argument `{name}`" + (f": {found}" if found else ""))
         init(*args, **kwargs)
 
     return checked
+
+
+def _instead(name: str, known: Collection[str]) -> str:
+    """Return what to use instead of an argument that there is not, of those `known`; empty if nothing is like it."""
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    called = _CALLED_BY_OPTIMIZERS
+    if "module" in known:  # of BatchOptimizer, which passes options on to no optimizer
+        called = {**dict.fromkeys(called, _OPTIONS), **_CALLED}
+    here = [called[name]] if name in called else [f"{name}=..." for name in difflib.get_close_matches(name, known, 1)]
+    return f"it is {here[0]} here" if here else ""
 
 
 def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:

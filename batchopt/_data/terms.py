@@ -183,7 +183,7 @@ def reweighed(terms: Mapping[str, Term] | None, weights: Any) -> dict[str, Term]
     """
     if terms is None:
         raise ValueError(
-            "`weights` are of terms, and this BatchOptimizer has none: build it with terms={name: Term(...)}"
+            "`weights` applies to terms, but this BatchOptimizer has none: build it with terms={name: Term(...)}"
         )
     if not isinstance(weights, Mapping):
         raise TypeError(f"`weights` must be a dict with one number a term, got {type(weights).__name__}")

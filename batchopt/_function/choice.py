@@ -17,9 +17,9 @@ MANY = 40
 HOPELESS = 1.5
 # Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
 COORDINATION, EACH, BYTE = 2e-4, 1e-5, 1e-10
-# Seconds that starting the first workers of a program takes from other work, and later ones.
+# Startup cost of workers in seconds: the first of a program, and later ones.
 FIRST, LATER = 1.0, 0.15
-# Evaluations between two looks whether times have changed, at first; and by which factor.
+# Evaluations between checks for drift, at first; and the factor that counts as drift.
 OFTEN, FACTOR = 64, 1.6
 
 

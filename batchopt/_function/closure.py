@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,21 @@ def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor
     lent, parameters = subject.lend_gradient(), subject.parameters
     found: torch.Tensor = _Loss.apply(loss, lent, places, *parameters)  # type: ignore[no-untyped-call]
     return found
+
+
+@contextmanager
+def first_derivatives_of(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Raise `BatchoptError` if the optimizer differentiates the gradient in the body, as AdaHessian does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, BatchoptError) or "grad_fn" not in str(error):
+            raise
+        raise BatchoptError(
+            f"{type(optimizer).__name__} differentiates the gradient, and workers return it without a graph ({error}): "
+            "use opt.hvp(v), products of the Hessian with vectors, or a method of scipy.optimize on opt.objective(), "
+            "such as newton-cg with hessp=objective.hvp (docs/solvers.md)"
+        ) from error
 
 
 class _Places(NamedTuple):

@@ -150,7 +150,6 @@ def full_gradient(
         if _counts(part.weighting):
             function.begin(prepared)
             total.add(evaluate().item(), subject.gradient, part.weighting)
-            function.drop_changes()
 
     with function.apart("full_gradient()", counted=True):
         for batch in function.prepared(whole(data)):

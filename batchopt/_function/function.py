@@ -310,7 +310,7 @@ class BatchFunction(BatchLoader):
         self._changes = None
         if self.settings.on_nonfinite == "raise":
             chunk = bisect_right(step.plan.cut.bounds, error.samples.start) - 1
-            number, what = counters.evaluations + 1, f"loss is none ({error.type_name})"
+            number, what = counters.evaluations + 1, f"the loss is undefined ({error.type_name})"
             raise NonFiniteError(what, chunk, error.samples, step.number, number, error.terms) from error
         subject.renew_gradient().vector.fill_(math.nan)
         subject.show_gradients()

@@ -77,9 +77,9 @@ def hogwild(
         if math.isnan(loss) and rank >= 0:
             where = (
                 f"in hogwild(), in the mini-batch of samples {[*batch[:8].tolist()]}; parameters are where the steps "
+                "before have left them"
             )
-            steps = function.past.counters
-            what, where = "the loss or its gradient is not finite", where + "before have left them"
+            steps, what = function.past.counters, "the loss or its gradient is not finite"
             raise NonFiniteError(what, None, range(0), steps.steps, steps.evaluations, where=where)
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):

@@ -62,12 +62,19 @@ class BatchLoader:
         """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
         self.owner = self._owner = Owner()
         self.subject, self.settings = subject, settings
-        self.workers = Workers(subject, settings)
+        self._reporter = Reporter(settings.verbose)  # first, since it also reports slow starts
+        try:
+            self.workers = Workers(subject, settings)
+        except BaseException:
+            self._reporter.close()
+            raise
         self._read: tuple[Any, Readings] | None = None  # cached with its key
         self._form: tuple[Readings, BatchForm] | None = None  # of the last batch read
         self._terms = settings.terms
         self.verbose = settings.verbose if self.is_main else 0
-        self._reporter = Reporter(self.verbose)
+        if not self.verbose:
+            self._reporter.close()
+            self._reporter = Reporter(0)
         self.observers = Observers([self._reporter] if self.verbose else [])
         self._checks_cut = settings.check_cut
         self._step: Step | None = None
@@ -80,6 +87,7 @@ class BatchLoader:
         self._compresses = settings.compress is not None
         self._changes: torch.Tensor | None = None  # to buffers, in the step's last evaluation
         self._ended = False  # the module has these changes already
+        self._is_apart = False  # evaluations belong to no step
         self._keeps_outputs = False
         self._outputs: Any = None  # of the module, in the last evaluation
         self._closed = False
@@ -243,11 +251,13 @@ class BatchLoader:
 
     @contextmanager
     def apart(self, what: str, counted: bool = False) -> Iterator[None]:
-        """Let batches loaded in the body belong to no step. Afterwards random draws and counters continue as if there
-        had been none; if `counted`, and nothing was raised, the evaluations count. A batch has to be loaded again."""
+        """Let batches loaded in the body belong to no step. Afterwards buffers, random draws and counters are as if
+        there had been none; if `counted`, and nothing was raised, the evaluations count. A batch has to be loaded
+        again."""
         self.check_open()
         self.end_step()
         before = after = self._past
+        outer, self._is_apart = self._is_apart, True
         try:
             with self.owner.amid(what):
                 yield
@@ -256,7 +266,7 @@ class BatchLoader:
                 after = self._past._replace(counters=counters)
         finally:
             self._forget_batch()
-            self._past = after
+            self._past, self._is_apart = after, outer
 
     @contextmanager
     def under_examination(self) -> Iterator[None]:
@@ -271,7 +281,10 @@ class BatchLoader:
 
     def end_step(self) -> None:
         """Apply the buffer changes of the step's last evaluation to the module; a second call does nothing. More
-        evaluations may follow; they start from the state at the step's start."""
+        evaluations may follow; they start from the state at the step's start. Evaluations that are `apart` change
+        nothing."""
+        if self._is_apart:
+            self._changes = None
         if self._changes is not None:
             self.subject.buffers.take_over(self._changes)
             self._changes, self._ended = None, True
@@ -285,10 +298,6 @@ class BatchLoader:
             if left:
                 self.workers.backend.restart_step()
             yield
-
-    def drop_changes(self) -> None:
-        """Leave the buffers as they were before the last evaluation."""
-        self._changes = None
 
     def _forget_batch(self) -> None:
         self._step = self._changes = self._outputs = self._repeat = None
@@ -314,8 +323,8 @@ class BatchLoader:
             self.workers.compressing.restore_residuals(number, residuals)
         elif residuals:
             warnings.warn(
-                "the state is of a run with `compress`, and has what compression had left of gradients, which is "
-                "dropped here: give the same `compress` to go on with the same bits",
+                "the state contains compression residuals, which are dropped because `compress` is not set: give the "
+                "same `compress` to resume with the same bits",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -21,16 +21,18 @@ from batchopt._function.least_squares import (
     transposed_product,
 )
 from batchopt._machine.ownership import exclusive
+from batchopt._program.description import checksum
+from batchopt._program.program import snapshot_of
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.process.torch_settings import autocast_in_force
 
 
 class _Point(NamedTuple):
-    """f and df/dX of a batch at `x`, under the given torch settings."""
+    """f and df/dX of a batch at `x`, under these `conditions`: torch's settings, and the rest of what f depends on."""
 
     batch: weakref.ref[Batch]
-    settings: tuple[object, ...]
+    conditions: tuple[object, ...]
     x: torch.Tensor
     loss: float
     gradient: Doubles
@@ -41,7 +43,8 @@ class FlatObjective:
 
     Vectors are NumPy arrays, float64, shape `(n,)`, in the order of `parameters`; `x` and `v` may be anything that
     converts to a real array. A call leaves the module's parameters unchanged, even if it raises; only `assign` changes
-    them. The last point is cached, so that the value and then the gradient at one `x` take one evaluation. f is that of
+    them. The last point is cached, so that the value and then the gradient at one `x` take one evaluation, until
+    anything that f depends on has changed: module, losses, hooks, frozen parameters, buffers. f is that of
     the batch loaded at the time of the call, with the same draws for as long as it is loaded (one step).
 
     Where `x` has NaN or infinity, as some solvers try, f, gradient and products are NaN; where f is not finite, they
@@ -53,6 +56,7 @@ class FlatObjective:
     def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
         """Evaluate the function of the loaded batch by calling `evaluate`."""
         self._function, self._owner, self._evaluate = function, function.owner, evaluate
+        self._see()
         self._last: _Point | None = None
 
     def __repr__(self) -> str:
@@ -113,17 +117,31 @@ class FlatObjective:
 
     def _at(self, x: Any) -> _Point:
         batch, vector = self._function.ready().batch, self._read("x", x, finite=False)
-        settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), autocast_in_force()
         last = self._last
         if not bool(vector.isfinite().all()):
-            return _Point(weakref.ref(batch), settings, vector, np.nan, np.full(len(vector), np.nan))
-        if last is None or last.batch() is not batch or last.settings != settings or not torch.equal(last.x, vector):
-            self._last = None
-            with self._function.as_it_is():
-                loss = self._there(vector, self._evaluate).item()
-            gradient = _doubles(self._function.subject.gradient)
-            last = self._last = _Point(weakref.ref(batch), settings, vector, loss, gradient)
+            return _Point(weakref.ref(batch), (), vector, np.nan, np.full(len(vector), np.nan))
+        if last is not None and last.batch() is batch and torch.equal(last.x, vector):
+            if self._seen.looks_the_same() and last.conditions == self._conditions():
+                return last
+        self._last = None
+        with self._function.as_it_is():
+            loss = self._there(vector, self._evaluate).item()
+        if not self._seen.refers():  # a forward has written, or the user before it
+            self._see()
+        gradient = _doubles(self._function.subject.gradient)
+        last = self._last = _Point(weakref.ref(batch), self._conditions(), vector, loss, gradient)
         return last
+
+    def _see(self) -> None:
+        """Take a snapshot of what f depends on, as it is now."""
+        trained, module = set(map(id, self._function.subject.parameters)), self._function.subject.module
+        self._seen = snapshot_of(self._function.workers.program, hooks=False)
+        found = [*(met.tensor for met in self._seen.tensors), *module.buffers()]  # those of torch.jit in no dict
+        self._tensors = [*{id(tensor): tensor for tensor in found if id(tensor) not in trained}.values()]
+
+    def _conditions(self) -> tuple[object, ...]:
+        settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), autocast_in_force()
+        return *settings, self._function.workers.hooks, checksum(self._tensors)
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return the result of `evaluate` with X set to `vector`; X is restored."""

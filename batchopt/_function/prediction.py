@@ -162,7 +162,7 @@ def _outputs(function: BatchFunction, batch: Batch, predicted: Predicted) -> Any
 
 def _check_any(found: Sequence[Any]) -> None:
     if not found:
-        raise ValueError("there is no sample: the loader yields no batch")
+        raise ValueError("the loader yielded no batches")
 
 
 def _check_transform(transform: Transform | None) -> None:
@@ -234,7 +234,7 @@ def _measure(metric: Any, where: str) -> Measure:
         _check_of_sklearn(function, where)
         return lambda outputs, targets: metric(_as_array(targets), _as_array(outputs))
     if not callable(metric):
-        raise TypeError(f"{where} is no metric, but {metric!r} of type {type(metric).__name__}: {_ACCEPTED}")
+        raise TypeError(f"{where} is not a metric: got {metric!r} of type {type(metric).__name__}; {_ACCEPTED}")
     return metric  # type: ignore[no-any-return]
 
 

@@ -44,9 +44,9 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm is untyped
 
 
 class Reporter(Observer):
-    """Reports evaluations, by `verbose`: 0: nothing. 1: a progress bar on stderr. 2: a record per evaluation, with its
-    time. 3: also each worker's share and time. Records have level INFO; without any logging set up they go to
-    stderr."""
+    """Reports evaluations, by `verbose`: 0: nothing. 1: a progress bar on stderr, and a record of a slow start. 2: a
+    record per evaluation, with its time. 3: also each worker's share and time. Records have level INFO; without any
+    logging set up they go to stderr."""
 
     def __init__(self, verbose: int) -> None:
         self._verbose = verbose
@@ -57,7 +57,7 @@ class Reporter(Observer):
         self._bar: ProgressBar | None = None
         self._level = logger.level
         self._handler: logging.Handler | None = None
-        if verbose >= 2:
+        if verbose:
             if not logger.isEnabledFor(logging.INFO):
                 logger.setLevel(logging.INFO)
             if not logger.hasHandlers():
@@ -139,7 +139,7 @@ class Reporter(Observer):
 
     def close(self) -> None:
         """Finish the bar, and restore the logger."""
-        if self._verbose >= 2:
+        if self._verbose:
             logger.setLevel(self._level)
         if self._handler is not None:
             logger.removeHandler(self._handler)

@@ -81,8 +81,8 @@ class Workers:
         if settings.speeds is not None and len(settings.speeds.values) != len(self.infos):
             self.backend.close()
             raise ValueError(
-                f"`speeds` are of {len(settings.speeds.values)} workers, and all ranks together have "
-                f"{len(self.infos)}: leave them out, they are measured"
+                f"`speeds` has {len(settings.speeds.values)} entries, but the ranks have {len(self.infos)} workers in "
+                "total: leave them out, they are measured"
             )
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
         self._task_speeds = Speeds.unknown(len(self.infos))

@@ -17,7 +17,7 @@ from batchopt.errors import IN_TRAINERS, BatchoptError
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.mapping import forget_copies
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.map.buffers import tensors_of
+from batchopt_workers.map.buffers import Place, tensors_of
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
@@ -242,9 +242,9 @@ def _check_kind(named: list[tuple[str, torch.nn.Parameter]]) -> None:
     for name, parameter in named:
         if type(parameter) is not torch.nn.Parameter:
             raise TypeError(
-                f"parameter '{name}' is a {type(parameter).__name__}, a subclass of torch.nn.Parameter: as a part of X "
-                "it would be added to as any vector, and in workers be a plain Parameter; hold a plain one "
-                "(torch.nn.Parameter(p.detach().as_subclass(torch.Tensor))), and make the other of it in forward"
+                f"parameter '{name}' is a {type(parameter).__name__}, a subclass of torch.nn.Parameter: X "
+                "stores plain values, so the subclass would be lost in workers; store a plain Parameter "
+                "(torch.nn.Parameter(p.detach().as_subclass(torch.Tensor))) and convert it in forward"
             )
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for _, p in named)
     if len({p.dtype.to_real() for _, p in named}) > 1:
@@ -282,7 +282,8 @@ def check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
 
 def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.Module) -> None:
     trained = {id(p) for _, p in named}
-    others = [*module.named_parameters(), *((name, place.get()) for name, place in tensors_of(module))]
+    held = ((name, place.get()) for name, place in tensors_of(module) if not _is_computed(place))
+    others = [*module.named_parameters(), *held]
     extents = []
     for name, tensor in [*named, *((n, t) for n, t in others if id(t) not in trained)]:
         if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.is_meta:
@@ -303,6 +304,14 @@ def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.
                     "the same Parameter to both modules; else clone one of them"
                 )
         furthest[is_trained] = max(furthest.get(is_trained, (0, "")), (end, name))
+
+
+def _is_computed(place: Place) -> bool:
+    """Tell whether a hook of the module replaces this attribute before each forward, as that of
+    `torch.nn.utils.spectral_norm`: until the first forward it is the parameter's own memory."""
+    return place.name in vars(place.owner) and any(
+        getattr(hook, "name", None) == place.name for hook in place.owner._forward_pre_hooks.values()
+    )
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

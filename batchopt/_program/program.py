@@ -107,10 +107,15 @@ def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
 
 def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
     """Return a snapshot of everything that the program refers to, with or without its hooks."""
+    beside = {name: getattr(program, name) for name in _BESIDE} if hooks else {}
+    return Snapshot(beside | roots_of(program))
+
+
+def roots_of(program: Program) -> dict[str, object]:
+    """Return the parts of the program that f depends on, by name."""
     many = len(program.loss_fns) > 1
     losses = {f"loss_fn[{i}]" if many else "loss_fn": loss_fn for i, loss_fn in enumerate(program.loss_fns)}
-    beside = {name: getattr(program, name) for name in _BESIDE} if hooks else {}
-    return Snapshot({**beside, "module": program.module, "criterion": program.criterion, **losses})
+    return {"module": program.module, "criterion": program.criterion, **losses}
 
 
 def tensors_of_f(snapshot: Snapshot) -> list[Met]:

@@ -116,8 +116,22 @@ class Snapshot:
         self._known = set(map(id, self._plain))
 
     def holds(self) -> bool:
+        """Tell whether nothing was replaced; False if there is something that cannot be compared."""
+        return not self._hidden and self.looks_the_same()
+
+    def looks_the_same(self) -> bool:
+        """Tell whether nothing was replaced, as far as it can be compared: references, arrays, pickled objects."""
+        if not self.refers():
+            return False
+        if not (self._arrays or self._pickled):
+            return True
+        return all(_equal(array, copy) for array, copy in self._arrays) and all(
+            _pickled(obj) == data for obj, data in self._pickled
+        )
+
+    def refers(self) -> bool:
         """Tell whether everything still refers to the same objects, and all `requires_grad` are unchanged."""
-        if self._hidden or any(self._empty):
+        if any(self._empty):
             return False
         for mapping, kept in self._dicts:
             if 2 * len(mapping) != len(kept) or not all(map(is_, chain(mapping, mapping.values()), kept)):
@@ -129,13 +143,7 @@ class Snapshot:
             found = tuple(read())
             if len(found) != len(kept) or not all(map(is_, found, kept)):
                 return False
-        if [*map(_requires_grad, self._plain)] != self._requires_grad:
-            return False
-        if not (self._arrays or self._pickled):
-            return True
-        return all(_equal(array, copy) for array, copy in self._arrays) and all(
-            _pickled(obj) == data for obj, data in self._pickled
-        )
+        return [*map(_requires_grad, self._plain)] == self._requires_grad
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Tell whether the tensor was found; otherwise pickling has made it from something else."""

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from batchopt._program.snapshot import Part, of_class, of_container, of_descriptor, of_function
 from batchopt_workers.data.batch import Batch, Columns, Samples
 from batchopt_workers.data.items import Items
-from batchopt_workers.data.packing import DEVICES, pack
+from batchopt_workers.data.packing import DEVICES, SCRIPTED, pack
 from batchopt_workers.process.interrupts import let_through
 
 # Depth and seconds after which the search ends with the best result so far.
@@ -90,6 +90,8 @@ class _Search:
 
 def _parts(obj: Any) -> Iterator[Part]:
     """Return the objects that pickling `obj` descends to, each with its path."""
+    if isinstance(obj, SCRIPTED):
+        return iter(())
     if isinstance(obj, FunctionType):
         return of_function(obj)
     if isinstance(obj, (MethodType, BuiltinMethodType)):

@@ -117,7 +117,7 @@ class Checkpoint:
         if resume == "never":
             if files:
                 raise ValueError(
-                    f"'{self.folder}' has checkpoints, up to iteration {files[-1].iteration}: go on from there with "
+                    f"'{self.folder}' has checkpoints, up to iteration {files[-1].iteration}: resume from there with "
                     "resume='auto', or give a folder without any"
                 )
             return None
@@ -137,14 +137,14 @@ def restore(opt: BatchOptimizer, path: Path, take: Callable[[Any], None]) -> Non
     state = file.read(path, opt._function.subject.flat.layout)
     if ENTRY not in state:
         raise CheckpointError(
-            f"cannot go on from checkpoint '{path}': it was not written by fit(), and has no position in the data; "
+            f"cannot resume from checkpoint '{path}': it was not written by fit(), and has no position in the data; "
             "opt.load_checkpoint() takes over parameters and optimizer"
         )
     try:
         take(state[ENTRY])
         opt.load_state_dict(state)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot go on from checkpoint '{path}': {error}") from error
+        raise CheckpointError(f"cannot resume from checkpoint '{path}': {error}") from error
 
 
 def plain(state: Any) -> Any:

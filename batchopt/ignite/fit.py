@@ -102,7 +102,7 @@ def fit(
     _read_metrics(parts, opt, eval_data, metrics)
     parts.stopping = _read_patience(patience, parts)
     if resume != "never" and parts.checkpoint is None:
-        raise ValueError("`resume` needs `checkpoint`, the folder to go on from")
+        raise ValueError("`resume` needs `checkpoint`, the folder to resume from")
     with progress(opt, parts.epochs) as shown:
         loop = Loop(opt, trainer, batches, parts, shown)
         loop.attach()

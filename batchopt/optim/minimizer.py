@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from batchopt._data.arguments import called_here
 from batchopt.optim.algebra import add, copy, largest, norm
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
@@ -117,6 +118,11 @@ class Search:
 class Minimizer(torch.optim.Optimizer):
     """Makes steps that lower f; a subclass chooses them. All parameters form one vector, of one group. `result`
     describes the last call of `step`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = called_here(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
         defaults = as_numbers(defaults)

@@ -23,6 +23,7 @@ from batchopt import BatchOptimizer, Worker
 from batchopt.backends.process.worker import WorkerProcess
 from batchopt_workers.process.messages import versions
 from tests.backends.scripts import SCRIPT, assert_gone, pids, printed, python, running
+from tests.building import loaded
 from tests.conftest import is_fork_server
 from tests.workloads import Mlp, mlp
 
@@ -456,3 +457,20 @@ print(run(3, 3, 6, False) == run(1, 0, 6, False))
     assert python("-c", script, "killed").returncode == -signal.SIGKILL
     ended = python("-c", script, "goes on")
     assert ended.stdout == "True\n", ended.stderr
+
+
+def test_workers_that_cannot_be_replaced_say_why(tmp_path: Path) -> None:
+    def precode(worker: Worker) -> None:
+        if (tmp_path / "broken").exists():
+            raise LookupError("no such device")
+
+    with loaded(
+        nn.Linear(2, 1), nn.MSELoss(), torch.ones(8, 2), torch.ones(8, 1), parallelize=2, precode=precode
+    ) as opt:
+        (tmp_path / "broken").touch()
+        for worker in opt.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(
+            batchopt.AllWorkersLostError, match=r"could not start \(LookupError .*no such device\) and was"
+        ):
+            opt.evaluate()

@@ -307,3 +307,20 @@ def test_what_a_worker_names_in_shared_memory_goes_with_it() -> None:
     while any(name in entry for name in names for entry in os.listdir("/dev/shm")):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_slow_start_is_reported_with_what_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1.0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BATCHOPT_TEST_THING", "another fork server")
+    monkeypatch.setattr(forkserver, "libraries_of", lambda program: ["slow_library"])
+    monkeypatch.setattr("batchopt.backends.process.backend.libraries_of", lambda program: ["slow_library"])
+    monkeypatch.setattr(forkserver, "SLOW", 0.2)
+    monkeypatch.setattr(forkserver, "ANSWERING", 0.1)
+    monkeypatch.setattr(forkserver.logger, "propagate", False)  # as if no handler were set up
+    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2, verbose=1):
+        shown = capfd.readouterr().err
+    assert "batchopt: waiting for the process that workers are forked from, which imports torch, slow_library" in shown
+    assert shown.count("waiting for") == 1

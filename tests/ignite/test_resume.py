@@ -258,7 +258,7 @@ def test_going_on_from_a_file_by_name(tmp_path: Path) -> None:
         assert opt.fingerprint() == expected[0]
     with optimizer() as opt, pytest.raises(ValueError, match=r"has checkpoints after '00000004.batchopt'"):
         fit(opt, batches(), epochs=2, checkpoint=tmp_path / "run", resume=files[3].path)
-    with optimizer() as opt, pytest.raises(ValueError, match="has checkpoints, up to iteration 10: go on from there"):
+    with optimizer() as opt, pytest.raises(ValueError, match="has checkpoints, up to iteration 10: resume from there"):
         fit(opt, batches(), epochs=2, checkpoint=tmp_path / "run")
     with optimizer() as opt, pytest.raises(CheckpointError, match="No such file"):
         fit(opt, batches(), epochs=2, checkpoint=tmp_path / "new", resume=tmp_path / "nothing")

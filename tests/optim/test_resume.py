@@ -104,6 +104,33 @@ def test_with_another_number_of_workers(make: Any, dtype: torch.dtype) -> None:
             assert torch.equal(part.parameters, whole.parameters)
 
 
+# Without those for sparse gradients, and those that take only matrices.
+TORCHS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if name not in ("SparseAdam", "Muon")
+)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@both_dtypes
+def test_torchs_optimizers_resume_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-1, 1, 20, dtype=dtype).unsqueeze(1)
+
+    def made() -> batchopt.BatchOptimizer:
+        torch.manual_seed(0)
+        kind = getattr(torch.optim, name)
+        return batchopt.BatchOptimizer(Mlp(1, 6, 1).to(dtype), nn.MSELoss(), optimizer=lambda p: kind(p, lr=0.01))
+
+    with made() as whole, made() as part:
+        for _ in range(4):
+            part.load_state_dict(whole.state_dict())
+            for _ in range(3):
+                assert part.step(x, x.sin()) == whole.step(x, x.sin())
+            assert torch.equal(part.parameters, whole.parameters)
+
+
 # ---- optimizers are copied and pickled as torch's are
 
 

@@ -42,7 +42,9 @@ def parts(seed: int = 0, samples: int = 210, width: int = 20) -> tuple[Net, torc
 def optimizer_of(module: nn.Module, workers: int = 1, **options: Any) -> BatchOptimizer:
     """With fixed chunks."""
     given: dict[str, Any] = {"optimizer": lambda p: torch.optim.LBFGS(p, max_iter=4), "chunk_size": 10}
-    return BatchOptimizer(module, nn.MSELoss(), **{"parallelize": workers, "backend": "ranks", **given, **options})
+    if "loss_fn" not in options:
+        given["criterion"] = nn.MSELoss()
+    return BatchOptimizer(module, **{"parallelize": workers, "backend": "ranks", **given, **options})
 
 
 def bits(workers: str = "1", backend: str = "ranks", size: str = "20") -> None:
@@ -72,16 +74,64 @@ def differ(how: str) -> None:
         batch = [inputs[i] for i in shuffled], [targets[i] for i in shuffled]
     if how == "frozen" and RANK == 1:
         module.scale.data.fill_(0.25)
+    criterion: Any = nn.SmoothL1Loss(beta=2.0 + RANK * (how == "beta"))
+    scale = torch.tensor(2.0 + RANK * (how == "captured"))
+
+    def loss_fn(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return nn.functional.mse_loss(scale * net(x), y)
+
+    def other(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return nn.functional.mse_loss(2.0 * net(x), y)
+
+    options: dict[str, Any] = {"criterion": criterion}
+    if how in ("captured", "code"):
+        options = {"loss_fn": other if how == "code" and RANK == 1 else loss_fn}
     try:
-        with optimizer_of(module, seed=RANK if how == "draws" else 0) as opt:
+        with optimizer_of(module, seed=RANK if how == "draws" else 0, **options) as opt:
             opt.load(*batch)
             opt.evaluate()
             if how == "calls" and RANK == 1:
                 opt.run_on_workers(lambda worker: None)
             opt.evaluate()
+            if how == "mode" and RANK == 1:
+                module.body[2].eval()
+            if how == "attribute" and RANK == 1:
+                setattr(module.body[2], "p", 0.2)  # noqa: B010
+            opt.step(*batch)
             print("no error")
     except BatchoptError as error:
         print(type(error).__name__, error)
+
+
+class Counting(Net):
+    """With attributes that forwards write, each rank its own, and others that differ without a difference in f."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(8)
+        self.calls, self.lengths, self.last = 0, {0: 0}, None
+        self.device, self.names = f"cuda:{rank}", {"a", "b"} if rank else {"b", "a"}
+        for _ in range(rank):
+            self.register_forward_hook(lambda *_: None).remove()
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += len(x)
+        self.lengths[len(x)] = self.calls
+        found = super().forward(x)
+        self.last = found.detach()  # type: ignore[assignment]
+        return found
+
+
+def alike(workers: str) -> None:
+    """Equal programs, though not in all that Python can see; `workers` of each rank."""
+    torch.manual_seed(0)
+    module, inputs, targets = Counting(RANK).double(), *parts()[1:]
+    numbers = [int(number) for number in workers.split(",")]
+    with optimizer_of(module, numbers[RANK], chunk_size=None) as opt:
+        for count in (205, 150, 95, 94, 1):  # rank 1 has no share of the last one
+            opt.step(inputs[:count], targets[:count])
+            module.train(count not in (150, 94))
+        print(opt.fingerprint())
 
 
 def raises(what: str) -> None:

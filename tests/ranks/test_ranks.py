@@ -43,11 +43,21 @@ def test_bits_are_those_of_one_process_with_any_number_of_ranks(width: int, size
         ("frozen", "frozen parameters and buffers [0-9a-f]+ on rank 0"),
         ("draws", "seed 0 on rank 0, 1 on rank 1"),
         ("calls", "call evaluate on rank 0, run_on_workers on rank 1"),
+        ("mode", "module.body.2.training True on rank 0, False on rank 1"),
+        ("attribute", "module.body.2.p 0.1 on rank 0, 0.2 on rank 1"),
+        ("beta", "criterion.beta 2.0 on rank 0, 3.0 on rank 1"),
+        ("captured", "frozen parameters and buffers [0-9a-f]+ on rank 0"),
+        ("code", "loss_fn differ.<locals>.loss_fn [0-9a-f]+ on rank 0, differ.<locals>.other [0-9a-f]+ on rank 1"),
     ],
 )
 def test_ranks_that_have_come_apart_say_in_what(how: str, words: str) -> None:
     for line in program("differ", how):
-        assert re.match(f"NodesDifferError .*{words}", line), line
+        assert re.match(f"NodesDifferError the ranks have diverged: .*{words}", line), line
+
+
+@pytest.mark.parametrize("workers", ["1,1", "1,2"])
+def test_what_forwards_write_and_ids_and_devices_may_differ(workers: str) -> None:
+    assert len(set(program("alike", workers))) == len(fingerprints(program("alike", workers)[0])) == 1
 
 
 @pytest.mark.sampled
@@ -71,7 +81,7 @@ def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_stopped_is_an_error_within_the_timeout(when: str) -> None:
     found = program("lost", "stop", when, 4, lacking=1)
-    assert found == ["NodeLostError rank 1 gave no sign for 4 s (`timeout`)"]
+    assert found == ["NodeLostError rank 1 did not respond for 4 s (`timeout`)"]
 
 
 @pytest.mark.slow

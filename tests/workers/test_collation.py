@@ -160,7 +160,7 @@ def test_what_another_worker_had_is_read_if_what_was_read_here_is_the_same(same:
         found.of((0, 8, 12), read, cache=True)
         assert read.count == 4
     else:
-        with pytest.raises(ValueError, match="others when they are read again"):
+        with pytest.raises(ValueError, match="reading the same items again gave different values"):
             found.of((0, 8, 12), read, cache=True)
 
 

@@ -351,8 +351,7 @@ class NodesBackend(CompressingBackend):
 
 def _warn_of_residual(name: str) -> None:
     warnings.warn(
-        f"{name} was lost with what compression had left of its gradients: that part of earlier gradients is not added "
-        "to later ones any more; go on from a checkpoint to have it",
+        f"{name} was lost together with its compression residuals; resume from a checkpoint to recover them",
         RuntimeWarning,
         stacklevel=2,
     )

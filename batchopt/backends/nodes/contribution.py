@@ -35,7 +35,7 @@ class NodeFailure(NamedTuple):
         return cls(replace(text, traceback=getattr(error.__cause__, "text", text.traceback)), error)
 
     def error_of(self, name: str, first: int) -> BaseException:
-        """Return the exception to be raised here; the node has that name, and workers from that rank on."""
+        """Return the exception to be raised here. `name`: the node; `first`: the rank of its first worker."""
         error: BaseException | None = self.error
         if error is None:
             error = WorkerError(first, self.text.type_name, self.text.message, range(0), f"on {name}")

@@ -210,10 +210,12 @@ class Group:
 
     def _described(self, place: int, text: str) -> str:
         if place == self.place:
-            return f"not all of {self.size} came within {self._timeout:.4g} s (`timeout`): {text[:300]}"
+            return f"only some of {self.size} joined within {self._timeout:.4g} s (`timeout`): {text[:300]}"
         is_silent = "timed out" in text.lower()
         why = (
-            f"gave no sign for {self._timeout:.4g} s (`timeout`)" if is_silent else "has ended, or closed its optimizer"
+            f"did not respond for {self._timeout:.4g} s (`timeout`)"
+            if is_silent
+            else "has ended, or closed its optimizer"
         )
         return f"{self.names[place]} {why}"
 

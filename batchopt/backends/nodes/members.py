@@ -287,12 +287,12 @@ class Members:
         """Return the reason why it cannot be a member any more."""
         if (why := member.placed.gone()) is not None:
             return why
-        return f"gave no sign for {self._timeout:.3g} s" if self._is_silent(member) else None
+        return f"did not respond for {self._timeout:.3g} s" if self._is_silent(member) else None
 
     # ---- losses
 
     def _watch(self) -> None:
-        """Raise `NodeLostError` if a member is gone, or gives no sign of life in time."""
+        """Raise `NodeLostError` if a member is gone, or does not respond in time."""
         self._check_stopped()
         for place, member in enumerate(self.present, 1):
             if (why := self._fault_of(member)) is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, groupby
 from typing import Any, NamedTuple
@@ -82,6 +82,7 @@ class Team:
         self.rows: list[torch.Tensor] = []  # of the last evaluation that collected any
         self.infos = Infos()
         self.behind: set[int] = set()  # members that could not make their updates, as of the last exchange
+        self.in_full: Callable[[list[Call]], list[Call]] = list  # of calls that differ, with what digests stand for
         self._before: _Before | None = None
         self._reported: list[Any] = []  # the state of this member's workers, as sent last
 
@@ -276,12 +277,16 @@ class Team:
     def _check(self, found: Sequence[Contribution], failure: BaseException | None) -> None:
         """Raise the error that any of them reports, the same on all members."""
         self.behind = {place for place, each in enumerate(found) if each.is_behind}
-        differing = differences([each.call for each in found], self.group.names)
+        calls = [each.call for each in found]
+        if any(call != calls[0] for call in calls):
+            calls = self.in_full(calls)
+        differing = differences(calls, self.group.names)
         if differing:
             self.group.close()
             raise NodesDifferError(
-                f"these do not do the same, which they have to: {differing}. Seed them alike (torch.manual_seed), and "
-                "give all of them the same batches and calls"
+                f"the ranks have diverged: {differing}. Seed them alike (torch.manual_seed), and give all of them the "
+                "same program, batches and calls; keep what differs on purpose, such as a rank or a path, outside of "
+                "module and losses"
             )
         for each in found:
             if each.infos is not None:

@@ -3,6 +3,7 @@ the first worker is, and kept for the next ones."""
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import select
@@ -30,6 +31,9 @@ from batchopt_workers.process.forkserver import HAS_THREADS, REPLY, Command, Com
 # Timeouts in seconds of the fork server: to start and answer for the first time; to answer later, which takes
 # milliseconds; and to end the workers and their remaining processes once it is no longer needed.
 STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
+# Seconds after which a start is reported as slow.
+SLOW = 5.0
+logger = logging.getLogger("batchopt")
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -143,6 +147,7 @@ class ForkServer:
         self._numbers = count(1)
         self._answers: dict[int, int] = {}
         self._serves = threading.Event()
+        self._imports = ", ".join(["torch", *libraries])
         with apart_from_streams():
             self._start(environment, libraries)
         with suppress(ForkServerError):  # it has ended already, and the first call says why
@@ -208,12 +213,15 @@ class ForkServer:
         """
         with self._lock:
             number = self.tell(task, subject, world, threads, descriptors)
-            began = time.monotonic()
+            began, said = time.monotonic(), False
             while number not in self._answers:
                 if _is_readable(self._socket.fileno(), ANSWERING):
                     self._hear()
                     continue
                 silence = time.monotonic() - began
+                if silence >= SLOW and not said:
+                    said = True
+                    logger.info("waiting for the process that workers are forked from, which imports %s", self._imports)
                 if self._serves.is_set() or silence >= STARTING or self._process.is_stopped:
                     self._process.kill()
                     self._process.join(ENDING)

@@ -279,7 +279,7 @@ class Pool:
                     listener.on_reply(worker, asked, reply)
                 worker.forget_answered()
         except ProtocolError as error:
-            worker.kill(f"said what is no message ({error})")
+            worker.kill(f"sent an invalid message ({error})")
             self._reap(worker, listener)
             return
         # It has answered every part of the state: from now on it gets orders.
@@ -314,7 +314,7 @@ class Pool:
         if worker.joined:
             raise error
         self.roster.refused(worker.rank, error)
-        worker.kill("could not start")
+        worker.kill(f"could not start ({error})")
 
     def _look_for_hung(self, listener: Listener) -> None:
         now, working = time.monotonic(), []

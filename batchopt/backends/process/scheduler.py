@@ -75,7 +75,7 @@ def due(since: float, seconds: float | None, patience: float) -> float:
 
 # A chunk is late after this many seconds at the earliest.
 PATIENCE = 0.05
-# Seconds of work that justify a message: less is not taken from a worker that is about to begin it.
+# Seconds of work that justify a message: smaller remainders are not stolen.
 WORTHWHILE = 0.002
 
 # The expected seconds of worker `i` for chunk `j`; None if unknown.

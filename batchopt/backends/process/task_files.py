@@ -20,7 +20,7 @@ from batchopt_workers.tasks.forms import Column, places
 _SMALL = 2**20
 # Bytes for sums that each worker may keep in any case.
 _KEPT = 2**25
-# Largest file of results in bytes that is written again.
+# Largest result file in bytes that is reused.
 _AGAIN = 2**26
 
 

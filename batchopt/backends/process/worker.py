@@ -250,8 +250,7 @@ class WorkerProcess:
             self.rows.grow(more, block)
 
     def hang_bell(self, board: SharedBlock, workers: int) -> None:
-        """Send it a bell for repeated evaluations, which its page of the board describes; without a free descriptor it
-        gets only orders."""
+        """Set up the signal of repeated evaluations; skipped when no descriptor is available."""
         if self.bell is not None:
             return
         try:
@@ -322,7 +321,7 @@ class WorkerProcess:
         elif code is None:
             ended = "ended"
         elif code < 0:
-            ended = f"was ended by {_signal_name(-code)}"
+            ended = f"was killed by {_signal_name(-code)}"
         else:
             ended = f"exited with code {code}"
         doing = next((asked.activity.value for asked in self._asked if asked.number > self.channel.answered), "")
@@ -383,5 +382,5 @@ def _hint(code: int | None) -> str:
     if code == -signal.SIGKILL:
         return " (out of memory, perhaps: a smaller chunk_size needs less)"
     if code == -signal.SIGSEGV:
-        return " (the parameters are read-only in workers: code that writes them there ends so)"
+        return " (the parameters are read-only in workers: writing to them in a worker causes this)"
     return ""

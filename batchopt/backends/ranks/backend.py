@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from batchopt._data.arguments import read_parallelize
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs
+from batchopt._program.description import ComparedProgram, checksum
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.backends.nodes.contribution import Call, GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards
@@ -30,24 +30,12 @@ from batchopt.backends.ranks.launch import meet, ranks_here
 from batchopt.backends.serial import SerialBackend
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.items import Items
-from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps
 from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.process.messages import Cut, Order, versions
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the CRC-32 of the elements, in their order, and of shapes and dtypes."""
-    found = 0
-    for tensor in tensors:
-        tensor = tensor.detach()
-        found = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), found)
-        if tensor.layout is torch.strided and not tensor.is_quantized:
-            found = zlib.crc32(octets(tensor.cpu().resolve_conj().resolve_neg()).numpy().data, found)
-    return f"{found:08x}"
 
 
 def of_batch(batch: Batch) -> str:
@@ -95,6 +83,7 @@ class RanksBackend(CompressingBackend):
         self._loaded: tuple[Batch, tuple[float, ...]] | None = None
         self._digests: dict[str, Any] = {}
         self._state: tuple[Any, str] | None = None
+        self._compared, self._looks = ComparedProgram(setup.program), False
         launch, store = meet(setup.timeout or PATIENCE)
         self._launch, self.is_main = launch, launch.rank == 0
         host = address_towards(launch.address or socket.gethostname())
@@ -118,6 +107,7 @@ class RanksBackend(CompressingBackend):
         """Return a team in which this rank has `workers` workers, and each other rank its own number."""
         size = self._group.size
         team = Team(self._group, None, [range(0)] * size, range(size), self._setup.fixed_bits, self._residuals)
+        team.in_full = self._in_full
         layout = self._setup.flat.layout
         same: dict[str, Any] = {"versions": versions(), "parameters": (layout.size, str(layout.dtype))}
         same |= {"seed": self._setup.program.seed, "fixed chunks": self._setup.fixed_bits}
@@ -192,12 +182,23 @@ class RanksBackend(CompressingBackend):
         self._mine.load(prepared, weights)
         self._loaded = prepared.batch, weights
         self._digests = {"batch": of_batch(prepared.batch), "frozen parameters and buffers": self._state_digest()}
+        self._follow()
         self._digests |= {"weights of terms": weights}
 
+    def _follow(self) -> None:
+        self._compared.follow()
+        self._looks = True
+
+    def _in_full(self, calls: list[Call]) -> list[Call]:
+        """Return calls that differ with the parts in which the programs do, in place of their digests."""
+        if all(call.get("program") == calls[0].get("program") for call in calls):
+            return calls
+        differing = self._compared.differing(self._group.exchange(self._compared.in_full))
+        return [{**call, "program": None, **parts} for call, parts in zip(calls, differing, strict=True)]
+
     def _state_digest(self) -> str:
-        """Return a checksum of the module's tensors outside X; computed again after they were written."""
-        module, trained = self._setup.program.module, {id(p) for p in self._setup.parameters}
-        tensors = [p for p in module.parameters() if id(p) not in trained] + list(module.buffers())
+        """Return a checksum of the tensors outside X; computed again after they were written."""
+        tensors = self._compared.tensors(self._setup.parameters)
         marks = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
         if self._state is None or self._state[0] != marks:
             self._state = marks, checksum(tensors)
@@ -212,6 +213,8 @@ class RanksBackend(CompressingBackend):
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         self._digests["batch of the task"] = None if batch is None else of_batch(batch)
+        if follow:
+            self._follow()
         return self._mine.begin_task(task, batch, follow)
 
     def keep_outputs(self, keep: bool) -> None:
@@ -223,14 +226,22 @@ class RanksBackend(CompressingBackend):
     # ---- evaluating
 
     def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        return self._team.evaluate(cut, self._aligned(cut, orders), self._evaluation(cut, orders), meanwhile)
+        call = self._evaluation(cut, orders)
+        return self._learn(self._team.evaluate(cut, self._aligned(cut, orders), call, meanwhile))
+
+    def _learn(self, answers: list[Answer]) -> list[Answer]:
+        """Learn what forwards write in the user's own module, if this process is the worker; once a step."""
+        if self._looks and isinstance(self._local, SerialBackend):
+            self._compared.learn()
+        self._looks = False
+        return answers
 
     def evaluate_compressed(
         self, cut: Cut, orders: Sequence[Order | None], taken: int, kept: int, meanwhile: Meanwhile | None = None
     ) -> list[Answer]:
         order = next(order for order in orders if order is not None)
         of = Round(order.evaluation, taken, kept)
-        return self._team.evaluate(cut, orders, self._evaluation(cut, orders), meanwhile, of)
+        return self._learn(self._team.evaluate(cut, orders, self._evaluation(cut, orders), meanwhile, of))
 
     def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
         return self._team.residuals_after(self._call("state_dict"), evaluation)
@@ -256,6 +267,7 @@ class RanksBackend(CompressingBackend):
             X=checksum([self._setup.flat.vector]),
             chunks=tuple(cut.bounds) if cut.chunks < 8 else f"{cut.chunks} ({hash(tuple(cut.bounds)) % 2**32:08x})",
             shares=_shares(orders),
+            program=self._compared.digest,
             **self._digests,
         )
 

@@ -147,10 +147,10 @@ class Collation:
             self._read = None
         elif again is None or again.data != kept.data or not all(map(same_values, again.copies, kept.plain)):
             raise ValueError(
-                "items of the dataset are others when they are read again, as they are here since samples have changed "
-                "hands: draw from torch's, NumPy's or random's global generator, which are seeded, or from one seeded "
-                "with the index; or leave `chunk_size` out, so that each worker reads its samples once; or make "
-                "tensors of the dataset before"
+                "reading the same items again gave different values (they were read again because chunks moved to "
+                "another worker): draw from torch's, NumPy's or random's global generator, which are seeded, or from "
+                "one seeded with the index; or leave `chunk_size` out, so that each worker reads its samples once; or "
+                "make tensors of the dataset before"
             )
 
     def _drop(self, key: Key) -> None:
@@ -159,7 +159,7 @@ class Collation:
         self._room += 0 if kept is None else kept.nbytes
 
     def check(self) -> None:
-        """Drop the pieces that the chunk, which was evaluated, has written."""
+        """Drop cached pieces that the last chunk modified."""
         for key in self._used:
             kept = self._pieces.get(key)
             if kept is not None and kept.is_written():

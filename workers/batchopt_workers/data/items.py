@@ -105,7 +105,7 @@ class Items:
             index = int(other.nonzero()[0, 0])
             message = (
                 f"its denominator is {found[index].item():g}, and was {before[index].item():g} when it was first read: "
-                "what a mean divides by is found out in a pass of its own, so targets must be the same each time they "
+                "the divisor of the mean is computed in a separate pass, so targets must be the same each time they "
                 "are read; draw them from a generator seeded with the index, or make tensors of the dataset before"
             )
             raise Unreadable(start + index, ValueError(message))

@@ -23,7 +23,7 @@ _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-# Of a file, for this process alone; no memory is reserved, since it is hardly ever written.
+# A private mapping of a file, without reserved swap, since it is rarely written.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
 # The highest bits of a page's entry in /proc/self/pagemap: it is present, swapped out, of a file.
@@ -209,8 +209,8 @@ def _copy_for_child(address: int, nbytes: int) -> None:
     except OSError as error:
         warnings.warn(
             f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could "
-            f"not be had ({error}): the process that is forked here shares them with this one, and must not write "
-            "them; fork it before the BatchOptimizer is built or after it is closed, or give the machine or the "
+            f"not be allocated ({error}): the process that is forked here shares them with this one, and must not "
+            "write them; fork it before the BatchOptimizer is built or after it is closed, or give the machine or the "
             "container more memory",
             RuntimeWarning,
             stacklevel=4,

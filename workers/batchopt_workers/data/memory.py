@@ -180,6 +180,8 @@ class SharedBlock:
         except (OSError, OverflowError) as error:
             self._close()
             raise _explained(error, self.nbytes, free_memory()) from error
+        # What tensors hold: it ends before the mapping does.
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBlock:
@@ -196,7 +198,7 @@ class SharedBlock:
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def protect(self, writable: bool = False) -> None:
         """Forbid this process to write here (a write is then SIGSEGV), or allow it again. Does nothing if the C library

@@ -12,7 +12,9 @@ import copyreg
 import io
 import pickle
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from batchopt_workers.data.memory import SharedBlock, aligned
+from batchopt_workers.process.interrupts import let_through
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
             cloudpickle.register_pickle_by_value(main)
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.device.type not in DEVICES:
-            # each worker would hold its own copy there, and all the memory that the accelerator's library takes
-            raise TypeError(f"a tensor is on {obj.device}, and workers run on cpu: call .cpu() on it")
+        if isinstance(obj, torch.Tensor):
+            _check_device(obj)
+        if isinstance(obj, SCRIPTED):
+            return read_scripted, (scripted(obj),)
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
             # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
@@ -122,6 +126,47 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
             if getattr(sys.modules.get(owner), name, None) is obj:
                 return getattr, (sys.modules[owner], name)
         return super().reducer_override(obj)
+
+
+def _check_device(tensor: torch.Tensor) -> None:
+    if tensor.device.type not in DEVICES:
+        # each worker would hold its own copy there, and all the memory that the accelerator's library takes
+        raise TypeError(f"a tensor is on {tensor.device}, and workers run on cpu: call .cpu() on it")
+
+
+# Made by torch.jit, which has a form of its own for them and cannot pickle them.
+SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+
+
+def scripted(obj: Any) -> bytes:
+    """Return a module or function that torch.jit made, with its tensors, in its own form. Raise `TypeError` if it has
+    none, or tensors on an accelerator."""
+    for tensor in obj.state_dict().values() if isinstance(obj, torch.nn.Module) else ():
+        _check_device(tensor)
+    file = io.BytesIO()
+    try:
+        with _quiet():
+            torch.jit.save(obj, file)
+    except Exception as error:
+        let_through(error)
+        raise TypeError(
+            f"a {type(obj).__name__} of torch.jit cannot be saved by torch.jit.save ({error}): use the module or "
+            "function that it was made of, or parallelize=1"
+        ) from error
+    return file.getvalue()
+
+
+def read_scripted(data: bytes) -> Any:
+    """Return what `scripted` has written."""
+    with _quiet():
+        return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        yield
 
 
 class _Packer(_Pickler):

@@ -35,7 +35,7 @@ def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[An
         return type(data)(map_tensors(function, item, is_leaf) for item in data)
     if isinstance(data, Mapping):
         mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
-        return _filled(copy.copy(data), mapped) if _keeps_its_type(data) else mapped
+        return _filled(data, mapped) if _keeps_its_type(data) else mapped
     if is_record(data):
         return _replaced(data, {name: map_tensors(function, item, is_leaf) for name, item in items_of(data)})
     return data
@@ -63,9 +63,12 @@ def _keeps_its_type(data: Mapping[Any, Any]) -> bool:
 
 
 def _filled(data: Any, items: dict[Any, Any]) -> Any:
+    if hasattr(data, "auto_batch_size_"):  # a TensorDict, whose entries all have its batch size
+        return type(data)(items, batch_size=[]).auto_batch_size_(1)
+    found = copy.copy(data)
     for key, item in items.items():
-        data[key] = item
-    return data
+        found[key] = item
+    return found
 
 
 def _replaced(data: Any, items: dict[str, Any]) -> Any:

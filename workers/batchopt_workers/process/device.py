@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,12 +23,29 @@ from batchopt_workers.tasks.task_runner import ChunkDone
 HOST = torch.device("cpu")
 
 
+_pinned: weakref.WeakSet[SharedBlock] = weakref.WeakSet()
+
+
 def pin(block: SharedBlock, device: torch.device) -> None:
-    """Let the accelerator copy to and from the block directly; where that is not allowed, copies are only slower."""
-    if device.type == "cuda":
-        with suppress(RuntimeError, AttributeError):
-            address = block.tensor(torch.uint8, (block.nbytes,)).data_ptr()
-            torch.cuda.cudart().cudaHostRegister(address, block.nbytes, 0)  # type: ignore[no-untyped-call]
+    """Let the accelerator copy to and from the block directly until it is unmapped; where that is not allowed, copies
+    are only slower."""
+    if device.type != "cuda" or block in _pinned:
+        return
+    _pinned.add(block)
+    address = block.memory.ctypes.data
+    if _succeeds(device, "cudaHostRegister", address, block.nbytes, 0):
+        # later memory at this address could not be registered otherwise
+        unpin = weakref.finalize(block.memory, _succeeds, device, "cudaHostUnregister", address)
+        unpin.atexit = False
+
+
+def _succeeds(device: torch.device, name: str, *arguments: int) -> bool:
+    """Call this function of the CUDA runtime, and return whether it succeeded. A failure has no consequences."""
+    with suppress(RuntimeError, AttributeError):
+        if int(getattr(torch.cuda.cudart(), name)(*arguments)) == 0:  # type: ignore[no-untyped-call]
+            return True
+        torch.ones(1, device=device)  # the runtime reports the failure once more, to the thread's next kernel
+    return False
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

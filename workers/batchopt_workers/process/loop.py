@@ -108,7 +108,7 @@ class _Mailbox:
         """Send a reply to message `number`. Raise `ValueError` if it is too large."""
         if len(body) + HEAD.size > LARGEST:
             raise ValueError(
-                f"a result of {len(body) / 1e9:.1f} GB, pickled, and {LARGEST / 1e9:.1f} GB are the most: return less "
+                f"the pickled result has {len(body) / 1e9:.1f} GB; the limit is {LARGEST / 1e9:.1f} GB: return less "
                 "at a time, or write it to a file and return its path"
             )
         frame = HEAD.pack(number, kind) + body

@@ -114,7 +114,7 @@ def _device() -> torch.device | None:
 
 def _refuse(what: str) -> None:
     raise ValueError(
-        f"{what} is in force here, and cannot be carried to workers: enter it inside `loss_fn` or the module's "
+        f"{what} is active and cannot be transferred to workers: enter it inside `loss_fn` or the module's "
         "forward, leave it, or use parallelize=1"
     )
 
