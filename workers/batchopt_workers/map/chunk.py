@@ -145,11 +145,13 @@ class Walk:
         watch, self.chunk = chunk.watch, number
         seed_draws(self._seed, step, number)
         self.current = chunk.samples  # while samples are cut out and collated
-        key = chunk.samples.start, chunk.samples.stop, self.has_hooks, loaded.batch.collates
-        looks = self._looks = (loaded.keeps or self.has_hooks or loaded.batch.collates) and key not in self.looked
+        reads_batch = loaded.keeps or self.has_hooks or loaded.batch.collates  # else a task, which is given copies
+        key = chunk.samples.start, chunk.samples.stop, self.has_hooks, reads_batch
+        looks = self._looks = key not in self.looked
         watch.versions, watch.contents = [*map(version, watch.counted)], []
         if looks:
-            watch.look(mapped=self.protected)
+            if reads_batch:
+                watch.look(mapped=self.protected)
             if self.place is None:
                 self.watch.compare()
         elif self.has_hooks:
