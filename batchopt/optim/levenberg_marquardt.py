@@ -52,7 +52,8 @@ class LevenbergMarquardt(Minimizer):
         max_iter: maximum number of iterations per call of `step`; None: no limit. Default 300.
         tolerance_change: stop after a step that removes less than this fraction of the residuals (f falls by less than
             its square), or is shorter than this fraction of the parameters, measured by D, if that also holds without
-            damping. Default 1e-9.
+            damping; or once the residuals are the rounding of those at the start: f is eps² of f there. Default 1e-9; 0
+            never ends a step.
         tolerance_grad: stop where no element of the gradient is larger, in units of f. Default 0.
         max_eval, callback: see `LBFGS`.
 
@@ -182,7 +183,8 @@ class LevenbergMarquardt(Minimizer):
         return _length(model, step) < part * _size(model, here) or model.decrease(step) < part**2 * abs(here.f)
 
     def _changed_little(self, run: Search, f: float) -> bool:
-        return self._settled
+        rounding = torch.finfo(self._vector.dtype).eps ** 2 * run.start
+        return self._settled or (self._group["tolerance_change"] > 0 and run.here.f <= rounding)
 
     def _model(self, here: Point) -> Model:
         """Return the model of f around the current point. Raises `ValueError` if f is not the sum of these squares."""
