@@ -13,7 +13,6 @@ from batchopt.optim.line import Point
 from batchopt.optim.minimizer import Callback
 from batchopt.optim.options import check_choice
 
-
 # A direction along which f falls by less than this fraction of the steepest descent's slope is replaced by that one, as
 # the two terms cancel: the "sufficient descent" of Gilbert and Nocedal.
 SUFFICIENT = 0.01
