@@ -65,17 +65,32 @@ _AS_IT_IS = nullcontext()
 
 
 def dot(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the dot product of two vectors (shape `(n,)` both)."""
-    if not one.is_cpu:
-        return torch.dot(one, other).item()
-    if one.numel() <= BLOCK:
+    """Return the dot product of two vectors (shape `(n,)` both); no product of elements under- or overflows."""
+    found = _dot(one, other)
+    least, most = _range(one.dtype)
+    if least < abs(found) < most:
+        return found
+    sizes = largest(one), largest(other)
+    if not all(0 < size < math.inf for size in sizes):
+        return found
+    first, second = map(power_of_two, sizes)
+    return _dot(one / first, other / second) * first * second
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not one.is_cpu or one.numel() <= BLOCK:
         return torch.dot(one, other).item()
     return math.fsum(_blocks(one.numel(), lambda part: torch.dot(one[part], other[part]).item(), 2 * one.numel()))
 
 
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """Return bounds of a sum of products between which no product that matters has under- or overflowed."""
+    return (1e-280, 1e290) if dtype is torch.float64 else (1e-30, 1e30)
+
+
 def norm(vector: torch.Tensor) -> float:
     """Return the Euclidean length; no sum overflows if it is finite."""
-    square = dot(vector, vector)
+    square = _dot(vector, vector)
     if 1e-20 < square < 1e30:  # no square of a relevant element under- or overflowed in single precision
         return math.sqrt(square)
     scale = largest(vector)
@@ -83,7 +98,7 @@ def norm(vector: torch.Tensor) -> float:
         return scale
     scale = power_of_two(scale)
     scaled = vector / scale
-    return scale * math.sqrt(dot(scaled, scaled))
+    return scale * math.sqrt(_dot(scaled, scaled))
 
 
 def power_of_two(number: float) -> float:
@@ -150,7 +165,16 @@ def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor
 
 def products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     """Return the product of each row (shape `(k, n)`) with a vector (shape `(n,)`): float64, shape `(k,)`, on the CPU.
-    The rows are read once."""
+    The rows are read once, unless products of elements under- or overflowed."""
+    found = _products(rows, vector)
+    least, most = _range(rows.dtype)
+    sizes = np.abs(found.numpy())
+    for row in np.flatnonzero(~((sizes > least) & (sizes < most))).tolist():
+        found[row] = dot(rows[row], vector)
+    return found
+
+
+def _products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     if not rows.is_cpu:
         return torch.mv(rows, vector).double().cpu()
     found = _blocks(vector.numel(), lambda part: torch.mv(rows[:, part], vector[part]).double(), rows.numel())

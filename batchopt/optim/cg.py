@@ -13,6 +13,10 @@ from batchopt.optim.line import Point
 from batchopt.optim.minimizer import Callback
 from batchopt.optim.options import check_choice
 
+# A direction along which f falls by less than this fraction of the steepest descent's slope is replaced by that one, as
+# the two terms cancel: the "sufficient descent" of Gilbert and Nocedal.
+SUFFICIENT = 0.01
+
 
 class _Products:
     """The scalar products in the formulas: of the gradients g before and h after a step, y = h - g, and the direction d
@@ -118,7 +122,8 @@ class CG(Descent):
         y = add(after.gradient, before.gradient, -1.0, out=self._y)
         products = _Products(before.gradient, after.gradient, direction, y)
         sound = products.dy > 0 and products.gg > 0 and products.dd > 0  # no square has underflowed
-        memory["beta"] = BETAS[self._group["beta"]](products) if sound else 0.0
+        beta = BETAS[self._group["beta"]](products) if sound else 0.0
+        memory["beta"] = beta if beta * products.dh < (1 - SUFFICIENT) * products.hh else 0.0
         memory["decrease"] = dot(change, before.gradient)
         self._direction = memory["direction"] if "direction" in memory else self._vector.empty()
         memory["direction"] = direction

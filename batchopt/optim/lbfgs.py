@@ -65,7 +65,7 @@ class LBFGS(Descent):
     Args:
         params: parameters of one dtype on one device.
         lr: the first step tried by a line search, 1 by default. For the very first one, and for any along the steepest
-            descent, it multiplies the step that changes the largest parameter by about a seventh, in any units.
+            descent, it multiplies the step that changes the largest parameter by about half, in any units.
             Without a line search it is the step itself; there the very first one moves the parameters by at most `lr`
             (Euclidean).
         max_iter: maximum number of iterations per call of `step`; None: no limit. Default 20.

@@ -22,6 +22,8 @@ LONGER = 3.0
 FEW = 100
 # If the acceleration is a larger fraction of the step, the second order does not describe the function there.
 BENT = 0.75
+# After a step whose decrease was the predicted one to this fraction, the damping falls by this factor.
+RIGHT, FALL = 0.1, 0.1
 # f must agree with the sum of squares of the normal equations to this fraction of the dtype's digits.
 SAME = 0.5
 
@@ -52,7 +54,8 @@ class LevenbergMarquardt(Minimizer):
         max_iter: maximum number of iterations per call of `step`; None: no limit. Default 300.
         tolerance_change: stop after a step that removes less than this fraction of the residuals (f falls by less than
             its square), or is shorter than this fraction of the parameters, measured by D, if that also holds without
-            damping. Default 1e-9.
+            damping; or once the residuals are the rounding of those at the start: f is eps² of f there. Default 1e-9; 0
+            never ends a step.
         tolerance_grad: stop where no element of the gradient is larger, in units of f. Default 0.
         max_eval, callback: see `LBFGS`.
 
@@ -63,8 +66,9 @@ class LevenbergMarquardt(Minimizer):
     scalar, `ValueError` or `TypeError` for options that cannot work, and what `BatchOptimizer.normal` raises.
 
     Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
-    1999-05; Moré, "The Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna,
-    "Improvements to the Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012.
+    1999-05, but a tenth of the last one where the model predicted the decrease to a tenth; Moré, "The
+    Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna, "Improvements to the
+    Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012.
 
     >>> times = torch.linspace(0, 3, 20, dtype=torch.float64)
     >>> rate = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -145,7 +149,7 @@ class LevenbergMarquardt(Minimizer):
                 elif self._is_better(run, here, after, model.scale):
                     predicted = model.decrease(step)
                     gain = (here.f - after.f) / predicted if predicted > self._rounding(run) else 1.0
-                    memory["damping"] = max(damping * max(1 / 3, 1 - (2 * gain - 1) ** 3), LEAST)
+                    memory["damping"] = max(damping * _change_of_damping(gain), LEAST)
                     memory["growth"] = 2.0
                     torch.sub(after.x, here.x, out=self._change)
                     self._settled = self._is_small(here, model, step) and self._is_small(
@@ -182,7 +186,8 @@ class LevenbergMarquardt(Minimizer):
         return _length(model, step) < part * _size(model, here) or model.decrease(step) < part**2 * abs(here.f)
 
     def _changed_little(self, run: Search, f: float) -> bool:
-        return self._settled
+        rounding = torch.finfo(self._vector.dtype).eps ** 2 * run.start
+        return self._settled or (self._group["tolerance_change"] > 0 and run.here.f <= rounding)
 
     def _model(self, here: Point) -> Model:
         """Return the model of f around the current point. Raises `ValueError` if f is not the sum of these squares."""
@@ -223,6 +228,12 @@ class LevenbergMarquardt(Minimizer):
             return True
         steep, steeper = (float((p.gradient.double().square() / scale).sum()) for p in (after, here))
         return after.f <= here.f + self._rounding(run) and steep < steeper
+
+
+def _change_of_damping(gain: float) -> float:
+    """Return the factor of the damping after a step that lowered f by `gain` times the predicted decrease: Nielsen's,
+    and less where the model was right."""
+    return FALL if abs(gain - 1) < RIGHT else max(1 / 3, 1 - (2 * gain - 1) ** 3)
 
 
 def _size(model: Model, here: Point) -> float:

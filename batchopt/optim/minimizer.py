@@ -98,6 +98,7 @@ class Search:
     function: Function
     here: Point
     spare: list[Point]
+    start: float  # f where the step began
     iterations: int = 0
     change: float = 0.0  # the length of the last step
     steepest: float = math.nan  # the largest element of the gradient here
@@ -228,7 +229,7 @@ class Minimizer(torch.optim.Optimizer):
         function = self._function(closure)
         begin = self._spare[0]
         first = function.here(begin)
-        run = Search(function, begin, [self._spare[1], self._last_point()])
+        run = Search(function, begin, [self._spare[1], self._last_point()], begin.f)
         self._recognise(run)
         try:
             run.steepest = largest(self._steepest(begin))

@@ -35,11 +35,11 @@ class Squares(Products, Protocol):
 
 
 class SquaresOver:
-    """The normal equations of a closure over other `parameters`: in another order, or a subset; 0 for parameters that f
-    does not depend on."""
+    """The normal equations of a closure over other `parameters`, on their device: in another order, or a subset; 0 for
+    parameters that f does not depend on."""
 
     def __init__(self, squares: Squares, parameters: Sequence[torch.Tensor]) -> None:
-        self._squares = squares
+        self._squares, self._device = squares, parameters[0].device
         start, self.size = {}, 0
         for parameter in squares.parameters:
             start[id(parameter)] = self.size
@@ -51,6 +51,7 @@ class SquaresOver:
         self._alike = torch.equal(self._places, torch.arange(self.size))
 
     def _ours(self, vector: torch.Tensor) -> torch.Tensor:
+        vector = vector.to(self._device)  # a batch's sums over workers are on the CPU
         return vector if self._alike else pad(vector, (0, 1))[self._places]
 
     def _theirs(self, vector: torch.Tensor) -> torch.Tensor:
@@ -63,6 +64,7 @@ class SquaresOver:
     def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
         """See `Squares`."""
         loss, vector, matrix = self._squares.normal(limit)
+        matrix = matrix.to(self._device)
         if not self._alike:
             matrix = pad(matrix, (0, 1, 0, 1))[self._places[:, None], self._places]
         return loss, self._ours(vector), matrix
@@ -154,8 +156,9 @@ class ResidualSquares:
         return torch.cat(flat, dim=1)
 
     def _along(self, residuals: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return J times a vector, in the shape of the residuals."""
-        return product_with(residuals, self.parameters, torch.split(v, self._sizes))
+        """Return J times a vector of any precision, in the shape of the residuals."""
+        parts = torch.split(v.to(self.parameters[0].dtype.to_real()), self._sizes)
+        return product_with(residuals, self.parameters, parts)
 
     def _joined(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([reals(gradient).reshape(-1) for gradient in gradients])

@@ -171,7 +171,7 @@ def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float,
         theta, sigma, a = 0.0, 1.0, 0.0
     else:
         c = math.sqrt(a / (1.0 + a))
-        rho = min(1.0, h * (1.0 - c))
+        rho = min(1.0, h / ((1.0 + a) * (1.0 + c)))  # h (1 - c), which is 0 in floating point for a large a
         theta = max((rho - 1.0) / a, min(1.0 / rho, (1.0 - b) / b))
         sigma = 1.0 + a * theta
     if not (sigma > 0 and b > 0 and math.isfinite(b) and sy * sy > 0 and yhy * yhy > 0):

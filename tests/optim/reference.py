@@ -125,7 +125,7 @@ def levenberg_marquardt(
                 break
             damping, growth = damping * growth, growth * 2
         gain = (f - lower) / -(2 * step @ v + step @ h @ step).item()
-        damping, growth = damping * max(1 / 3, 1 - (2 * gain - 1) ** 3), 2.0
+        damping, growth = damping * (0.1 if abs(gain - 1) < 0.1 else max(1 / 3, 1 - (2 * gain - 1) ** 3)), 2.0
         x = x + step
         points.append(x)
     return points

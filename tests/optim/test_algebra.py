@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from batchopt.optim.algebra import BLOCK, largest, norm
+from batchopt.optim.algebra import BLOCK, dot, largest, norm, products
 
 NAN, INF = math.nan, math.inf
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -56,3 +56,15 @@ def test_no_length_is_lost_where_squares_are_no_numbers(size: float, dtype: torc
 @pytest.mark.parametrize("element, expected", [(NAN, NAN), (-INF, INF), (0.0, 0.0)])
 def test_the_length_of_what_is_not_finite(element: float, expected: float) -> None:
     assert str(norm(torch.full((3,), element))) == str(expected)
+
+
+@pytest.mark.parametrize("count", [4, 3 * BLOCK])
+@pytest.mark.parametrize("power", [-100, 100])
+def test_no_product_is_lost_where_squares_of_elements_are_no_numbers(power: int, count: int) -> None:
+    vector = torch.linspace(0.5, 1.0, count)
+    far, rows = vector * 2.0**power, torch.stack((vector, vector.neg()))
+    assert dot(far, far) == dot(vector, vector) * 4.0**power
+    for one in (rows, rows * 2.0**power):
+        expected = torch.stack([one[0].double() @ far.double(), one[1].double() @ far.double()])
+        torch.testing.assert_close(products(one, far), expected, rtol=1e-5, atol=0.0)
+    assert dot(far, torch.zeros(count)) == 0.0 and math.isnan(dot(far, torch.full((count,), NAN)))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, NonFiniteError, Result, Status, Term
+from batchopt.optim.squares import SquaresOver
 from tests.backends.least_squares_contract import DATA, equation, flow, misfit, terms
 from tests.building import loaded
 from tests.optim import reference
@@ -358,3 +359,56 @@ def test_its_steps_are_those_over_a_batch_optimizer() -> None:
         opt.step(x, y)
     for one, two in zip(alone.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_residuals_of_any_precision_have_products(dtype: torch.dtype) -> None:
+    x = nn.Parameter(torch.tensor([-1.2, 1.0], dtype=dtype))
+    optimizer = LevenbergMarquardt([x], dense=0)
+    optimizer.step(lambda: rosenbrock(x))
+    assert optimizer.result is not None and optimizer.result.status is Status.CHANGE
+    torch.testing.assert_close(x.detach(), torch.ones(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [1e-150, 1e-170, 1e-300])
+def test_directions_whose_squares_underflow_are_no_error(size: float) -> None:
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = nn.Parameter(torch.linspace(1.0, 2.0, 5, dtype=torch.float64) * size)
+    LevenbergMarquardt([x], geodesic=True, tolerance_change=0.0).step(lambda: rows @ x)
+    assert x.abs().max() <= 2 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power, most", [(1, 12), (2, 44)])
+@pytest.mark.parametrize("of_r, of_x", [(0, 0), (30, -20), (-30, 20)])
+def test_where_nothing_is_left_it_has_converged(
+    of_r: int, of_x: int, power: int, most: int, dtype: torch.dtype
+) -> None:
+    """f and x are 0 at the minimum: fractions of them say nothing."""
+    x = nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype) * 2.0**of_x)
+    optimizer = LevenbergMarquardt([x])
+    first = float(optimizer.step(lambda: (x * 2.0**-of_x) ** power * 2.0**of_r))
+    result = optimizer.result
+    assert result is not None and result.status is Status.CHANGE and result.evaluations <= most
+    assert result.f <= torch.finfo(dtype).eps ** 2 * first
+
+
+def test_all_is_on_the_device_of_the_parameters() -> None:
+    """The sums of a batch are on the CPU, the parameters may be elsewhere."""
+
+    class OnTheCpu(Plain):
+        def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+            return 0.0, torch.zeros(3), torch.zeros(3, 3)
+
+        def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(3)
+
+        def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(3)
+
+    squares = OnTheCpu(decay, START)
+    squares.parameters = [nn.Parameter(START.to("meta"))]
+    over = SquaresOver(squares, squares.parameters)
+    _, vector, matrix = over.normal(0)
+    products = over.gauss_newton(torch.zeros(3, device="meta")), over.acceleration(torch.zeros(3, device="meta"))
+    assert {tensor.device.type for tensor in (vector, matrix, *products)} == {"meta"}

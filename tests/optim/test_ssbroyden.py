@@ -123,3 +123,10 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step_is_taken_as_it_is() -> N
     problem.optimizer.callback = load
     problem.step()
     assert torch.equal(problem.optimizer.state_dict()["state"][0]["inverse"], expected)
+
+
+@pytest.mark.parametrize("both", [1e3, 1e9, 1e12])
+def test_no_update_divides_by_zero_however_far_the_curvature_is_from_that_of_the_matrix(both: float) -> None:
+    """As in BoxBOD of NIST, whose first steps lead from a slope to a plain."""
+    weights = ssbroyden._weights(2, 1.0, both, both)
+    assert weights is not None and all(map(math.isfinite, weights))

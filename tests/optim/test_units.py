@@ -95,6 +95,14 @@ def test_of_levenberg_marquardt(residuals: str, scaling: str, options: dict[str,
     same(run(Plain(scaled(plain, of_r, of_x), x * 2.0**of_x, **options)), expected, 2 * of_r, of_x)
 
 
+@pytest.mark.parametrize("of_f", [-100, -60, -40, 40, 60, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, of_f: int) -> None:
+    options = {"max_iter": 500, "tolerance_grad": 1e-4 * 2.0**of_f, "tolerance_change": 0.0}
+    problem = Problem(KINDS[kind], scaled(logistic, of_f, 0), start(6).float(), **options)
+    assert problem.step().status is Status.GRADIENT and problem.result.evaluations < 200
+
+
 @pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e50, 1.0), (1e-50, 1.0), (1.0, 1e50), (1.0, 1e-50)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_any_units_the_minimum_is_found(kind: str, of_f: float, of_x: float) -> None:

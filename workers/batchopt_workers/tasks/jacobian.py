@@ -343,14 +343,21 @@ def _check_adjoint(
     factors = [(reals(g.detach()).reshape(-1), reals(v).reshape(-1)) for g, v in pairs]
     one = sum(float(g.dot(v)) for g, v in factors)
     other = float(weights.reshape(-1).dot(product.reshape(-1)))
-    scale = sum(float(g.norm() * v.norm()) for g, v in factors) + float(weights.norm() * product.norm())
-    off = abs(one - other)
-    if math.isfinite(off) and off > torch.finfo(product.dtype).eps ** SAME * scale:
+    scale = sum(_norm(g) * _norm(v) for g, v in factors) + _norm(weights) * _norm(product)
+    off, dtype = abs(one - other), torch.finfo(product.dtype)
+    lost = dtype.tiny * (product.numel() + sum(len(g) for g, _ in factors))  # of products that underflowed
+    if math.isfinite(off) and off > max(dtype.eps**SAME * scale, lost):
         raise ValueError(
             "a product with the Jacobian takes the derivative of a backward, and one of them has none (a function with "
             "@once_differentiable, or whose backward is NumPy's): make it of torch's functions, or use what needs one "
             "backward alone: normal(), vjp(), and LevenbergMarquardt with a matrix (dense=)"
         )
+
+
+def _norm(vector: torch.Tensor) -> float:
+    """Return the Euclidean length, also where squares of elements underflow."""
+    largest = float(vector.abs().max()) if vector.numel() else 0.0
+    return largest * float((vector / largest).norm()) if 0 < largest < math.inf else largest
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
