@@ -219,15 +219,13 @@ class Walk:
             self._contents = Contents((self.worker.module, self.worker.criterion))
         return self._contents
 
-    def _effects(self, what: str) -> SideEffects:
-        assert self.worker.module is not None
-        parameters = ParameterWatch(self.worker.module, self._parameters, self.protected, what)
-        return SideEffects(self._now(), self.watch, self._buffers, parameters)
+    def _effects(self) -> SideEffects:
+        return SideEffects(self._now(), self.watch, self._buffers)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo, at the end of the body, what it changed in the module, the criterion and the modes of torch."""
-        effects = self._effects("the function")
+        effects = self._effects()
         try:
             yield
         finally:
@@ -245,14 +243,16 @@ class Walk:
             if _modes() != modes or not all(map(same_values, self._buffers.copies(), state)):
                 raise StateWritten((HOOKS,))
             return found
-        effects = self._effects(f"`{name}`")
+        assert self.worker.module is not None
+        parameters = ParameterWatch(self.worker.module, self._parameters, self.protected, f"`{name}`")
+        effects = self._effects()
         try:
             found = hook()
         finally:
             changes = effects.undo()
             self._undo += changes
             self._hooks_write = self._hooks_write or bool(changes)
-        effects.check()
+        parameters.check()
         return found
 
     def _check_hooks(self) -> None:

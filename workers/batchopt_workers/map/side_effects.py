@@ -9,7 +9,7 @@ import torch
 from batchopt_workers.data.structures import same_values
 from batchopt_workers.map.buffers import StepBuffers, compact
 from batchopt_workers.map.contents import Contents, Undo
-from batchopt_workers.map.watch import ParameterWatch, Watch
+from batchopt_workers.map.watch import Watch
 from batchopt_workers.process.torch_settings import AmbientState
 
 # The name, among those of the state that forwards write, by which all workers learn that hooks write something that f
@@ -19,13 +19,13 @@ HOOKS = "what hooks write"
 
 class SideEffects:
     """A record made before the code runs: attributes and items (`contents`), the elements of constants (`watch`) and of
-    state (`buffers`), the `parameters`, and the modes of torch.
+    state (`buffers`), and the modes of torch.
 
     Elements are compared one by one: `.data` and NumPy write them without a trace.
     """
 
-    def __init__(self, contents: Contents, watch: Watch, buffers: StepBuffers, parameters: ParameterWatch) -> None:
-        self._contents, self._watch, self._parameters = contents, watch, parameters
+    def __init__(self, contents: Contents, watch: Watch, buffers: StepBuffers) -> None:
+        self._contents, self._watch = contents, watch
         self._ambient = AmbientState()
         self._state = [*zip(buffers.tensors, buffers.copies(), strict=True)]
         watch.compare()
@@ -40,10 +40,6 @@ class SideEffects:
                 found.append(partial(_put_back, own, before, compact(own).detach().clone()))
         excused = self._watch.excuse(self._versions)
         return found if excused is None else [*found, excused]
-
-    def check(self) -> None:
-        """Raise `ValueError` if a parameter was changed, after restoring it."""
-        self._parameters.check()
 
 
 def _put_back(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
