@@ -14,12 +14,11 @@ from batchopt._checkpoint.resumption import resume, state_of
 from batchopt._data import arguments
 from batchopt._data.terms import Term
 from batchopt._function.auto import AutoFunction
-from batchopt._function.closure import first_derivatives_of
+from batchopt._function.closure import of_second_derivatives
 from batchopt._function.function import BatchFunction
 from batchopt._function.loader import undone_if_it_fails
 from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch
-from batchopt._function.reporter import description
 from batchopt._function.settings import Settings
 from batchopt._function.workers import anticipate
 from batchopt._machine.cores import torch_threads
@@ -282,8 +281,14 @@ class BatchOptimizer(Evaluations):
         if self.optimizer is None:
             self.evaluate()
         else:
-            with torch_threads(1 if self._fixes_threads else None), first_derivatives_of(self.optimizer):
-                self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
+            try:
+                with torch_threads(1 if self._fixes_threads else None):
+                    self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
+            except RuntimeError as error:
+                found = of_second_derivatives(self.optimizer, error)
+                if found is None:
+                    raise
+                raise found from error
 
     @property
     def _fixes_threads(self) -> bool:
@@ -481,7 +486,15 @@ class BatchOptimizer(Evaluations):
             raise AttributeError(f"BatchOptimizer has no attribute '{name}'{advice}", name=name, obj=self)
 
     def __repr__(self) -> str:
-        return description(self._function, self.optimizer)
+        function, subject, past = self._function, self._function.subject, self._function.past.counters
+        loss = self.criterion or getattr(function.settings.loss_fn, "residual", function.settings.loss_fn)
+        parts = [f"{type(subject.module).__name__} of {subject.x.numel():,} parameters"]
+        parts += [f"terms={[*function.terms]}"] if function.terms else [arguments.short(loss)] * (loss is not None)
+        parts.append(f"optimizer={None if self.optimizer is None else type(self.optimizer).__name__}")
+        parts.append("closed" if function.is_closed else f"parallelize={len(function.workers.infos)}")
+        parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
+        parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
+        return f"BatchOptimizer({', '.join(parts)})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("this holds processes and cannot be copied or pickled: use state_dict()")

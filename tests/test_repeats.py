@@ -23,7 +23,7 @@ from batchopt.backends.process.repeat import RungOrders
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
-from batchopt_workers.map.repeat import Repeater
+from batchopt_workers.process import loop
 from tests.building import loaded
 from tests.workloads import misfit
 
@@ -440,12 +440,12 @@ def least(call: Callable[[], object]) -> int:
 
 def count_frames(worker: Worker) -> None:
     """Count those of each evaluation that this worker is rung for."""
-    evaluate, found = Repeater.evaluate, worker.state.setdefault("frames", [])
+    repeat, found = loop._repeat, worker.state.setdefault("frames", [])
 
-    def counted(self: Repeater, session: Any) -> None:
-        found.append(frames(lambda: evaluate(self, session)))
+    def counted(session: Any, repeater: Any) -> None:
+        found.append(frames(lambda: repeat(session, repeater)))
 
-    Repeater.evaluate = counted  # type: ignore[method-assign]
+    loop._repeat = counted  # type: ignore[assignment]
 
 
 ONES, TARGETS = torch.ones(64, 1), torch.ones(64, 1)

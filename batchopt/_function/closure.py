@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,19 +55,16 @@ def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor
     return found
 
 
-@contextmanager
-def first_derivatives_of(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Raise `BatchoptError` if the optimizer differentiates the gradient in the body, as AdaHessian does."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, BatchoptError) or "grad_fn" not in str(error):
-            raise
-        raise BatchoptError(
-            f"{type(optimizer).__name__} differentiates the gradient, and workers return it without a graph ({error}): "
-            "use opt.hvp(v), products of the Hessian with vectors, or a method of scipy.optimize on opt.objective(), "
-            "such as newton-cg with hessp=objective.hvp (docs/solvers.md)"
-        ) from error
+def of_second_derivatives(optimizer: torch.optim.Optimizer, error: RuntimeError) -> BatchoptError | None:
+    """Return the error that says so, if the optimizer's own shows that it differentiates the gradient, as AdaHessian
+    does."""
+    if isinstance(error, BatchoptError) or "grad_fn" not in str(error):
+        return None
+    return BatchoptError(
+        f"{type(optimizer).__name__} differentiates the gradient, and workers return it without a graph ({error}): use "
+        "opt.hvp(v), products of the Hessian with vectors, or a method of scipy.optimize on opt.objective(), such as "
+        "newton-cg with hessp=objective.hvp (docs/solvers.md)"
+    )
 
 
 class _Places(NamedTuple):

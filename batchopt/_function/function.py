@@ -74,12 +74,12 @@ class BatchFunction(BatchLoader):
         """Begin a step on a prepared batch; `rows` returns the indices of its samples in the data."""
         self._rows = rows
         self._begin(prepared if prepared.batch.plain is not None else self.weighed(prepared))
-        if self._checks_cut:
-            self._check_cut(self._loaded().plan.cut)
+        if self._checks_cut and self._step is not None and len(self._step.plan.cut.bounds) > 2:
+            self._check_cut(self._step.plan.cut)
 
     def _check_cut(self, cut: Cut) -> None:
         """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
-        if cut.chunks > 1 and not self._reporter.cut_matters(self.subject.module, cut.chunks):
+        if not self._reporter.cut_matters(self.subject.module, cut.chunks):
             self._checks_cut = False
             found = self.cut_differences(max(stop - start for start, stop in pairwise(cut.bounds)))
             self._reporter.cut_differs([difference for difference in found if difference.decided])

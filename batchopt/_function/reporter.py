@@ -8,33 +8,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
-from batchopt._data.arguments import short
 from batchopt._function.checks import Difference
 from batchopt._function.observer import Evaluated, Observer
 from batchopt_workers.tasks.inspection import name_of, normalises_by_chunk
 
-if TYPE_CHECKING:
-    from batchopt._function.function import BatchFunction
-
 logger = logging.getLogger("batchopt")
-
-
-def description(function: BatchFunction, optimizer: torch.optim.Optimizer | None) -> str:
-    """Return what a `BatchOptimizer` minimises, by what, and how far it has come, in one line."""
-    settings, subject, past = function.settings, function.subject, function.past.counters
-    loss = settings.criterion or getattr(settings.loss_fn, "residual", settings.loss_fn)
-    parts = [f"{type(subject.module).__name__} of {subject.x.numel():,} parameters"]
-    parts += [f"terms={[*function.terms]}"] if function.terms else [short(loss)] * (loss is not None)
-    parts.append(f"optimizer={None if optimizer is None else type(optimizer).__name__}")
-    parts.append("closed" if function.is_closed else f"parallelize={len(function.workers.infos)}")
-    parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
-    parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
-    return f"BatchOptimizer({', '.join(parts)})"
 
 
 class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm is untyped

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Order, Report
 from batchopt_workers.tasks.task_runner import ChunkDone
 
@@ -39,10 +38,6 @@ class Board:
         return cls(SharedBlock.create(8 * PAGE * (workers + 1)), workers)
 
 
-if TYPE_CHECKING:
-    from batchopt_workers.process.session import Session
-
-
 class Failed(Exception):
     """An exception of the user's code in evaluation `number`, about these samples; the order that follows raises it."""
 
@@ -51,8 +46,18 @@ class Failed(Exception):
         self.number, self.error, self.samples = number, error, samples
 
 
+class Asked(NamedTuple):
+    """A request of the board: an evaluation by this order; `batch`: the number of the batch on which it begins a step,
+    None where the step is that of the last evaluation."""
+
+    number: int
+    order: Order
+    batch: int | None
+
+
 class Repeater:
-    """Evaluates the last order again when `bell` (an event descriptor, which is read then) rings.
+    """Reads from the board when the last order is to be evaluated again, after `bell` (an event descriptor) has rung,
+    and writes there what was found. Whoever has the module makes the evaluation.
 
     The partials and rows must be those of the last order, except for the losses, and hooks must return nothing;
     otherwise, or if something is raised, the evaluation is marked odd, and the parent orders it. The results then
@@ -61,7 +66,7 @@ class Repeater:
 
     def __init__(self, board: Board, slot: int, bell: int) -> None:
         self.bell = bell
-        self.failed: Failed | None = None
+        self._failed: Failed | None = None
         self._found: tuple[Order, list[ChunkDone]] | None = None  # last
         self._board, self._slot = board, slot
         self._ordered: Report | None = None
@@ -71,37 +76,33 @@ class Repeater:
         """Note the report of an order of that step, evaluated to its end."""
         self._ordered, self._step = report, step
 
-    def evaluate(self, session: Session) -> None:
-        """Evaluate what the board requests, unless that is done or was abandoned."""
-        board, slot = self._board, self._slot
-        number, given_up, batch = board.head.tolist()
+    def asked(self) -> Asked | None:
+        """Return what the board asks for; None if that is done or was abandoned."""
+        number, given_up, batch = self._board.head.tolist()
         if number == self._number or number <= given_up:
-            return
+            return None
         self._number = number
-        first, last, step = board.orders[slot].tolist()
-        odd = True
-        try:
-            if faults.hook is not None:
-                faults.point("worker.rung", first)
-            if step != self._step:
-                self._step = -1  # in case of an interrupt
-                session.begin_again(batch)
-                self._step = step
-            found = []
-            for done in session.evaluate(Order(-1 - number, step, first, last)):  # no order continues these sums
-                if board.head[1] >= number:
-                    return
-                found.append(done)
-            odd, self._found = not self._write(found), (Order(number, step, first, last), found)
-            if faults.hook is not None:
-                faults.point("worker.again", last - 1)
-        except BaseException as error:
-            self.failed, odd = Failed(number, error, session.current), True
+        first, last, step = self._board.orders[self._slot].tolist()
+        order = Order(-1 - number, step, first, last)  # no order continues these sums
+        return Asked(number, order, None if step == self._step else batch)
+
+    def begins(self, step: int) -> None:
+        """Note the step of the module's state; -1 while it changes, in case of an interrupt."""
+        self._step = step
+
+    def is_abandoned(self, number: int) -> bool:
+        """Tell whether the parent no longer waits for evaluation `number`."""
+        return bool(self._board.head[1] >= number)
+
+    def finish(self, asked: Asked, found: list[ChunkDone], failed: Failed | None) -> bool:
+        """Write the result, or that it is odd; return whether this worker is the last one, and has to wake the parent
+        up. Two workers may each see the other one as not done: therefore the parent also checks by itself."""
+        board, slot, self._failed, odd = self._board, self._slot, failed, True
+        if failed is None:
+            odd, self._found = not self._write(found), (asked.order._replace(evaluation=asked.number), found)
         board.odd[slot] = odd
-        board.done[slot] = number
-        # Two workers may each see the other one as not done: therefore the parent also checks by itself.
-        if ((board.done == number) | (board.active == 0)).all():
-            session.wake_parent()
+        board.done[slot] = asked.number
+        return bool(((board.done == asked.number) | (board.active == 0)).all())
 
     def _write(self, found: Sequence[ChunkDone]) -> bool:
         """Write the losses and the time; return False if anything else differs, or if there is more to report."""
@@ -115,6 +116,8 @@ class Repeater:
         if losses is None:
             return False
         numbers = [*chain.from_iterable(losses)]
+        if len(numbers) > board.losses.shape[1]:
+            return False
         board.losses[slot, : len(numbers)] = numbers
         board.times[slot] = done.began, done.seconds
         return True
@@ -123,13 +126,12 @@ class Repeater:
         """Discard the results, since a message came: they do not answer a later order."""
         self._found = None
 
-    def answer(self, order: Order, session: Session) -> list[ChunkDone]:
+    def answer(self, order: Order) -> list[ChunkDone]:
         """Return the results if this order's evaluation was already repeated, else nothing. Raise `Failed`."""
-        failed, self.failed, found, self._found = self.failed, None, self._found, None
+        failed, self._failed, found, self._found = self._failed, None, self._found, None
         if failed is not None and failed.number == order.evaluation:
             raise failed
         if found is None or found[0] != order:
             return []
-        drew = session.look(order.step)
         found[1][-1].sums.evaluation = order.evaluation  # which is continued from here
-        return [done._replace(drew=drew) for done in found[1]]
+        return found[1]

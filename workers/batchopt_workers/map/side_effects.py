@@ -1,4 +1,4 @@
-"""What code of the user that is no part of f (a hook, a function of `collect`) changes, and how it is taken back."""
+"""Records of what code of the user that is no part of f changes (a hook, a function of `collect`), to take it back."""
 
 from __future__ import annotations
 

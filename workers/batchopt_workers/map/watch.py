@@ -111,7 +111,7 @@ class Watch:
 
     @property
     def versions(self) -> list[int]:
-        """How often each constant was written in place."""
+        """The number of writes in place of each constant."""
         return [*map(version, self._counted)]
 
     def excuse(self, before: Sequence[int]) -> Undo | None:

@@ -24,11 +24,12 @@ import cloudpickle
 import torch
 
 from batchopt_workers.data.memory import octets
-from batchopt_workers.map.repeat import Failed
+from batchopt_workers.map.repeat import Failed, Repeater
 from batchopt_workers.process import faults
 from batchopt_workers.process.failures import describe, tell_parent
 from batchopt_workers.process.messages import CHUNK, HEAD, ORDERS, Kind, Order, versions
 from batchopt_workers.process.session import WITH_DESCRIPTOR, Session
+from batchopt_workers.tasks.task_runner import ChunkDone
 
 _F_SETSIG = 10  # Linux; Python does not name it
 # Largest message in bytes: its length is sent as a signed 4-byte number.
@@ -129,7 +130,7 @@ def serve(connection: Connection, session: Session) -> None:
             awake = 0.0
             if message is None:
                 assert session.repeat is not None
-                session.repeat.evaluate(session)
+                _repeat(session, session.repeat)
                 awake = session.awake if session.seconds < _SHORT else 0.0
                 continue
             number, kind = HEAD.unpack_from(message)
@@ -169,11 +170,43 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
     return _NOTHING if result is None else cloudpickle.dumps(result)
 
 
+def _repeat(session: Session, repeat: Repeater) -> None:
+    """Evaluate what the board asks for."""
+    asked = repeat.asked()
+    if asked is None:
+        return
+    order, found, failed = asked.order, list[ChunkDone](), None
+    try:
+        if faults.hook is not None:
+            faults.point("worker.rung", order.first)
+        if asked.batch is not None:
+            repeat.begins(-1)
+            session.begin_again(asked.batch)
+            repeat.begins(order.step)
+        for done in session.evaluate(order):
+            if repeat.is_abandoned(asked.number):
+                return
+            found.append(done)
+        if faults.hook is not None:
+            faults.point("worker.again", order.last - 1)
+    except BaseException as error:
+        failed = Failed(asked.number, error, session.current)
+    if repeat.finish(asked, found, failed):
+        session.wake_parent()
+
+
+def _answer(session: Session, order: Order) -> list[ChunkDone]:
+    """Return the results of an order whose evaluation was repeated before it came; otherwise nothing."""
+    found = [] if session.repeat is None else session.repeat.answer(order)
+    drew = bool(found) and session.look(order.step)
+    return [done._replace(drew=drew) for done in found]
+
+
 def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
     """Evaluate an order, and return the seconds that it took."""
     faults.point("worker.order", order.first)
     last, report, repeat, form, pickled = order.last, None, session.repeat, None, b""
-    for done in (repeat.answer(order, session) if repeat is not None else ()) or session.evaluate(order):
+    for done in _answer(session, order) or session.evaluate(order):
         report, chunk = done.report(), done.next - 1
         if done.results:
             mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results), chunk)
