@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from batchopt._checkpoint import file
-from batchopt._checkpoint.resumption import resume, state_of
 from batchopt._data import arguments
 from batchopt._data.terms import Term
 from batchopt._function.auto import AutoFunction
@@ -19,6 +18,7 @@ from batchopt._function.function import BatchFunction
 from batchopt._function.loader import undone_if_it_fails
 from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch
+from batchopt._function.resumption import resume, state_of
 from batchopt._function.settings import Settings
 from batchopt._function.workers import anticipate
 from batchopt._machine.cores import torch_threads

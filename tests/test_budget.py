@@ -13,10 +13,10 @@ LINES_OF_A_FILE = 600
 FLOORS = (
     ("batchopt_workers",),
     ("batchopt.errors",),
-    ("batchopt._machine",),
+    ("batchopt._machine", "batchopt._checkpoint"),
     ("batchopt._data", "batchopt._program", "batchopt._mapreduce"),
     ("batchopt.backends", "batchopt.optim"),
-    ("batchopt._function", "batchopt._checkpoint"),
+    ("batchopt._function",),
     ("batchopt",),
     ("batchopt.ignite",),
 )

@@ -15,7 +15,7 @@ import torch
 import batchopt
 from batchopt import BatchOptimizer, CheckpointError
 from batchopt._checkpoint.plain_data import copied, digest
-from batchopt._checkpoint.resumption import check_residuals, class_of
+from batchopt._function.resumption import check_residuals, class_of
 from tests.workloads import Mlp, mlp
 
 KINDS: dict[str, Any] = {
