@@ -222,6 +222,39 @@ def test_f_is_what_it_was_for_any_number_of_workers(place: str, death: bool, dat
     assert len({_check(parallelize, place, names, aside, death) for parallelize in (1, 2, 3)}) == 1
 
 
+@pytest.mark.sampled
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(names=st.lists(st.sampled_from(sorted(IN_TENSORS | IN_BATCH)), min_size=1, max_size=3, unique=True))
+def test_a_loss_that_writes_elements_is_one_function_or_refused(names: list[str]) -> None:
+    """What it writes of the module is state, with which each chunk begins anew; of its samples, an error."""
+
+    def loss(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.mse_loss(module(inputs), targets)
+        for name in names:
+            OF_FUNCTIONS[name](module, inputs, targets)
+        return found
+
+    def values(parallelize: int) -> set[float | str]:
+        torch.manual_seed(0)
+        found: set[float | str] = set()
+        options: dict[str, Any] = {"loss_fn": loss, "parallelize": parallelize, "chunk_size": 4}
+        with BatchOptimizer(Living(), optimizer=None, check_cut=False, **options) as opt:
+            opt.load(X.clone(), Y.clone())
+            for time in range(3):
+                if time == 1:
+                    _end_a_worker(opt)
+                try:
+                    found.add(opt.evaluate().item())
+                except WorkerError as error:
+                    assert "writes its `" in str(error), error
+                    found.add("refused")
+                    opt.load(X.clone(), Y.clone())
+        return found
+
+    alone = values(1)
+    assert len(alone) == 1 and alone == values(2) == values(3)
+
+
 WRITES: dict[str, Change] = {
     "attribute": IN_MODULE["attribute"],
     "item": IN_MODULE["item"],
