@@ -815,7 +815,8 @@ def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:'2' .BatchNorm1d. is in training mode")
 def test_a_checkpoint_of_version_0_1_0_is_gone_on_from(parallelize: int) -> None:
     """With batch normalisation, dropout, two terms and L-BFGS's memory: this version has this loss two steps later, and
-    had 0.124871, as that one, with that one's first steps along the steepest descent."""
+    had 0.124871, as that one, with that one's first steps along the steepest descent (0.116157 with those that changed
+    the largest parameter by 0.15 of it)."""
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1)).double()
     terms = {"data": Term(misfit), "size": Term(size, weight=0.5)}
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(20, 3)
@@ -827,4 +828,4 @@ def test_a_checkpoint_of_version_0_1_0_is_gone_on_from(parallelize: int) -> None
         for _ in range(2):
             opt.step(batch)
         # another processor's rounding moves it by 3e-6; an X that was changed by 1e-14, which begins anew, by 5 %
-        assert opt.output == pytest.approx(0.11615710961349816, rel=1e-4)
+        assert opt.output == pytest.approx(0.11542648519954715, rel=1e-4)

@@ -120,7 +120,7 @@ def test_a_result_that_is_larger_than_a_message_is_told(monkeypatch: pytest.Monk
     (reply,) = replies(Session(0, 1), call("run", lambda worker: bytes(20_000)))
     assert HEAD.unpack_from(reply) == (5, Kind.FAILED)
     failure = Failure.decode(reply[HEAD.size :])
-    assert failure.type_name == "ValueError" and "are the most: return less at a time, or" in failure.message
+    assert failure.type_name == "ValueError" and "the limit is 0.0 GB: return less at a time, or" in failure.message
     (reply,) = replies(Session(0, 1), call("run", lambda worker: bytes(2_000)))
     assert HEAD.unpack_from(reply) == (5, Kind.RESULT)
 
