@@ -183,6 +183,19 @@ def test_a_forward_that_writes_its_input_is_refused(parallelize: int, chunk_size
         assert evaluate(opt, *batch) == pytest.approx(nn.functional.mse_loss(module(inputs), targets).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_large_batches_of_any_kind_can_be_compared(view: Any) -> None:
+    inputs = torch.randn(20_000, 3, dtype=torch.complex64)
+    module = nn.Linear(3, 1)
+
+    def loss(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+        found: torch.Tensor = module(torch.view_as_real(x.resolve_conj().resolve_neg()).sum(-1)).square().mean()
+        return found
+
+    with BatchOptimizer(module, loss_fn=loss, optimizer=None) as opt:
+        assert evaluate(opt, view(inputs), None) == pytest.approx(loss(module, view(inputs), None).item(), rel=1e-5)
+
+
 @WORKERS
 def test_a_forward_may_write_what_a_collate_function_makes(parallelize: int) -> None:
     def collate(pairs: list[Any]) -> Any:

@@ -11,7 +11,8 @@ import torch
 
 from batchopt_workers.data.batch import Batch, Columns
 from batchopt_workers.data.mapping import shows_file
-from batchopt_workers.data.packing import copy_into
+from batchopt_workers.data.memory import octets
+from batchopt_workers.data.packing import can_be_placed, copy_into
 from batchopt_workers.data.structures import same_values, tensors_in
 from batchopt_workers.map.buffers import Place, tensors_of, version_of
 from batchopt_workers.map.contents import Contents, Undo
@@ -276,7 +277,7 @@ class _Elements:
     def __init__(self, tensor: torch.Tensor, mapped: bool) -> None:
         self.tensor, self._sum = tensor, 0
         self._copy: torch.Tensor | None = None
-        is_large = tensor.nbytes >= _LARGE and tensor.is_contiguous() and tensor.device.type == "cpu"
+        is_large = tensor.nbytes >= _LARGE and tensor.is_contiguous() and can_be_placed(tensor)
         self._in_file = is_large and mapped and shows_file(tensor.data_ptr(), tensor.nbytes)
         if not is_large:
             self._copy = tensor.detach().clone()
@@ -298,7 +299,7 @@ class _Elements:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(octets(tensor).numpy().data)
 
 
 class BatchWatch:
