@@ -80,7 +80,7 @@ class Evaluations:
             return self._function.evaluate()
         return self._function.evaluate(self.map, self.reduce)
 
-    def map(self) -> list[Answer]:
+    def map(self) -> Sequence[Answer]:
         """Return partial losses and gradients from every worker that had a share: the first half of `evaluate`.
 
         A subclass may override this and `reduce`.

@@ -17,7 +17,7 @@ from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.plan import make_plan
 from batchopt._mapreduce.speeds import Speeds
 from batchopt_workers.data.batch import Batch
-from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.process.messages import Cut, Order
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,9 +187,9 @@ def _model(function: BatchFunction, batch: Batch, chunk_size: int | None) -> tup
     plan = make_plan(batch.size, chunk_size, Speeds.unknown(PART))
 
     def seconds_of(cut: Cut, last: int) -> float:
-        order = Order(workers.number(), step.number, 0, last, Kind.EVALUATE)
+        order = Order(workers.number(), step.number, 0, last)
         began = time.perf_counter()
-        workers.backend.evaluate(cut, [order])
+        workers.backend.evaluate(cut, order, [(0, last)])
         return time.perf_counter() - began
 
     whole_cut = plan.cut if chunk_size is not None else Cut((0, batch.size))

@@ -15,7 +15,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
-from batchopt_workers.process.messages import Order
 from tests.building import loaded
 from tests.workloads import Mlp, Noisy, Pairs, mean_square, mlp, reference
 
@@ -180,10 +179,10 @@ def test_items_that_are_others_for_another_worker_are_refused(nobody_late: None)
     with loaded(nn.Linear(3, 1), nn.MSELoss(), Drawn(), parallelize=2, chunk_size=4) as opt:
         opt.evaluate()
         workers, step = opt._function.workers, opt._function.ready()
-        number, chunks = workers.number(), step.plan.cut.chunks
-        swapped = [Order(number, step.number, 5, chunks), Order(number, step.number, 0, 5)]
+        chunks = step.plan.cut.chunks
+        order = step.plan.order(workers.number(), step.number)
         with pytest.raises(WorkerError, match=r"reading the same items again gave different values.*seeded"):
-            workers.backend.evaluate(step.plan.cut, swapped)
+            workers.backend.evaluate(step.plan.cut, order, [(5, chunks), (0, 5)])
 
 
 @EACH

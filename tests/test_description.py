@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from batchopt._program.description import ComparedProgram, describe, digest
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 
 
 class Scaled:

@@ -22,7 +22,6 @@ import torch
 import batchopt
 import batchopt.ignite
 from batchopt import errors
-from batchopt_workers.process.messages import HEAD, Order
 from benchmarks.findings import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
@@ -206,10 +205,6 @@ def test_every_error_is_in_the_table() -> None:
 
 
 # Numbers
-
-
-def test_an_order_is_as_small_as_the_pages_say() -> None:
-    assert 4 + HEAD.size + len(Order(1, 1, 0, 1).encode()) == 37  # every message begins with its length, of four bytes
 
 
 MEASURED = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -330,15 +330,3 @@ def test_the_product_with_what_is_not_finite_is_nan(v: torch.Tensor) -> None:
         flat = opt.objective()
         assert np.isnan(flat.hvp(flat.x0, v.double().numpy())).all()
         assert torch.isfinite(opt.hvp(torch.ones(103))).all()
-
-
-def test_workers_read_the_direction_and_cannot_write_it() -> None:
-    def names(worker: Worker) -> Sequence[str]:
-        with open("/proc/self/smaps") as maps:
-            return [line for line in maps if "memfd:batchopt" in line and line.split()[1].startswith("r--")]
-
-    work = mlp()
-    with on(work, parallelize=2) as opt:
-        before = list(map(len, opt.run_on_workers(names)))
-        opt.hvp(direction(work.module))
-        assert list(map(len, opt.run_on_workers(names))) == [count + 1 for count in before]

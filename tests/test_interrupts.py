@@ -95,11 +95,11 @@ def larger(opt: BatchOptimizer) -> None:
 WORKS: dict[str, tuple[Any, str, dict[str, Any], Callable[[BatchOptimizer], Any]]] = {
     "a block": (shared_program, "_new_block", {}, changed),
     "a place": (SharedProgram, "_place", {}, changed),
-    "the program": (Pool, "resend", {}, changed),
+    "the program": (Pool, "_sync", {}, changed),
     "rows": (worker, "Rows", {}, lambda opt: None),
     "rows of chunks": (worker, "Rows", {"chunk_size": 5}, lambda opt: None),
     "more rows": (Rows, "grow", {"chunk_size": 2}, larger),
-    "memory": (Pool, "set_state", {}, few),
+    "memory": (Pool, "tell_of", {}, few),
 }
 
 
@@ -109,7 +109,7 @@ def test_what_did_not_reach_the_workers_or_was_not_noted_is_sent_or_made_again(
 ) -> None:
     owner, name, options, before = WORKS[what]
     error = MemoryError() if what == "a block" else KeyboardInterrupt()
-    raises = raising_first(getattr(owner, name), error, of="batch " if what == "memory" else None)
+    raises = raising_first(getattr(owner, name), error, of="batch_" if what == "memory" else None)
     with make(Scaled(), **options) as opt:
         if before is changed:
             check(opt)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from batchopt._mapreduce.plan import DETERMINISTIC_CHUNKS, NEW, choose_chunk_size, follow, make_plan
 from batchopt._mapreduce.speeds import Speeds
+from batchopt_workers.process.messages import Order
 
 SIZES = st.integers(1, 500)
 CHUNK_SIZES = st.one_of(st.none(), st.integers(1, 600))
@@ -23,12 +24,10 @@ def test_chunks_tile_the_batch_and_each_is_ordered_once_in_rank_order(
     plan = make_plan(n, chunk_size, speeds)
     assert (plan.cut.bounds[0], plan.cut.bounds[-1], sum(plan.samples())) == (0, n, n)
     assert all(start < stop for start, stop in pairwise(plan.cut.bounds))  # none is empty
-    orders = plan.orders(evaluation=7, step=3)
-    assert [order is None for order in orders] == [samples == 0 for samples in plan.samples()]
-    assert len(orders) == len(speeds.values)
-    ordered = [chunk for order in orders if order for chunk in range(order.first, order.last)]
-    assert ordered == list(range(plan.cut.chunks))
-    assert all((order.evaluation, order.step) == (7, 3) for order in orders if order)
+    assert [first == last for first, last in plan.runs] == [samples == 0 for samples in plan.samples()]
+    assert len(plan.runs) == len(speeds.values)
+    assert [chunk for run in plan.runs for chunk in range(*run)] == list(range(plan.cut.chunks))
+    assert plan.order(evaluation=7, step=3) == Order(7, 3, 0, plan.cut.chunks)
     assert choose_chunk_size(n, chunk_size, deterministic=False) == chunk_size
     assert chunk_size is None or choose_chunk_size(n, chunk_size, deterministic=True) == chunk_size
 
@@ -61,7 +60,7 @@ def test_some_plans() -> None:
     plan = make_plan(100, None, Speeds((1.0, 3.0)))
     assert (plan.cut.bounds, plan.shares) == ((0, 25, 100), (1, 1))
     plan = make_plan(2, None, Speeds.unknown(4))
-    assert (plan.samples(), plan.orders(0, 0)[2:], plan.cut.bounds) == ([1, 1, 0, 0], [None, None], (0, 1, 2))
+    assert (plan.samples(), plan.runs[2:], plan.cut.bounds) == ([1, 1, 0, 0], [(2, 2), (2, 2)], (0, 1, 2))
 
 
 @given(SIZES, CHUNK_SIZES, SPEEDS)

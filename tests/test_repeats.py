@@ -19,7 +19,7 @@ from batchopt import BatchOptimizer, Sample, Term, Weighted, Worker
 from batchopt._data.batches import Reading, read_part
 from batchopt._data.forms import with_form
 from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends.process.repeat import RungOrders
+from batchopt.backends.process.repeat import Repeat
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
@@ -34,17 +34,17 @@ Y = torch.linspace(-1.0, 3.0, N * 2).reshape(N, 2).cos()
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of the evaluations for which workers were rung, and that they have made by the book."""
+    """The numbers of the orders that repeated those before, and were carried out alike."""
     found: list[int] = []
-    wait = RungOrders.wait
+    wait = Repeat._wait
 
-    def noted(self: RungOrders, number: int, *arguments: Any) -> bool:
-        usual = wait(self, number, *arguments)
+    def noted(self: Repeat, number: int) -> bool:
+        usual = wait(self, number)
         if usual:
             found.append(number)
         return usual
 
-    monkeypatch.setattr(RungOrders, "wait", noted)
+    monkeypatch.setattr(Repeat, "_wait", noted)
     monkeypatch.setattr(batchopt.backends.process.repeat, "PATIENCE", 5.0)  # the machine may be busy
     yield found
 
@@ -439,13 +439,14 @@ def least(call: Callable[[], object]) -> int:
 
 
 def count_frames(worker: Worker) -> None:
-    """Count those of each evaluation that this worker is rung for."""
-    repeat, found = loop._repeat, worker.state.setdefault("frames", [])
+    """Count those of each order that this worker carries out."""
+    carry_out, found = loop._carry_out, worker.state.setdefault("frames", [])
 
-    def counted(session: Any, repeater: Any) -> None:
-        found.append(frames(lambda: repeat(session, repeater)))
+    def counted(mailbox: Any, session: Any, told: Any, made: int) -> float:
+        found.append(frames(lambda: carry_out(mailbox, session, told, made)))
+        return 0.0
 
-    loop._repeat = counted  # type: ignore[assignment]
+    loop._carry_out = counted
 
 
 ONES, TARGETS = torch.ones(64, 1), torch.ones(64, 1)

@@ -16,7 +16,7 @@ from torch import nn
 from batchopt import BatchOptimizer, Worker
 from batchopt._mapreduce.plan import split_batch
 from batchopt._mapreduce.speeds import LARGEST_RATIO, Speeds
-from batchopt.backends.process.paces import Overdue
+from batchopt.backends.process.paces import Stragglers
 from batchopt_workers.process.messages import Kind
 
 RATES = st.floats(1e-3, 1e9)
@@ -175,4 +175,4 @@ def test_a_worker_whose_share_is_always_taken_over_is_measured(hooked: bool) -> 
 
 
 def test_nothing_is_shown_where_nobody_is_late() -> None:
-    assert Overdue({Kind.EVALUATE: {}}).take(Kind.EVALUATE, []) == {}
+    assert Stragglers({Kind.EVALUATE: {}}).take(Kind.EVALUATE, []) == {}

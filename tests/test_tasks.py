@@ -357,12 +357,12 @@ def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
         )
 
 
-def test_a_call_is_four_messages_to_a_worker_and_a_prediction_again_is_one(nobody_late: None) -> None:
-    """The function with its file, the cut, the order, and that it is over; the order alone."""
+def test_a_call_is_two_messages_to_a_worker_and_a_prediction_again_is_none(nobody_late: None) -> None:
+    """The function with its file, and that it is over; an order is on the page."""
     with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
         backend = opt._function.workers.backend
         assert isinstance(backend, ProcessBackend)
-        calls: list[tuple[Callable[[], Any], int]] = [(lambda: opt.collect(outputs), 4), (opt.predict, 1)]
+        calls: list[tuple[Callable[[], Any], int]] = [(lambda: opt.collect(outputs), 2), (opt.predict, 0)]
         for call, messages in calls:
             call()
             opt.run_on_workers(lambda worker: None)  # which has answered all

@@ -26,7 +26,7 @@ from batchopt._program import unpicklable
 from batchopt._program.unpicklable import blame
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.packing import pack
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.weighting import Weighting
 
 LOCK = threading.Lock()

@@ -28,7 +28,7 @@ from batchopt._program.flat_module import FlatModule
 from batchopt.backends import backend_class
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, WorkerError
-from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.tasks.inspection import normalises_by_chunk
 from batchopt_workers.worker import Hook
 
@@ -65,7 +65,7 @@ class AutoFunction(BatchFunction):
     @exclusive
     def evaluate(
         self,
-        map: Callable[[], list[Answer]] | None = None,
+        map: Callable[[], Sequence[Answer]] | None = None,
         reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Evaluate f, and note the time."""
@@ -176,9 +176,9 @@ class AutoFunction(BatchFunction):
         first, last = max(plan.runs, key=lambda run: run[1] - run[0])
         found: list[float] = []
 
-        def run() -> list[Answer]:
-            order = Order(workers.number(), step.number, first, last, Kind.EVALUATE)
-            return workers.backend.evaluate(plan.cut, [order])
+        def run() -> Sequence[Answer]:
+            order = Order(workers.number(), step.number, first, last)
+            return workers.backend.evaluate(plan.cut, order, [(first, last)])
 
         with self._at_start(), workers.without_hooks(), workers.with_threads(share.threads):
             while len(found) < (2 if found and found[0] > 0.05 else 3) or (len(found) < 6 and found[-1] < 0.005):
@@ -219,7 +219,7 @@ class AutoFunction(BatchFunction):
 
     def _use(self, configuration: Configuration, step: Step | None) -> None:
         # An interrupt in between leaves no batch: it has to be loaded again.
-        self._step = self._repeat = self._planned = self._placed = None
+        self._step = self._planned = self._placed = None
         with self.observers.doing("parallelize"):
             self.use(*configuration)
         self._present = configuration
@@ -234,7 +234,7 @@ class AutoFunction(BatchFunction):
     def _f(self, step: Step, cut: Cut) -> float:
         """Return f of these chunks by the present configuration, which counts as no evaluation."""
         with self._at_start():
-            answers = self.workers.evaluate(step._replace(plan=plan_of(cut, self.workers.speeds)), Kind.EVALUATE)
+            answers = self.workers.evaluate(step._replace(plan=plan_of(cut, self.workers.speeds)))
         whole = reduce_answers(answers, cut.chunks, torch.empty_like(self.subject.x))
         return weighed(whole.losses, step.weights)
 

@@ -166,10 +166,6 @@ def _forwards(batch: Batch) -> int:
     return sum(part.size if one_each else 1 for part, one_each in zip(batch.parts, listed, strict=True))
 
 
-# What orders of each kind yield in addition to the loss.
-DERIVATIVES = {Kind.EVALUATE: "gradient", Kind.MULTIPLY: "Hessian-vector product"}
-
-
 @dataclass(frozen=True)
 class Origin:
     """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and a
@@ -187,12 +183,11 @@ def explain(
     number: Callable[[], int],
     counters: Counters,
     kind: Kind = Kind.EVALUATE,
-    name: str = "",
+    name: str = "gradient",
 ) -> NonFiniteError:
     """Return the error for the non-finite evaluation or product that follows `counters`. Evaluates again, without hooks
     (the caller has disabled them), to find the origin. `number` returns the number of the next evaluation. `name`
-    describes the result other than the loss, if not what the kind implies."""
-    name = name or DERIVATIVES[kind]
+    describes the result other than the loss."""
     place = locate(backend, cut, number, counters.steps, kind, name)
     beside = "" if kind is Kind.TOTAL else "loss or "
     what = place.what if place is not None else f"{beside}{name} is not finite"
@@ -206,19 +201,16 @@ def locate(
     number: Callable[[], int],
     step: int,
     kind: Kind = Kind.EVALUATE,
-    name: str = DERIVATIVES[Kind.EVALUATE],
+    name: str = "gradient",
 ) -> Origin | None:
     """Find the origin by evaluating halves of the chunks, then halves of the first bad chunk's samples. Return None if
     every chunk is finite: a hook changed the result, or the sum is too large for the dtype."""
 
     def what(cut: Cut, some: range) -> str:
         counts = split_batch(len(some), [1.0] * len(backend.workers))
-        evaluation = number()
-        orders = [
-            Order(evaluation, step, some.start + first, some.start + last, kind) if last > first else None
-            for first, last in runs(counts)
-        ]
-        return next(filter(None, (_what(answer, name) for answer in backend.evaluate(cut, orders))), "")
+        shares = [(some.start + first, some.start + last) for first, last in runs(counts)]
+        answers = backend.evaluate(cut, Order(number(), step, some.start, some.stop, kind), shares)
+        return next(filter(None, (_what(answer, name) for answer in answers)), "")
 
     def is_nothing(chunk: int) -> bool:
         """Tell whether its loss is finite once the samples of the adjacent chunk are added."""

@@ -34,19 +34,16 @@ def hessian_products(function: BatchFunction, v: Any) -> torch.Tensor:
         raise TypeError(f"`v` must be a tensor of floating-point numbers, shape ({size},) or ({size}, k); got {given}")
     if v.shape[:1] != (size,) or v.dim() > 2:
         raise ValueError(f"`v` must have shape ({size},), as `parameters`, or ({size}, k); got {tuple(v.shape)}")
-    return function.hvp(v) if v.dim() == 1 else _block(function, v)
-
-
-def _block(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
     batch, x = function.ready().batch, function.subject.x
-    directions = v.detach().to(x.dtype).T.contiguous()
+    directions = v.detach().to("cpu", x.dtype).reshape(size, -1).T.contiguous()
     products = torch.full_like(directions, math.nan)
     finite = directions.isfinite().all(dim=1)
     if finite.any():
         task = Task(HessianProducts(directions[finite]), term=None)
-        products[finite] = total(function, task, batch, "Hessian-vector product").to(x.dtype)
+        with function.observers.doing("product"):
+            products[finite] = total(function, task, batch, "Hessian-vector product").to(x.dtype)
         function.count_products(int(finite.sum()))
-    return products.T
+    return products.T.reshape(v.shape).to(x.device)
 
 
 def input_gradients(function: BatchFunction, inputs: Any, targets: Any) -> Any:

@@ -22,18 +22,18 @@ from batchopt._function.loader import BatchLoader, Past, Planned, closed
 from batchopt._function.observer import Evaluated, Observer
 from batchopt._function.prepared import PreparedBatch, Rows, finish, rows_of, turns_of, with_denominators
 from batchopt._function.settings import Settings
-from batchopt._function.step import LONGEST, Counters, Repeat, Step
+from batchopt._function.step import Counters, Step
 from batchopt._machine.cores import torch_threads
 from batchopt._machine.ownership import exclusive, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
-from batchopt._mapreduce.reduce import Whole, reduce_answers, weighed
-from batchopt._program.flat_module import FlatModule
+from batchopt._mapreduce.reduce import Answers, Whole, reduce_answers, weighed
+from batchopt._program.flat_module import FlatModule, Gradient
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, tell_rows
 from batchopt_workers.data.batch import Batch, Columns, Part
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind
@@ -50,8 +50,6 @@ class BatchFunction(BatchLoader):
         """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
         super().__init__(subject, settings, counters)
         self._on_nonfinite = settings.on_nonfinite  # "keep": f may be NaN or infinite
-        self._unlooked = 0  # the number of a step that was evaluated by repeats only
-        self._number: int | None = None  # of the current evaluation, if it has one already
         self._evaluation = 0  # the number of the current one, if gradients are compressed
         self._term_losses: tuple[float, ...] = ()  # in the last evaluation
         self._rows: Rows = lambda: None  # of the data, in the loaded batch
@@ -136,7 +134,7 @@ class BatchFunction(BatchLoader):
     @undisturbed
     def evaluate(
         self,
-        map: Callable[[], list[Answer]] | None = None,
+        map: Callable[[], Sequence[Answer]] | None = None,
         reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
@@ -146,17 +144,15 @@ class BatchFunction(BatchLoader):
             owner.doing = outer or "an evaluation"
             began = time.perf_counter()
             self.observers.begins()
-            self._evaluation, self._number = 0, None
+            self._evaluation = 0
             try:
-                if map is None and reduce is None and self._repeat is not None:
-                    repeated = self._repeated(self._repeat, began)
-                    if repeated is not None:
-                        return repeated
-                answers = (map or self.map)()
+                # only where nothing else looks at the answers may the gradient be written to its place at once
+                into = self.subject.renew_gradient() if map is None and reduce is None else None
+                answers: Sequence[Answer] = self._map(into) if map is None else map()
                 mapped = time.perf_counter()
-                faults.point("parent.reduce")
+                if faults.hook is not None:
+                    faults.point("parent.reduce")
                 loss = (reduce or self.reduce)(answers)
-                self._repeat = self._repeat_of(answers) if map is None and reduce is None else None
             except BatchoptError as error:
                 tell_rows(error, self._rows())
                 answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
@@ -164,48 +160,6 @@ class BatchFunction(BatchLoader):
             return loss
         finally:
             owner.doing = outer
-
-    def _repeat_of(self, answers: Sequence[Answer]) -> Repeat | None:
-        """Return the evaluation behind these answers for repetition, if the backend supports it."""
-        which, longest = self.workers.backend.repeatable, max((answer.seconds for answer in answers), default=LONGEST)
-        if which is None or longest >= LONGEST or not self.workers.are_known:
-            return None
-        return Repeat(self._loaded(), self.workers.speeds, which, answers, self.workers.infos)
-
-    def _repeated(self, repeat: Repeat, began: float) -> torch.Tensor | None:
-        """Repeat the previous evaluation and return its f; None if it has to be ordered instead."""
-        step, subject, workers = self.ready(), self.subject, self.workers
-        usual = repeat.fits(step, workers.speeds) and not self._ended and self._on_nonfinite != "keep"
-        if not usual or self._compresses or self._keeps_outputs or subject.buffers.is_written:
-            return None
-        self._repeat = None  # stays so if anything is raised
-        if step.number != repeat.step:  # the step's first evaluation
-            self._unlooked = repeat.step = step.number
-        self._number = workers.number()  # also that of the order, if one is needed
-        gradient = subject.renew_gradient()
-        times = step.number, repeat.seconds
-        found = workers.backend.repeat(repeat.which, self._number, *times, self.observers.busy, gradient)
-        if found is None:
-            return None
-        if repeat.drew and step.movable and step.chunk_size is None:  # as after an order
-            self._step = step._replace(movable=False)
-        mapped = time.perf_counter()
-        if faults.hook is not None:
-            faults.point("parent.reduce")
-        whole = repeat.reduction.whole(found.losses, gradient.vector, found.written)
-        loss = weighed(whole.losses, step.weights)
-        if not (whole.finite and math.isfinite(loss)):  # an ordered evaluation explains it
-            self._number = None  # a new number: the sums may have overwritten the workers' rows
-            return None
-        self._take_in(whole)
-        self._outputs = None
-        if self._past.hook_results or repeat.hook_results:
-            self._past = self._past._replace(hook_results=[*repeat.hook_results])
-        if repeat.took(found.times):
-            self._repeat = repeat
-        answers = repeat.answers(found) if self.observers.look else ()
-        self._count(loss, answers, began, mapped)
-        return torch.scalar_tensor(loss, dtype=torch.float64, device="cpu")
 
     def _count(self, loss: float, answers: Sequence[Answer], began: float, mapped: float) -> None:
         """Count a finished evaluation and notify the observers."""
@@ -220,37 +174,31 @@ class BatchFunction(BatchLoader):
         self.observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
 
     @undisturbed
-    def map(self) -> list[Answer]:
+    def map(self) -> Sequence[Answer]:
         """Return partial losses and gradients from every worker that had a share."""
+        return self._map(None)
+
+    def _map(self, into: Gradient | None) -> Answers:
         step = self.ready()
-        if step.number != self._unlooked:  # else it is not known yet whether random numbers are drawn
+        if step.movable:
             step = self._step = step.followed(self.workers.speeds)
         self._planned = Planned(step.batch.size, step.chunk_size, self.workers.speeds, step.plan)
         self._outputs = None
-        answers = self._evaluate(step, Kind.EVALUATE)
-        self._unlooked = 0
-        if self._keeps_outputs:
-            self._outputs = self.put_together(answers, step.plan.cut, step.batch.size)
-        self.workers.learn_from(answers, step.plan.samples())
-        results = {chunk: found for answer in answers for chunk, found in answer.results.items()}
-        in_order = [result for _, of_chunk in sorted(results.items()) for result in of_chunk]
-        self._past = self._past._replace(hook_results=in_order)
-        return answers
-
-    def _evaluate(self, step: Step, kind: Kind) -> list[Answer]:
-        """Evaluate as planned; keep the chunks if random numbers were drawn, as other chunks would draw others."""
         with self._at_start():
-            if self._compresses and kind is Kind.EVALUATE:
+            if self._compresses:
                 answers = self._evaluate_compressed(step)
             else:
-                number = self._number if kind is Kind.EVALUATE else None
-                self._number = None
-                answers = self.workers.evaluate(step, kind, self.observers.busy, number)
-        if step.chunk_size is None and any(answer.drew for answer in answers):
+                answers = self.workers.evaluate(step, self.observers.busy, into)
+        if step.movable and step.chunk_size is None and answers.pattern.drew:  # other chunks would draw others
             self._step = step._replace(movable=False)
+        if self._keeps_outputs:
+            self._outputs = self.put_together(answers, step.plan.cut, step.batch.size)
+        self.workers.learn_from(answers, step.plan)
+        if self._past.hook_results or answers.pattern.hook_results:
+            self._past = self._past._replace(hook_results=[*answers.pattern.hook_results])
         return answers
 
-    def _evaluate_compressed(self, step: Step) -> list[Answer]:
+    def _evaluate_compressed(self, step: Step) -> Answers:
         residuals = self._past.residuals, (self._goes_back_to or self._past).residuals
         try:
             answers, self._evaluation = self.workers.evaluate_compressed(step, *residuals, self.observers.busy)
@@ -280,7 +228,7 @@ class BatchFunction(BatchLoader):
         self._take_in(whole)
         loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
-        if not finite and self._on_nonfinite == "raise":
+        if not finite and self.refuses_nonfinite:
             self._changes = None
             raise self.not_finite(Kind.EVALUATE, step.plan.cut, step.batch)
         if self._ended:
@@ -292,6 +240,11 @@ class BatchFunction(BatchLoader):
         """Set the gradients, buffer changes and term losses of all chunks."""
         self.subject.show_gradients(whole.used)
         self._changes, self._term_losses = whole.changes.clone(), whole.losses
+
+    @property
+    def refuses_nonfinite(self) -> bool:
+        """Tell whether what is NaN or infinite is an error."""
+        return self._on_nonfinite == "raise"
 
     @contextmanager
     def as_it_is(self) -> Iterator[None]:
@@ -317,29 +270,11 @@ class BatchFunction(BatchLoader):
         self._term_losses = (math.inf,) * len(step.weights)
         return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")
 
-    def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "") -> Exception:
+    def not_finite(self, kind: Kind, cut: Cut, batch: Batch, what: str = "gradient") -> Exception:
         """Return the error that locates the origin of a non-finite result, described by `what` or the kind of order."""
         workers, counters = self.workers, self._past.counters
         with workers.without_hooks(), self._at_start():
             return explain(workers.backend, cut, batch.numbering, workers.number, counters, kind, what)
-
-    @exclusive
-    @undisturbed
-    def hvp(self, v: torch.Tensor) -> torch.Tensor:
-        """Return the Hessian of f at X times `v`: a new tensor, shape `(n,)`, X's dtype."""
-        step = self.ready()
-        direction = torch.empty_like(self.subject.x).copy_(v.detach())
-        if not bool(direction.isfinite().all()):
-            return torch.full_like(direction, math.nan)
-        with self.observers.doing("product"), self._owner.amid("a product"):
-            self.workers.backend.set_direction(direction)
-            answers = self._evaluate(step, Kind.MULTIPLY)
-            product = torch.empty_like(self.subject.x)
-            whole = reduce_answers(answers, step.plan.cut.chunks, product)
-        if not whole.finite and self._on_nonfinite == "raise":
-            raise self.not_finite(Kind.MULTIPLY, step.plan.cut, step.batch)
-        self.count_products(1)
-        return product
 
     def count_products(self, count: int) -> None:
         """Count `count` more Hessian products."""
@@ -416,8 +351,8 @@ class BatchFunction(BatchLoader):
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self._forget_batch()
                 plan = self._plan_of_task(task, batch, cut)
-                orders = plan.orders(workers.number(), self._past.counters.steps, kind)
-                evaluate = partial(workers.backend.evaluate, plan.cut, orders, self.observers.busy)
+                order = plan.order(workers.number(), self._past.counters.steps, kind)
+                evaluate = partial(workers.backend.evaluate, plan.cut, order, plan.runs, self.observers.busy)
                 answers = evaluate() if task.writes else workers.learning(evaluate)
                 workers.learn_from_task(answers)
                 self.observers.worked(kind.name.lower(), answers, plan.cut.bounds)

@@ -20,7 +20,7 @@ from batchopt._function.observer import Trial
 from batchopt._function.observers import Observers
 from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
-from batchopt._function.step import Counters, Repeat, Step
+from batchopt._function.step import Counters, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt._mapreduce.plan import NEW, Plan, choose_chunk_size, follow, make_plan
@@ -30,7 +30,6 @@ from batchopt._program.flatten import check_hooks
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.batch import Batch
-from batchopt_workers.process.messages import Kind
 from batchopt_workers.worker import Hook
 
 T = TypeVar("T")
@@ -78,7 +77,6 @@ class BatchLoader:
         self.observers = Observers([self._reporter] if self.verbose else [])
         self._checks_cut = settings.check_cut
         self._step: Step | None = None
-        self._repeat: Repeat | None = None  # of the last evaluation
         self._planned: Planned | None = None  # the last plan
         self._cuts = settings.chunk_size, settings.deterministic
         self._placed: Prepared | None = None  # the batch that the workers can read
@@ -242,8 +240,7 @@ class BatchLoader:
             plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
             with self._at_start(), workers.without_hooks():
                 for _ in range(1 if workers.evaluations else 2):
-                    answers = workers.evaluate(step._replace(plan=plan), Kind.EVALUATE)
-                    workers.learn_from(answers, plan.samples())
+                    workers.learn_from(workers.evaluate(step._replace(plan=plan)), plan)
             self._reporter.note("calibrated: %s samples/s", [round(speed) for speed in workers.speeds.relative])
         return list(workers.speeds.relative)
 
@@ -300,7 +297,7 @@ class BatchLoader:
             yield
 
     def _forget_batch(self) -> None:
-        self._step = self._changes = self._outputs = self._repeat = None
+        self._step = self._changes = self._outputs = None
 
     def stepped(self, left: Trial | None) -> None:
         """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters."""
@@ -368,7 +365,7 @@ class BatchLoader:
 
         def between_steps() -> None:
             self.end_step()
-            self._step = self._placed = self._planned = self._repeat = None
+            self._step = self._placed = self._planned = None
 
         self.workers.resize(parallelize, speeds, between_steps)
         self.workers.backend.keep_outputs(self._keeps_outputs)
@@ -398,7 +395,7 @@ class BatchLoader:
             self.end_step()
             self._reporter.close()
             self.workers.backend.close()
-            self._placed = self._outputs = self._repeat = None
+            self._placed = self._outputs = None
             self.subject.leave()
 
     def __enter__(self: Self) -> Self:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchopt._function.derivatives import hessian_products
 from batchopt._function.function import BatchFunction
 from batchopt._function.least_squares import (
     Roots,
@@ -91,7 +92,7 @@ class FlatObjective:
         if not bool(vector.isfinite().all()):
             return np.full(len(vector), np.nan)
         with self._function.as_it_is():
-            return _doubles(self._there(vector, self._function.hvp, direction))
+            return _doubles(self._there(vector, hessian_products, self._function, direction))
 
     def least_squares(self) -> FlatLeastSquares:
         """Return the residuals and their Jacobian, if f is a sum of squares: for `scipy.optimize.least_squares`."""

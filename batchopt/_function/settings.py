@@ -17,8 +17,8 @@ from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.data.items import Collate, CollatesAll
-from batchopt_workers.map.evaluate import Program
 from batchopt_workers.map.objective import LossFunction
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.process.failures import names_of

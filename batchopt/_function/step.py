@@ -1,22 +1,16 @@
-"""The loaded batch with its plan, the evaluation that can be repeated, and the counters of all."""
+"""The loaded batch with its plan, and the counters of all."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._mapreduce.answers import Answer, Span
 from batchopt._mapreduce.plan import Plan, follow
-from batchopt._mapreduce.reduce import Reduction
 from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends.base import LONGEST as LONGEST
-from batchopt.backends.base import Repeated, WorkerInfo
 from batchopt_workers.data.batch import Batch
 
 
@@ -36,57 +30,6 @@ class Step(NamedTuple):
         """Return the step for the next evaluation, with another plan if `speeds` make one noticeably faster."""
         plan = follow(self.plan, self.chunk_size, speeds) if self.movable else self.plan
         return self if plan is self.plan else self._replace(plan=plan)
-
-
-# Evaluations after which one is ordered regardless: its times are measurements, by which shares may change.
-MOST = 32
-# A worker is to be given less if it takes this many times the average, plus this many seconds.
-UNEVEN, NOTICEABLE = 1.25, 2e-3
-
-
-class Repeat:
-    """An evaluation of `step` that the backend can repeat, known to it as `which`: in this step, and in those that
-    follow as long as their batches are cut and shared out alike."""
-
-    def __init__(
-        self, step: Step, speeds: Speeds, which: object, answers: Sequence[Answer], infos: Sequence[WorkerInfo]
-    ) -> None:
-        """`speeds`: as last measured; `infos`: of all workers."""
-        self.which, self._speeds, self.step = which, speeds, step.number
-        self._cut, self._shares, self._terms = step.plan.cut, step.plan.shares, len(step.weights)
-        self.reduction = Reduction(answers, step.plan.cut.chunks)
-        self._workers = [(infos[answer.rank], answer.samples) for answer in answers]
-        found = (of_chunk for answer in answers for of_chunk in answer.results.values())
-        self.hook_results = [*chain.from_iterable(found)]  # nothing but None
-        self.drew = any(answer.drew for answer in answers)  # random numbers
-        self.seconds = max(answer.seconds for answer in answers)
-        self._answers = answers
-        self._left = MOST
-
-    def fits(self, step: Step, speeds: Speeds) -> bool:
-        """Tell whether an evaluation of this step has the same chunks, also with these speeds."""
-        plan = step.plan
-        alike = plan.cut is self._cut and plan.shares == self._shares and len(step.weights) == self._terms
-        return alike and speeds is self._speeds
-
-    def took(self, times: Sequence[Sequence[float]]) -> bool:
-        """Count a repetition with these times (start, seconds) per worker; return whether another one may follow."""
-        longest = total = 0.0
-        for (worker, samples), (_, seconds) in zip(self._workers, times, strict=True):
-            worker.samples += samples
-            worker.busy_seconds += seconds
-            total += seconds
-            longest = max(longest, seconds)
-        self.seconds = longest
-        self._left -= 1
-        return self._left > 0 and longest < LONGEST and longest < UNEVEN * total / len(times) + NOTICEABLE
-
-    def answers(self, found: Repeated) -> list[Answer]:
-        """Return the answers that the workers would have sent, for observers."""
-        return [
-            replace(answer, seconds=took, spans=[Span(began, took, answer.spans[0].first, answer.spans[0].last)])
-            for answer, (began, took) in zip(self._answers, found.times, strict=True)
-        ]
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total"
         layout = sums_layout(form.columns)
         sums = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
         finite = reduce_answers(answers, cut.chunks, sums).finite
-        if not finite and function.settings.on_nonfinite == "raise":
+        if not finite and function.refuses_nonfinite:
             raise function.not_finite(Kind.TOTAL, cut, batch, what)
         views = layout.views(sums)
         return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,17 +14,23 @@ from batchopt._function.checks import refuse_frequencies
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.plan import Plan
+from batchopt._mapreduce.reduce import Answers
 from batchopt._mapreduce.speeds import Speeds
-from batchopt._program.flat_module import FlatModule
+from batchopt._program.flat_module import FlatModule, Gradient
 from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.watch import StateWritten
-from batchopt_workers.process.messages import Kind
 from batchopt_workers.process.torch_settings import module_hooks
 from batchopt_workers.worker import Hook
+
+# A worker is to be given less if it takes this many times the average, plus this many seconds.
+UNEVEN, NOTICEABLE = 1.25, 2e-3
+# Seconds after which workers that are even are measured again.
+LATELY = 0.25
 
 T = TypeVar("T")
 
@@ -87,15 +94,11 @@ class Workers:
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
         self._task_speeds = Speeds.unknown(len(self.infos))
         self.evaluations = 0  # by the current number of workers
+        self._learned_at = 0.0
         self._numbers = count(1)
 
     def _start(self, settings: Settings) -> Backend:
         return settings.backend_class(setup_of(self._subject, settings))
-
-    @property
-    def are_known(self) -> bool:
-        """Tell whether the speeds have been measured, or given by the user."""
-        return self.speeds.fixed or self.evaluations > 1
 
     @property
     def infos(self) -> list[WorkerInfo]:
@@ -141,43 +144,45 @@ class Workers:
 
     # ---- evaluations
 
-    def evaluate(
-        self, step: Step, kind: Kind, meanwhile: Meanwhile | None = None, number: int | None = None
-    ) -> list[Answer]:
-        """Evaluate a loaded batch as planned, at first by `number`, if given; raises what `Backend.evaluate` raises."""
-        numbers = iter(() if number is None else (number,))
-
-        def evaluate() -> list[Answer]:
-            orders = step.plan.orders(next(numbers, None) or self.number(), step.number, kind)
-            return self.backend.evaluate(step.plan.cut, orders, meanwhile)
-
-        return self.learning(evaluate)
+    def evaluate(self, step: Step, meanwhile: Meanwhile | None = None, into: Gradient | None = None) -> Answers:
+        """Evaluate a loaded batch as planned; raises what `Backend.evaluate` raises."""
+        plan = step.plan
+        while True:
+            try:
+                order = plan.order(next(self._numbers), step.number)
+                return self.backend.evaluate(plan.cut, order, plan.runs, meanwhile, into)
+            except StateWritten as found:
+                self._include(found)
 
     def evaluate_compressed(
         self, step: Step, taken: int, kept: int, meanwhile: Meanwhile | None = None
-    ) -> tuple[list[Answer], int]:
+    ) -> tuple[Answers, int]:
         """Evaluate a loaded batch as planned, with compressed gradients; also return the number of the evaluation.
         Raises what `CompressingBackend.evaluate_compressed` raises."""
 
-        def evaluate() -> tuple[list[Answer], int]:
-            number = self.number()
-            orders = step.plan.orders(number, step.number)
-            return self.compressing.evaluate_compressed(step.plan.cut, orders, taken, kept, meanwhile), number
+        def evaluate() -> tuple[Answers, int]:
+            plan, number = step.plan, self.number()
+            order = plan.order(number, step.number)
+            return self.compressing.evaluate_compressed(plan.cut, order, plan.runs, taken, kept, meanwhile), number
 
         return self.learning(evaluate)
 
     def learning(self, evaluate: Callable[[], T]) -> T:
         """Return `evaluate()`; if it finds that a forward writes module state not known before, have the workers reset
         that state for each chunk too, and call it again."""
-        buffers = self._subject.buffers
         while True:
             try:
                 return evaluate()
             except StateWritten as found:
-                if buffers.state.issuperset(found.names):
-                    raise
-                buffers.include(found.names)
-                self.backend.include_state(found.names)
+                self._include(found)
+
+    def _include(self, found: StateWritten) -> None:
+        """Have the workers reset for each chunk what a forward was found to write. Raises `found` if they do."""
+        buffers = self._subject.buffers
+        if buffers.state.issuperset(found.names):
+            raise found
+        buffers.include(found.names)
+        self.backend.include_state(found.names)
 
     # ---- speeds
 
@@ -185,19 +190,36 @@ class Workers:
         """Learn that worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""
         self.set_speeds(self.speeds.observed(samples, seconds))
 
-    def learn_from(self, answers: Iterable[Answer], planned: Sequence[int]) -> None:
-        """Count the workers' part in an evaluation with these `planned` samples each, and use it as a measurement,
-        except the first, which warms up."""
+    def learn_from(self, answers: Answers, plan: Plan) -> None:
+        """Count the workers' part in an evaluation, and use it as a measurement, except the first, which warms up."""
+        if answers.is_repeated and self.evaluations > 1 and self._is_even(answers):
+            return
         samples, seconds = self._work_of(answers)
         for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
             worker.samples += its_samples
             worker.busy_seconds += its_seconds
         self.evaluations += 1
+        self._learned_at = time.monotonic()
         if self.evaluations == 1:
             return
         samples, seconds = self._with_the_late(samples, seconds)
+        planned = plan.samples()
         self.speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
         self.observe(samples, seconds)
+
+    def _is_even(self, answers: Answers) -> bool:
+        """Count the workers' part if they have taken about the same time, as lately: then there is nothing to learn."""
+        longest = total = 0.0
+        for _, seconds in answers.times:
+            total += seconds
+            longest = max(longest, seconds)
+        if longest > UNEVEN * total / len(answers.times) + NOTICEABLE or time.monotonic() > self._learned_at + LATELY:
+            return False
+        infos = self.backend.workers
+        for answer, (_, seconds) in zip(answers.pattern.answers, answers.times, strict=True):
+            infos[answer.rank].samples += answer.samples
+            infos[answer.rank].busy_seconds += seconds
+        return True
 
     @property
     def speeds_of_tasks(self) -> Speeds:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.sums import PartialSum, Rows
 from batchopt_workers.map.tree import Node
-from batchopt_workers.process.messages import Report
 from batchopt_workers.tasks.forms import Form
 
 
@@ -55,13 +54,12 @@ class Answer:
         return all(result is None for found in self.results.values() for result in found)
 
 
-def partials_of(report: Report, rows: Rows | None) -> list[tuple[Node, Partial]]:
-    """Return the partials of a report, with these rows; without rows, if nothing is summed, with empty vectors."""
-    found = []
-    for summary in report.summaries:
-        vectors = (_NOTHING, _NOTHING) if rows is None else (rows[summary.row].gradient, rows[summary.row].changes)
-        found.append((summary.node, Partial(summary.losses, *vectors, summary.used)))
-    return found
+def partials_of(found: Sequence[tuple[Node, PartialSum]], rows: Rows | None) -> list[tuple[Node, Partial]]:
+    """Return the partials that lie in these rows; without rows, if nothing is summed, with empty vectors."""
+    if rows is None:
+        return [(node, Partial(partial.losses, _NOTHING, _NOTHING, partial.used)) for node, partial in found]
+    places = [(node, partial, rows[partial.row]) for node, partial in found]
+    return [(node, Partial(partial.losses, row.gradient, row.changes, partial.used)) for node, partial, row in places]
 
 
 _NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")

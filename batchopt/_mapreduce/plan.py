@@ -27,9 +27,9 @@ class Plan:
         """For each worker's shard its first chunk, and the chunk after its last."""
         return runs(self.shares)
 
-    def orders(self, evaluation: int, step: int, kind: Kind = Kind.EVALUATE) -> list[Order | None]:
-        """Return each worker's order of that kind; None for a worker without a share."""
-        return [Order(evaluation, step, first, last, kind) if last > first else None for first, last in self.runs]
+    def order(self, evaluation: int, step: int, kind: Kind = Kind.EVALUATE) -> Order:
+        """Return the order to do this kind of work with all chunks."""
+        return Order(evaluation, step, 0, self.cut.chunks, kind)
 
     def samples(self) -> list[int]:
         """Return each worker's number of samples."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from operator import add, mul
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt._mapreduce.answers import Answer, Partial
+from batchopt._mapreduce.answers import Answer, Partial, Span
 from batchopt_workers.data.structures import all_finite
 from batchopt_workers.map.tree import Fold, Node, maximal
 
@@ -169,10 +171,84 @@ def _add(vectors: Sequence[Numbers], additions: Sequence[Addition], spare: int, 
     return finite
 
 
+class Pattern:
+    """Evaluations that repeat each other: the same workers have the same chunks, of `chunks` in all, and their partials
+    lie in the same memory; `answers` are those of the first one."""
+
+    def __init__(self, answers: Sequence[Answer], chunks: int) -> None:
+        self.answers, self._chunks = [*answers], chunks
+
+    @cached_property
+    def reduction(self) -> Reduction:
+        """The sum of all partials."""
+        return Reduction(self.answers, self._chunks)
+
+    @cached_property
+    def hook_results(self) -> list[Any]:
+        """The results of the posthook, in sample order; of repetitions they are None, too."""
+        found = {chunk: results for answer in self.answers for chunk, results in answer.results.items()}
+        return [result for _, of_chunk in sorted(found.items()) for result in of_chunk]
+
+    @cached_property
+    def drew(self) -> bool:
+        """Tell whether random numbers were drawn."""
+        return any(answer.drew for answer in self.answers)
+
+
+class Answers(Sequence[Answer]):
+    """The answers of an evaluation, in rank order. Of one that repeats the `pattern`, only `losses` (of each partial)
+    and `times` (start and seconds of each worker) differ. `written`: the gradient is where it is to be."""
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        losses: Sequence[Sequence[float]] | None = None,
+        times: Sequence[tuple[float, float]] = (),
+        written: bool = False,
+    ) -> None:
+        self.pattern, self._losses, self.times, self._written = pattern, losses, times, written
+
+    @property
+    def is_repeated(self) -> bool:
+        """Tell whether they repeat earlier ones."""
+        return self._losses is not None
+
+    @cached_property
+    def _all(self) -> list[Answer]:
+        if self._losses is None:
+            return self.pattern.answers
+        losses = iter(self._losses)
+        return [
+            replace(
+                answer,
+                seconds=seconds,
+                spans=[Span(began, seconds, answer.spans[0].first, answer.spans[-1].last)],
+                partials=[(node, partial._replace(losses=tuple(next(losses)))) for node, partial in answer.partials],
+            )
+            for answer, (began, seconds) in zip(self.pattern.answers, self.times, strict=True)
+        ]
+
+    @overload
+    def __getitem__(self, index: int) -> Answer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answer]: ...
+    def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self.pattern.answers)
+
+    def whole(self, gradient: torch.Tensor) -> Whole:
+        """Return the sum of all partials, and write df/dX to `gradient`: see `Reduction.whole`."""
+        reduction = self.pattern.reduction
+        losses = [partial.losses for partial in reduction.partials] if self._losses is None else self._losses
+        return reduction.whole(losses, gradient, self._written)
+
+
 def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:
-    """Return the sum of all partials: see `Reduction.whole`."""
-    reduction = Reduction(answers, chunks)
-    return reduction.whole([partial.losses for partial in reduction.partials], gradient)
+    """Return the sum of all partials, of `chunks` chunks, and write df/dX to `gradient`: see `Reduction.whole`."""
+    found = answers if isinstance(answers, Answers) else Answers(Pattern(answers, chunks))
+    return found.whole(gradient)
 
 
 def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:

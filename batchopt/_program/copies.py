@@ -13,7 +13,7 @@ import torch
 
 from batchopt._program.snapshot import names_of_globals
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.interrupts import let_through
 
 

@@ -25,7 +25,7 @@ from batchopt._program.program import roots_of, snapshot_of
 from batchopt._program.snapshot import Part, of_container
 from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.interrupts import let_through
 
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.Size)

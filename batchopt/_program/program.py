@@ -11,7 +11,7 @@ import torch
 from batchopt._program.snapshot import Met, Snapshot
 from batchopt._program.unpicklable import blame
 from batchopt_workers.data.packing import Packed, Placement, pack
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.interrupts import let_through
 
 # Parts that do not belong to f: they may keep tensors of their own, and write them.

@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from batchopt._data.arguments import read_parallelize
-from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.compression import Compression
+from batchopt._mapreduce.reduce import Answers
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.buffers import StepBuffers
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
@@ -88,20 +88,10 @@ class Prepared:
     batch: Batch
 
 
-# Seconds of the longest evaluation that is repeated: a longer one is ordered, so that a fault costs only the current
-# chunk.
-LONGEST = 0.25
 # Something to do in this process while the workers compute.
 Meanwhile = Callable[[], None]
-
-
-class Repeated(NamedTuple):
-    """A repeated evaluation: the losses of each partial, in the order of the previous answers; for each worker that
-    took part when it began and how long it took; and whether the whole gradient is where it was to be written."""
-
-    losses: Sequence[Sequence[float]]
-    times: Sequence[Sequence[float]]
-    written: bool = False
+# The first chunk of a worker's share, and the one after its last.
+Run = tuple[int, int]
 
 
 class Backend(ABC):
@@ -114,8 +104,6 @@ class Backend(ABC):
     local: ClassVar[bool] = False
     # Whether this process prints and writes files: one of several that run the same script does.
     is_main: bool = True
-    # The last evaluation, if it went as planned and can be repeated.
-    repeatable: Any = None
     # Measurements of workers that were late in the last evaluation, by rank: samples, and the seconds that they took,
     # or at least took.
     late: Mapping[int, tuple[int, float]] = MappingProxyType({})
@@ -176,33 +164,21 @@ class Backend(ABC):
         """Reset the module's state in the workers to that at the start of the step."""
 
     @abstractmethod
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        """Evaluate the chunks of all orders. `orders[i]` is meant for worker `i`; others take over what it does not
-        complete. Answers are in rank order. If workers are other processes, `meanwhile` is called as soon as they are
-        busy.
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
+    ) -> Answers:
+        """Carry out `order`, which is about all chunks that anybody is given. `runs[i]` is meant for worker `i`; others
+        take over what it does not complete. Answers are in rank order. If workers are other processes, `meanwhile` is
+        called as soon as they are busy. If nothing is to be summed, the gradient may be written to `into` at once.
 
         Raises `WorkerError` if the user's code raised; the workers remain usable. Raises `StateWritten` for a forward
         that writes constants, `PoisonChunkError` and `AllWorkersLostError`.
         """
-
-    def repeat(
-        self,
-        which: object,
-        number: int,
-        step: int,
-        seconds: float,
-        meanwhile: Meanwhile | None,
-        into: Gradient | None = None,
-    ) -> Repeated | None:
-        """Repeat the evaluation that was `repeatable`, and took `seconds`, as evaluation `number` of that step: the
-        same chunks of the loaded batch by the same workers, summed in the same memory; or in `into`, if nothing is to
-        be summed. Return None if anything differs: then it has to be ordered, with the same number. Raises what
-        `evaluate` raises."""
-        return None
-
-    @abstractmethod
-    def set_direction(self, direction: torch.Tensor) -> None:
-        """Set the vector that orders for a product multiply the Hessian by: shape `(n,)`, X's dtype."""
 
     @abstractmethod
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
@@ -255,11 +231,12 @@ class CompressingBackend(Backend):
     def evaluate_compressed(
         self,
         cut: Cut,
-        orders: Sequence[Order | None],
+        order: Order,
+        runs: Sequence[Run],
         taken: int,
         kept: int,
         meanwhile: Meanwhile | None = None,
-    ) -> list[Answer]:
+    ) -> Answers:
         """Evaluate with gradients compressed by `Setup.compression`, after adding the residuals of evaluation `taken`
         (0: none). Later calls may continue from this one, from `taken` or from `kept`, so that nothing is lost if this
         one turns out not to count. Raises what `evaluate` raises, and `DoesNotFit`."""

@@ -7,30 +7,33 @@ import socket
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from batchopt._data.arguments import read_parallelize
 from batchopt._machine.allocator import keep_memory, release_memory
 from batchopt._machine.cores import torch_threads
-from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.answers import Answer, Span, partials_of
+from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.flat_module import Gradient
 from batchopt._program.program import snapshot_of, tensors_of_f
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Repeated, Setup, WorkerInfo
-from batchopt.backends.local_worker import LocalWorker, run_precode
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Run, Setup, WorkerInfo
+from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
+from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import StateWritten, Watch
-from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Report
-from batchopt_workers.tasks.forms import Column, MemoryOutput
+from batchopt_workers.map.work import ChunkDone
+from batchopt_workers.process.failures import kinds_of, message_of
+from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.tasks.forms import Column, MemoryOutput, sums_layout
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.tasks.task_runner import ChunkDone
-from batchopt_workers.worker import Hook, Worker
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from batchopt_workers.worker import Hook, Precode, Worker
 
 
 class SerialBackend(Backend):
@@ -47,20 +50,18 @@ class SerialBackend(Backend):
 
     def __init__(self, setup: Setup) -> None:
         device = setup.flat.vector.device
-        self._info = WorkerInfo(0, os.getpid(), socket.gethostname(), device)
-        self._setup = setup
+        self._info, self._setup = WorkerInfo(0, os.getpid(), socket.gethostname(), device), setup
         (rank,) = setup.ranks or (0,)  # its rank among all, if there are other processes like this one
         self._worker = Worker(rank, setup.world or 1, device)
         run_precode(setup.precode, self._worker)
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
-        evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
-        self._evaluator = evaluator
+        self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        self._evaluator.walk.watch = self._make_watch()
         self._output, self._keeps_outputs = MemoryOutput(), False
-        self.repeatable: tuple[Order, Report | None] | None = None
-        self._found: tuple[Order, list[ChunkDone]] | None = None  # the last one, if it could not be repeated
-        self._local = LocalWorker(evaluator, setup.flat.layout, setup.buffers.size, self._make_watch())
-        self._local.rank = 0
+        self._rows = self._make_rows(1)
+        self._over: tuple[Gradient, Rows] | None = None  # the rows over df/dX
+        self._last: tuple[object, Pattern] | None = None  # the form of the last evaluation, if it may be repeated
         keep_memory()
         self._release = weakref.finalize(self, release_memory)
         self._release.atexit = False
@@ -69,134 +70,165 @@ class SerialBackend(Backend):
     def workers(self) -> list[WorkerInfo]:
         return [self._info]
 
-    def repeat(
-        self,
-        which: object,
-        number: int,
-        step: int,
-        seconds: float,
-        meanwhile: Meanwhile | None,
-        into: Gradient | None = None,
-    ) -> Repeated | None:
-        before = self.repeatable
-        if before is None or before is not which:
-            return None
-        self.repeatable = None  # if anything is raised
-        order, report = before
-        assert report is not None
-        # with another number than the order that follows if this fails: its sums must not continue from here
-        order = Order(-1 - number, step, order.first, order.last)
-        rows = self._local.rows_over(into) if into is not None and order.last - order.first == 1 else None
-        try:
-            found = self._in_peace(list, self._local.chunks(order, rows=rows))
-        except StateWritten:
-            return None
-        done = found[-1]
-        losses, says_something = done.sums.again(report.summaries), False
-        for chunk in found:
-            says_something = says_something or bool(chunk.results and chunk.says_something)
-        if losses is None or says_something or done.drew != report.drew:  # its chunks answer the order that follows
-            done.sums.evaluation = number
-            if into is not None and rows is not None:
-                self._local.rows[0].gradient.copy_(into.vector)
-            self._found = order._replace(evaluation=number), found
-            return None
-        self.repeatable = before
-        return Repeated(losses, ((done.began, done.seconds),), rows is not None)
+    # ---- the program, the batch, the task
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        self.repeatable = None
-        self._evaluator.prehook, self._evaluator.posthook = prehook, posthook
+        loss = self._evaluator.loss
+        loss.prehook, loss.posthook = prehook, posthook
         self._evaluator.walk.looked.clear()
 
     def use_hooks(self, hooked: bool) -> None:
-        self.repeatable = None
-        self._evaluator.hooked = hooked
+        self._evaluator.loss.hooked = hooked
 
     def use_threads(self, threads: int | None) -> None:
-        self.repeatable = None
         self._setup = replace(self._setup, threads=threads)
 
     def include_state(self, names: Collection[str]) -> None:
-        self.repeatable = None
-        self._local.follow(self._make_watch(), self._setup.buffers.size)
-        self._evaluator.walk.looked.clear()
+        self._rebuild()
 
     def _make_watch(self) -> Watch:
         variable = (*self._setup.parameters, *self._setup.buffers.tensors)
         others = [(met.path, met.tensor) for met in tensors_of_f(self._snapshot)]
         return Watch(self._setup.program.module, others, variable)
 
-    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
+    def _make_rows(self, count: int) -> Rows:
+        return Rows(self._setup.flat.layout, self._setup.buffers.size, count, device=self._worker.device)
 
-    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
-        evaluator = self._evaluator
-        if evaluator.batch is not None and evaluator.loaded.follow(prepared.batch):
-            evaluator.begin_again(evaluator.loaded)
-        else:
-            evaluator.batch, self.repeatable = prepared.batch, None
-        evaluator.weights = weights
-        if self._follow():
-            self.repeatable = None
+    def _rebuild(self) -> None:
+        """Take over changes of the module: other tensors to watch, other numbers that report its state."""
+        self._evaluator.walk.watch = self._make_watch()
+        self._evaluator.look_again()
+        if self._rows.changes != self._setup.buffers.size:
+            self._rows, self._over = self._make_rows(len(self._rows)), None
+        self._last = None
 
     def _follow(self) -> bool:
         """Take over the user's changes of the program; return whether there are any."""
         if self._snapshot.holds():
             return False
         self._snapshot = snapshot_of(self._setup.program, hooks=False)
-        self._local.follow(self._make_watch(), self._setup.buffers.size)
+        self._rebuild()
         return True
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        (order,) = orders
-        self.repeatable = None
-        if order is None:
-            return []
-        if order.kind not in TASKS:
-            self._output = MemoryOutput()
-            self._local.outputs = self._output if self._keeps_outputs else None
-        before, self._found = self._found, None
-        found = before[1] if before is not None and before[0] == order else ()
-        answer = self._in_peace(self._local.evaluate, cut, order, found=found)
-        if order.kind is Kind.EVALUATE and not self._keeps_outputs and answer.is_silent:
-            self.repeatable = order, self._local.report
-        return [answer]
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
 
-    def _in_peace(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function without changing the caller's random states and threads."""
-        # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._in_peace(evaluate, *args, **kwargs)
-        with draws_kept():
-            if self._setup.threads is None:
-                return evaluate(*args, **kwargs)
-            with torch_threads(self._setup.threads):
-                return evaluate(*args, **kwargs)
-
-    def set_direction(self, direction: torch.Tensor) -> None:
-        self._evaluator.direction = self._setup.flat.layout.views(direction)
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
+        evaluator = self._evaluator
+        loaded = evaluator.loaded if evaluator.has_batch else None
+        if loaded is None or not loaded.follow(prepared.batch):
+            loaded = LoadedBatch(prepared.batch)
+        evaluator.loaded, evaluator.loss.weights = loaded, weights
+        self._follow()
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
-        self.repeatable = None
         changed = follow and self._follow()
         if batch is not None and self._setup.fixed_bits:
             batch = batch.realigned()
-        self._output = MemoryOutput()
-        self._local.begin_task(task, batch, self._output)
+        self._evaluator.tasks.begin(task, batch)
+        self._output = self._evaluator.tasks.output = MemoryOutput()
         return changed
 
+    def end_task(self) -> None:
+        self._evaluator.tasks.end()
+
     def keep_outputs(self, keep: bool) -> None:
-        self.repeatable = None
         self._keeps_outputs = keep
+        self._evaluator.outputs = None
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         found, self._output.tensors = self._output.tensors, []  # the caller's alone
         return found
 
-    def end_task(self) -> None:
-        self._evaluator.tasks.end()
+    # ---- evaluating
+
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
+    ) -> Answers:
+        ((first, last),) = runs
+        if first == last:
+            return Answers(Pattern([], cut.chunks))
+        evaluator, last_one, self._last = self._evaluator, self._last, None  # if anything is raised
+        order, rows, is_written = Order(order.evaluation, order.step, first, last, order.kind), None, False
+        if order.kind is not Kind.EVALUATE:
+            evaluator.tasks.cut = cut
+        else:
+            evaluator.cut = cut
+            if self._keeps_outputs:
+                self._output = evaluator.outputs = MemoryOutput()
+            if last_one is not None and into is not None and last - first == 1:
+                rows = self._rows_over(into)
+                is_written = rows is not None
+            rows = rows or self._rows_for(most_held(first, last, cut.chunks))
+        # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                found = self._undisturbed(order, rows)
+        else:
+            found = self._undisturbed(order, rows)
+        return self._answers(cut, order, found, last_one, into if is_written else None)
+
+    def _undisturbed(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
+        """Carry out an order without changing the caller's random states and threads."""
+        with draws_kept():
+            if self._setup.threads is None:
+                return carry_out(self._evaluator, order, rows, 0)
+            with torch_threads(self._setup.threads):
+                return carry_out(self._evaluator, order, rows, 0)
+
+    def _answers(
+        self,
+        cut: Cut,
+        order: Order,
+        found: Sequence[ChunkDone],
+        before: tuple[object, Pattern] | None,
+        written: Gradient | None,
+    ) -> Answers:
+        """Return the answer to an order, as a repetition of the one `before` if only numbers differ. `written`: df/dX,
+        if the only row is there."""
+        done, partials = found[-1], found[-1].sums.partials
+        form: list[object] = [cut, order.first, order.last, done.drew]
+        for _, partial in partials:
+            form += (partial.row, partial.used)
+        is_silent = True
+        for chunk in found:
+            is_silent = is_silent and chunk.form is None and (chunk.results is None or chunk.says_nothing)
+            form.append(chunk.results and len(chunk.results))
+        if before is not None and is_silent and form == before[0]:
+            self._last = before
+            losses = []
+            for _, partial in partials:
+                losses.append(partial.losses)
+            return Answers(before[1], losses, [(done.began, done.seconds)], written is not None)
+        if written is not None:
+            self._rows[0].gradient.copy_(written.vector)
+        pattern = Pattern([answer_of(0, self._evaluator, cut, order, found, self._rows)], cut.chunks)
+        if order.kind is Kind.EVALUATE and is_silent:
+            self._last = form, pattern
+        return Answers(pattern)
+
+    def _rows_over(self, gradient: Gradient) -> Rows | None:
+        """Return a row over this memory; None where it has not the precision of sums, or cannot be written here."""
+        if self._over is None or self._over[0] is not gradient:
+            own = self._rows[0]
+            if gradient.vector.dtype != own.gradient.dtype or gradient.vector.is_inference():
+                return None
+            rows = self._make_rows(0)
+            rows.append(own._replace(gradient=gradient.vector, views=gradient.views))
+            self._over = gradient, rows
+        return self._over[1]
+
+    def _rows_for(self, count: int) -> Rows:
+        if count > len(self._rows):
+            self._rows, self._over = self._make_rows(count), None
+        return self._rows
+
+    # ---- others
 
     def resize(self, workers: int) -> None:
         if workers != 1:
@@ -206,5 +238,48 @@ class SerialBackend(Backend):
         return [function(self._worker, *arguments)]
 
     def close(self) -> None:
-        self._info.alive, self.repeatable = False, None
+        self._info.alive, self._last = False, None
         self._release()
+
+
+def carry_out(evaluator: Evaluator, order: Order, rows: Rows | None, rank: int) -> list[ChunkDone]:
+    """Carry out an order as the worker of that rank. Raises `WorkerError` if the user's code raises, and
+    `StateWritten`."""
+    try:
+        return [*evaluator.evaluate(order, rows)]
+    except StateWritten:
+        raise
+    except Exception as error:
+        let_through(error)
+        loaded = evaluator.loaded if order.kind is Kind.EVALUATE else evaluator.tasks.loaded
+        samples = evaluator.current
+        terms = loaded.batch.numbering.within(samples)
+        name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
+        raise WorkerError(rank, name, message, samples, terms=terms, kinds=kinds) from error
+
+
+def answer_of(
+    rank: int, evaluator: Evaluator, cut: Cut, order: Order, found: Sequence[ChunkDone], rows: Rows | None
+) -> Answer:
+    """Return the answer to an order of which all chunks were done, with gradients in these rows."""
+    done = found[-1]
+    results = {chunk.next - 1: [*chunk.results] for chunk in found if chunk.results is not None}
+    forms = {chunk.next - 1: chunk.form for chunk in found if chunk.form is not None}
+    if order.kind is Kind.TOTAL:
+        rows = evaluator.tasks.totals.rows(sums_layout(next(iter(forms.values())).columns), 1)
+    partials = partials_of(done.sums.partials, None if order.kind is Kind.COLLECT else rows)
+    span = Span(done.began, done.seconds, order.first, order.last)
+    samples = cut.bounds[order.last] - cut.bounds[order.first]
+    return Answer(rank, samples, done.seconds, partials, results, [span], done.drew, forms)
+
+
+def run_precode(precode: Precode | None, worker: Worker) -> None:
+    """Run the user's precode. Raises `WorkerError` if it raises."""
+    if precode is None:
+        return
+    try:
+        precode(worker)
+    except Exception as error:
+        let_through(error)
+        name, message = type(error).__name__, message_of(error)
+        raise WorkerError(worker.rank, name, message, range(0), "running precode") from error

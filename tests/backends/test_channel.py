@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.process.messages import HEAD, Kind
+from batchopt_workers.process.messages import HEAD, Message
 
 Ends = tuple[Channel, Connection]
 
@@ -44,7 +44,7 @@ def wait(channel: Channel) -> None:
 def send(channel: Channel, body: bytes) -> int:
     """Queue a call; returns its number."""
     number = channel.number()
-    channel.queue(number, Kind.CALL, body, None)
+    channel.queue(number, body)
     channel.flush()
     return number
 
@@ -54,9 +54,9 @@ def test_a_reply_of_any_size_arrives_whole(ends: Ends, size: int) -> None:
     channel, theirs = ends
     body = os.urandom(size)
     assert send(channel, b"question") == 1
-    assert theirs.recv_bytes() == HEAD.pack(1, Kind.CALL) + b"question"
+    assert theirs.recv_bytes() == HEAD.pack(1, Message.CALL) + b"question"
     assert not channel.idle
-    writer = threading.Thread(target=theirs.send_bytes, args=(HEAD.pack(1, Kind.RESULT) + body,))
+    writer = threading.Thread(target=theirs.send_bytes, args=(HEAD.pack(1, Message.RESULT) + body,))
     writer.start()
     found: list[WorkerReply] = []
     while not channel.idle:
@@ -64,7 +64,7 @@ def test_a_reply_of_any_size_arrives_whole(ends: Ends, size: int) -> None:
         channel.receive()
         found += channel.replies()
     writer.join()
-    assert found == [WorkerReply(1, Kind.RESULT, body)]
+    assert found == [WorkerReply(1, Message.RESULT, body)]
 
 
 def test_a_large_message_waits_for_room_without_blocking(ends: Ends) -> None:
@@ -81,7 +81,7 @@ def test_a_large_message_waits_for_room_without_blocking(ends: Ends) -> None:
         while not channel.flush():
             selector.select()
     reader.join()
-    assert taken == [HEAD.pack(1, Kind.CALL) + body, HEAD.pack(2, Kind.CALL) + b"next"]
+    assert taken == [HEAD.pack(1, Message.CALL) + body, HEAD.pack(2, Message.CALL) + b"next"]
     assert not channel.pending and channel.sent == 2
 
 
@@ -99,25 +99,27 @@ def test_what_waits_leaves_together_in_its_order_and_a_descriptor_follows_its_me
     bodies = [bytes([i]) * size for i in range(4)]
     block = SharedBlock.create(1)
     for i, body in enumerate(bodies):
-        channel.queue(channel.number(), Kind.CALL, body, block if i == 1 else None)
+        channel.queue(channel.number(), body, block if i == 1 else None)
     assert channel.pending and channel.sent == 4
     assert channel.flush() and not channel.pending
     for number, body in enumerate(bodies, 1):
-        assert theirs.recv_bytes() == HEAD.pack(number, Kind.CALL) + body
+        assert theirs.recv_bytes() == HEAD.pack(number, Message.CALL) + body
         if number == 2:
             fd = descriptor(theirs)
             assert os.fstat(fd).st_ino == os.fstat(block.fd).st_ino
             os.close(fd)
 
 
-def test_only_answers_answer_and_what_is_said_about_a_message_is_none_itself(ends: Ends) -> None:
+def test_only_answers_answer_and_a_ring_is_no_call(ends: Ends) -> None:
     channel, theirs = ends
     send(channel, b"")
-    channel.send_about(1, Kind.LIMIT, b"7")
+    channel.send_ring()
+    channel.ring()
+    channel.flush()
     assert channel.sent == 1
     theirs.recv_bytes()
-    assert theirs.recv_bytes() == HEAD.pack(1, Kind.LIMIT) + b"7"
-    for kind in (Kind.HOOKED, Kind.REPORT, Kind.DONE):
+    assert theirs.recv_bytes() == theirs.recv_bytes() == HEAD.pack(0, Message.RING)
+    for kind in (Message.HOOKED, Message.FORM, Message.RESULT):
         assert not channel.idle
         theirs.send_bytes(HEAD.pack(1, kind))
         channel.receive()
@@ -130,7 +132,7 @@ def test_a_reply_comes_again_until_it_was_dealt_with(ends: Ends) -> None:
     send(channel, b"")
     send(channel, b"")
     for number in (1, 2):
-        theirs.send_bytes(HEAD.pack(number, Kind.RESULT))
+        theirs.send_bytes(HEAD.pack(number, Message.RESULT))
     channel.receive()
     for _ in range(3):
         assert next(channel.replies()).number == 1
@@ -144,8 +146,8 @@ def test_a_reply_comes_again_until_it_was_dealt_with(ends: Ends) -> None:
         struct.pack("!i", -1) + bytes(20),
         struct.pack("!i", 3) + bytes(20),
         struct.pack("!i", 9) + HEAD.pack(0, 99),
-        struct.pack("!i", 9) + HEAD.pack(1, Kind.DONE),
-        struct.pack("!i", 9) + HEAD.pack(2**60, Kind.DONE),
+        struct.pack("!i", 9) + HEAD.pack(1, Message.RESULT),
+        struct.pack("!i", 9) + HEAD.pack(2**60, Message.REFUSED),
     ],
 )
 def test_what_is_no_message_is_an_error(ends: Ends, frame: bytes) -> None:
@@ -180,8 +182,8 @@ def test_an_end_of_file_is_an_error_once_all_was_taken_in(ends: Ends) -> None:
     channel, theirs = ends
     send(channel, b"")
     theirs.recv_bytes()
-    theirs.send_bytes(HEAD.pack(1, Kind.DONE) + b"last")
-    theirs.send_bytes(HEAD.pack(1, Kind.DONE) + b"words")
+    theirs.send_bytes(HEAD.pack(1, Message.RESULT) + b"last")
+    theirs.send_bytes(HEAD.pack(1, Message.RESULT) + b"words")
     theirs.close()
     channel.drain()
     assert [reply.body for reply in channel.replies()] == [b"last", b"words"]
@@ -235,7 +237,7 @@ def exchange(ends: Ends, interrupts: list[bool]) -> None:
 
     def answer() -> None:
         for number in numbers:
-            theirs.send_bytes(HEAD.pack(number, Kind.RESULT) + str(number).encode() * (number % 7))
+            theirs.send_bytes(HEAD.pack(number, Message.RESULT) + str(number).encode() * (number % 7))
 
     writer = threading.Thread(target=answer)
     writer.start()

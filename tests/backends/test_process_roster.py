@@ -9,7 +9,7 @@ import torch
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
-from batchopt.backends.process.roster import INTERVAL, REAPING, BusyWorker, Roster, check, unsent
+from batchopt.backends.process.roster import INTERVAL, REAPING, BusyWorker, Roster, check
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 
 
@@ -134,12 +134,3 @@ def test_who_gives_no_sign_for_too_long_hangs_and_who_was_killed_is_waited_for_a
     killed = BusyWorker(0, 10.0, 5.0, killed_at=20.0)
     assert check([killed], 20.0 + 0.9 * REAPING)[:2] == ([], [])
     assert check([killed], 20.0 + REAPING)[:2] == ([], [0])
-
-
-def test_what_was_not_sent_or_has_changed_is_to_be_sent_in_order() -> None:
-    first, second, third = ("a",), ("b",), ("c",)
-    required = {"one": first, "two": second, "three": third}
-    assert unsent(required, {}) == ["one", "two", "three"]
-    assert unsent(required, {"three": third, "one": first}) == ["two"]
-    assert unsent(required, {"one": tuple(["a"]), "two": second, "three": third}) == ["one"]  # an equal one is another
-    assert unsent(required, required) == []

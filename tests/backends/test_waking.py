@@ -1,15 +1,14 @@
-"""A worker that evaluates several chunks wakes its parent up at the end, and where its pipe is full."""
+"""Nobody wakes the parent up for the report of a chunk, and it hears whoever has something to say."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
 from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.repeat import RungOrders, WakingPipe
+from batchopt.backends.process.repeat import Repeat
 from tests.workloads import mlp
 
 CHUNKS = 48
@@ -74,16 +73,8 @@ def test_workers_are_heard_after_an_interrupt() -> None:
             opt.load(case.inputs, case.targets)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(Pool, "_wait", interrupted)
-                patch.setattr(RungOrders, "wait", interrupted)  # a batch of the same form may be repeated
+                patch.setattr(Repeat, "_wait", interrupted)
                 opt.evaluate()
             assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
             opt.load(case.inputs, case.targets)
             assert opt.evaluate().item() == expected
-
-
-def test_a_pipe_that_is_full_says_nothing_new() -> None:
-    pipe = WakingPipe()
-    with pytest.raises(BlockingIOError):
-        while True:
-            os.write(pipe.fd, bytes(4096))
-    assert os.read(pipe.reader, 10) == bytes(10)

@@ -1,7 +1,7 @@
 """A backend in some 150 lines: each worker is a thread of this process with a copy of the module.
 
 It shows what a backend has to do, and that the contract can be kept without processes. It is no use otherwise: torch's
-random generator is one for all threads, so chunks take turns; and a thread that dies or hangs cannot be replaced.
+random generator is one for all threads, so orders take turns; and a thread that dies or hangs cannot be replaced.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ import torch
 
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer
+from batchopt._mapreduce.reduce import Answers, Pattern
+from batchopt._program.flat_module import Gradient
 from batchopt._program.program import PickledProgram
 from batchopt._program.unpicklable import check_module
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Setup, WorkerInfo
-from batchopt.backends.local_worker import Failures, LocalWorker, run_precode
+from batchopt.backends.base import Backend, Meanwhile, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.process.gather import Failures
+from batchopt.backends.serial import answer_of, carry_out, run_precode
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble
 from batchopt_workers.map.buffers import StepBuffers
-from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.chunk import LoadedBatch
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import StateWritten, Watch
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings
@@ -51,7 +58,7 @@ class Copy:
         constants = [(name, tensors[i]) for i, name in source.read_only.items()]
         watch = Watch(program.module, constants, (*parameters, *self._buffers.tensors))
         self.evaluator = Evaluator(program, worker, parameters, self._buffers, watch)
-        self.local = LocalWorker(self.evaluator, setup.flat.layout, self._buffers.size, watch)
+        self.rows = Rows(setup.flat.layout, self._buffers.size, 1)
 
     def begin_step(self, source: PickledProgram) -> None:
         """Take over what the user has written to tensors."""
@@ -81,7 +88,6 @@ class ThreadBackend(Backend):
         self._copies: list[Copy] = []
         self._batch: Batch | None = None
         self._weights = (1.0,) * len(setup.program.loss_fns)
-        self._direction: Sequence[torch.Tensor] = ()
         self._task: Task | None = None
         self._aside: Batch | None = None
         self._output = MemoryOutput()
@@ -120,9 +126,12 @@ class ThreadBackend(Backend):
             self._copies = [Copy(self._source, self._setup, worker) for worker in self._workers]
         for copy in self._copies:
             copy.begin_step(self._source)
-            copy.evaluator.batch, copy.evaluator.weights = self._batch, self._weights
+            copy.evaluator.loss.weights = self._weights
+            if self._batch is not None:
+                copy.evaluator.loaded = LoadedBatch(self._batch)
             if self._task is not None:
-                copy.local.begin_task(self._task, self._aside, self._output)
+                copy.evaluator.tasks.begin(self._task, self._aside)
+                copy.evaluator.tasks.output = self._output
         return changed
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
@@ -142,25 +151,36 @@ class ThreadBackend(Backend):
         for copy in self._copies:
             copy.evaluator.tasks.end()
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
+    ) -> Answers:
         threads, settings, failures = self._threads, TorchSettings.current(), Failures()
         assert threads is not None
-
         if self._task is None:
             self._output = MemoryOutput()
+        for copy in self._copies:
+            copy.evaluator.cut = copy.evaluator.tasks.cut = cut
+            copy.evaluator.outputs = self._output if self._keeps_outputs else None
+            loss = copy.evaluator.loss
+            loss.hooked, (loss.prehook, loss.posthook) = self._hooked, self._hooks
 
-        def work(copy: Copy, order: Order) -> Answer:
-            copy.local.outputs = self._output if self._keeps_outputs else None
-            copy.evaluator.hooked, copy.evaluator.direction = self._hooked, self._direction
-            copy.evaluator.prehook, copy.evaluator.posthook = self._hooks
-            with settings.contexts(), torch_threads(self._setup.threads or 1):
-                return copy.local.evaluate(cut, order, self._turn)
+        def work(rank: int, order: Order) -> Answer:
+            copy = self._copies[rank]
+            copy.rows.grow(max(0, most_held(order.first, order.last, cut.chunks) - len(copy.rows)), None)
+            with self._turn, settings.contexts(), torch_threads(self._setup.threads or 1):
+                found = carry_out(copy.evaluator, order, copy.rows, rank)
+                return answer_of(rank, copy.evaluator, cut, order, found, copy.rows)
 
         with draws_kept():
             futures = {
-                rank: threads.submit(work, self._copies[rank], order)
-                for rank, order in enumerate(orders)
-                if order is not None
+                rank: threads.submit(work, rank, order._replace(first=first, last=last))
+                for rank, (first, last) in enumerate(runs)
+                if first < last
             }
             if meanwhile is not None:
                 meanwhile()
@@ -175,10 +195,7 @@ class ThreadBackend(Backend):
                     failures.add(error, rank, getattr(error, "samples", range(0)).start)
         if failures:
             raise failures.first()
-        return answers
-
-    def set_direction(self, direction: torch.Tensor) -> None:
-        self._direction = self._setup.flat.layout.views(direction)
+        return Answers(Pattern(answers, cut.chunks))
 
     def resize(self, workers: int) -> None:
         for rank in range(len(self._workers), workers):

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 import batchopt
-import batchopt._function.function
 import batchopt.backends.process.scheduler
 import batchopt_workers.process.forkserver
-from batchopt._function.step import LONGEST
 from batchopt.backends.process import forkserver
 from batchopt.backends.process.backend import ProcessBackend
 from tests import preload
@@ -134,8 +132,6 @@ def play(case: dict[str, Any], folder: Path) -> None:
     scheduler = batchopt.backends.process.scheduler
     # if not late, each chunk is evaluated once, but for the fault
     scheduler.PATIENCE, scheduler.WORTHWHILE = USUAL if case.get("late") else (1e9, 1e9)
-    # and if it does not say that evaluations repeat, each is ordered
-    setattr(batchopt._function.function, "LONGEST", LONGEST if case.get("repeats") else 0.0)  # noqa: B010
     started = time.monotonic()
     try:
         outcome = run_tasks(case) if case.get("tasks") else run(case, folder)

@@ -22,69 +22,60 @@ DEATHS = {
     "when it starts": kill("worker.start"),
     "when it greets": Fault("worker.greet", "os._exit(0)"),
     "before the module": Fault("worker.greeted", "os._exit(0)"),
-    "when the batch comes": kill("worker.load", nth=2),
+    "when the batch comes": kill("worker.load"),
     "when the order comes": kill("worker.order", nth=2),
     "before the forward": kill("worker.forward", chunk=5, nth=2),
     "before the backward": kill("worker.backward", chunk=5, nth=2),
     "in the gradient": kill("worker.collect", chunk=5, nth=2),
     "in a merge": kill("worker.merge", chunk=5, nth=2),
-    "before the report": kill("worker.send", chunk=5, nth=2),
-    "in the report": Fault("worker.send", "half a frame", chunk=5, nth=2),
-    "after the report": kill("worker.sent", chunk=5, nth=2),
-    "after a first report": kill("worker.sent", chunk=3, nth=2),
+    "before the report": kill("worker.report", chunk=5, nth=2),
+    "in the report": kill("worker.reporting", chunk=5, nth=2),
+    "after the report": kill("worker.reported", chunk=5, nth=2),
+    "after a first report": kill("worker.reported", chunk=3, nth=2),
+    "when it is done": kill("worker.done", chunk=5, nth=2),
 }
 WAYS = ["SIGTERM", "SIGABRT", "segfault", "os._exit(0)", "os._exit(3)", "C exit", "hang", "hold the GIL", "SIGSTOP"]
 WAYS += ["close the pipe"]
-LIES = ["garbage", "a wrong number", "a row that is not there"]
+LIES = ["garbage", "a chunk that is not there", "a partial too many", "a row that is not there"]
+LIES += ["a place that is not there"]
 SLOW = pytest.mark.slow
 
 
 def expected_extra(fault: Fault) -> dict[int, int]:
     """Which chunks are evaluated once more for the fault."""
-    lost = {f"worker.{what}" for what in ("forward", "backward", "collect", "merge", "send")}
+    lost = {f"worker.{what}" for what in ("forward", "backward", "collect", "merge", "report", "reporting")}
     return {fault.chunk: 1} if fault.point in lost and fault.chunk is not None else {}
 
 
-def check(ended: Ended, whole: Ended, fault: Fault, extra: dict[int, int], repeats: bool = False) -> None:
-    """The fault fired once, the bits are those of the oracle, and no chunk was evaluated but what was lost; where it is
-    an evaluation that `repeats`, that is all of it at most."""
+def check(ended: Ended, whole: Ended, extra: dict[int, int]) -> None:
+    """The fault fired once, the bits are those of the oracle, and no chunk was evaluated but what was lost."""
     assert ended.returncode == 0, ended.stderr
     assert "error" not in ended.outcome, ended.outcome["error"]
     assert ended.fired == [1]
     same_bits(ended.outcome, whole.outcome)
     evaluations = ended.outcome["evaluations"]
-    if repeats:
-        assert set(ended.chunks) == set(range(6))
-        assert all(0 <= count - evaluations <= 2 for count in ended.chunks.values()), ended.chunks
-    else:
-        assert ended.chunks == {chunk: evaluations + extra.get(chunk, 0) for chunk in range(6)}
-
-
-ONLY_ORDERED = ("worker.load", "worker.order", "worker.send", "worker.sent")
+    assert ended.chunks == {chunk: evaluations + extra.get(chunk, 0) for chunk in range(6)}
 
 
 def deaths() -> list[Any]:
-    """Each death once where every evaluation is ordered, and then where those repeat that can: in the second of a run,
-    and in the fifth. By its name, with its optimizer, the number of workers, and in which repeat; 0 for none."""
-    rows = []
+    """Each death in the first evaluation, in the second and in the fifth, which may repeat the one before; by its name,
+    with its optimizer and the number of workers."""
+    rows: list[Any] = []
     for when, optimizer, parallelize in itertools.product(DEATHS, ("sgd", "lbfgs"), (1, 2, 3)):
-        rows.append((when, optimizer, parallelize, 0))
-        if DEATHS[when].nth != 1 and DEATHS[when].point not in ONLY_ORDERED:
-            # three steps of SGD have three evaluations
-            rows += [(when, optimizer, parallelize, nth) for nth in ((2, 5) if optimizer == "lbfgs" else (2,))]
-    quick = [(when, "sgd", 2, 0) for when in ("in the gradient", "in the report")]
+        nths = (1,) if DEATHS[when].nth == 1 else (1, 2, 5) if optimizer == "lbfgs" else (1, 2)  # of three
+        rows += [(when, optimizer, parallelize, nth) for nth in nths]
+    quick = [(when, "sgd", 2, 2) for when in ("in the gradient", "in the report")]
     return paired(rows, lambda row: () if row in quick else [SLOW])
 
 
-@pytest.mark.parametrize("when, optimizer, parallelize, repeat", deaths())
+@pytest.mark.parametrize("when, optimizer, parallelize, nth", deaths())
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
-    run: Play, oracle: Play, when: str, optimizer: str, parallelize: int, repeat: int
+    run: Play, oracle: Play, when: str, optimizer: str, parallelize: int, nth: int
 ) -> None:
-    fault, repeats = replace(DEATHS[when], nth=repeat) if repeat else DEATHS[when], bool(repeat)
+    fault = replace(DEATHS[when], nth=nth)
     # a death is noticed as such, not as a hang
-    options = {"timeout": 1000.0}
-    ended = run(fault, parallelize=parallelize, optimizer=optimizer, options=options, repeats=repeats)
-    check(ended, oracle(optimizer), fault, expected_extra(fault), repeats)
+    ended = run(fault, parallelize=parallelize, optimizer=optimizer, options={"timeout": 1000.0})
+    check(ended, oracle(optimizer), expected_extra(fault))
 
 
 BETWEEN = {"task": ["task"], "change": ["change"], "change and task": ["change", "task"]}
@@ -103,7 +94,7 @@ def test_a_worker_that_starts_after_a_task_or_a_change_is_one_like_the_others(
     run: Play, oracle: Play, when: str, between: str, parallelize: int
 ) -> None:
     fault = DEATHS[when]
-    if fault.point in ("worker.order", "worker.forward", "worker.merge", "worker.send", "worker.sent"):  # of tasks, too
+    if fault.nth == 2 and fault.point not in ("worker.backward", "worker.collect"):  # of tasks, too
         fault = replace(fault, nth=2 + BETWEEN[between].count("task"))
     ended = run(fault, parallelize=parallelize, between=BETWEEN[between], options={"timeout": 1000.0})
     assert ended.returncode == 0, ended.stderr
@@ -114,65 +105,25 @@ def test_a_worker_that_starts_after_a_task_or_a_change_is_one_like_the_others(
 
 
 @SLOW
-@pytest.mark.parametrize(
-    "way, optimizer, nth, point",
-    paired(
-        (way, *of_run, point)
-        for way in ("SIGKILL", "SIGSTOP", "hang", "raise ValueError('bad')")
-        for of_run in (("sgd", 1), ("lbfgs", 1), ("lbfgs", 4))
-        for point in ("worker.rung", "worker.forward", "worker.merge", "worker.again")
-    ),
-)
-def test_whatever_happens_in_a_repeat_the_bits_are_the_same(
-    run: Play, oracle: Play, point: str, way: str, optimizer: str, nth: int
-) -> None:
-    if point in ("worker.forward", "worker.merge"):
-        nth += 3  # chunks of the first evaluation, which is ordered
-    fault = Fault(point, way, who=1, nth=nth)
-    ended = run(fault, optimizer=optimizer, again=True, options={"timeout": 1.0}, repeats=True)
-    assert ended.fired == [1]
-    if way.startswith("raise"):
-        assert ended.outcome["error"].startswith("WorkerError: ValueError in worker 1"), ended.outcome["error"]
-        assert ended.outcome["restored"]
-    else:
-        assert "error" not in ended.outcome, ended.outcome["error"]
-    same_bits(ended.outcome, oracle(optimizer).outcome)
-
-
-def ways() -> list[Any]:
-    """Each way, where every evaluation is ordered; and in the second and fifth where they repeat."""
-    whens = ("ordered", "repeat 2", "repeat 5")
-    rows = itertools.product(WAYS, (1, 2, 3), whens)
-    # nothing is sent in an evaluation that repeats
-    return paired(row for row in rows if row[0] != "close the pipe" or row[2] == "ordered")
-
-
-@SLOW
-@pytest.mark.parametrize("way, parallelize, when", ways())
+@pytest.mark.parametrize("way, parallelize, nth", paired(itertools.product(WAYS, (1, 2, 3), (1, 2, 5))))
 def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
-    run: Play, oracle: Play, way: str, parallelize: int, when: str
+    run: Play, oracle: Play, way: str, parallelize: int, nth: int
 ) -> None:
-    repeats, nth = when != "ordered", 5 if when == "repeat 5" else 2
-    fault = Fault("worker.send" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=nth)
-    ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0}, repeats=repeats)
-    check(ended, oracle("lbfgs"), fault, {5: 1}, repeats)
+    fault = Fault("worker.report" if way == "close the pipe" else "worker.backward", way, chunk=5, nth=nth)
+    ended = run(fault, parallelize=parallelize, optimizer="lbfgs", options={"timeout": 1.0})
+    # what was reported after the pipe was closed counts
+    check(ended, oracle("lbfgs"), {} if way == "close the pipe" else {5: 1})
     assert sum(ended.outcome["restarts"]) == 1 or parallelize > 1  # else nobody else could have done it
 
 
 @SLOW
+@pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_worker_that_talks_nonsense_is_replaced(run: Play, oracle: Play, lie: str) -> None:
-    fault = Fault("worker.send", lie, chunk=5, nth=2)
+def test_invalid_reports_replace_the_worker(run: Play, oracle: Play, lie: str, nth: int) -> None:
+    fault = Fault("worker.report" if lie == "garbage" else "worker.reporting", lie, chunk=5, nth=nth)
     ended = run(fault, options={"timeout": 2.0})  # garbage begins like a long message, whose end is waited for
-    check(ended, oracle("sgd"), fault, {5: 1})
-
-
-@SLOW
-def test_what_is_said_twice_counts_once(run: Play, oracle: Play) -> None:
-    fault = Fault("worker.send", "twice", chunk=5, nth=2)
-    ended = run(fault)
-    check(ended, oracle("sgd"), fault, {})
-    assert ended.outcome["restarts"] == [0, 0]
+    assert ended.fired == [1] and "error" not in ended.outcome, ended.outcome["error"]
+    same_bits(ended.outcome, oracle("sgd").outcome)
 
 
 @SLOW
@@ -268,7 +219,7 @@ def test_when_no_worker_is_left_that_is_an_error(run: Play, parallelize: int) ->
 def test_a_survivor_goes_on_alone(run: Play, oracle: Play) -> None:
     fault = kill("worker.backward", chunk=5, nth=2)
     ended = run(fault, options={"max_restarts": 0})
-    check(ended, oracle("sgd"), fault, {5: 1})
+    check(ended, oracle("sgd"), {5: 1})
     assert ended.outcome["restarts"] == [0, 0]
 
 
@@ -333,9 +284,8 @@ def test_an_exception_arrives_and_the_step_can_be_made_again(
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 @pytest.mark.parametrize("point", ["parent.dispatched", "parent.heard", "parent.rung", "parent.reduce"])
 def test_an_interrupt_in_the_parent_undoes_the_step(run: Play, oracle: Play, point: str, optimizer: str) -> None:
-    nth = 2 if optimizer == "sgd" or point == "parent.rung" else 7
-    repeats = point == "parent.rung"
-    ended = run(Fault(point, "SIGINT", who="parent", nth=nth), optimizer=optimizer, again=True, repeats=repeats)
+    nth = {"parent.dispatched": 1, "parent.heard": 2, "parent.rung": 2, "parent.reduce": 2}[point]
+    ended = run(Fault(point, "SIGINT", who="parent", nth=nth), optimizer=optimizer, again=True)
     assert ended.fired == [1]
     assert ended.outcome["error"].startswith("KeyboardInterrupt")
     assert ended.outcome["restored"]
@@ -349,7 +299,7 @@ def test_an_interrupt_in_the_parent_undoes_the_step(run: Play, oracle: Play, poi
     ["parent.dispatched", "parent.heard", "parent.rung", "parent.reduce", "checkpoint.writing", "checkpoint.replace"],
 )
 def test_a_killed_parent_leaves_nothing(run: Play, tmp_path: Path, point: str) -> None:
-    repeats, nth = point == "parent.rung", 12 if point == "parent.heard" else 2  # both workers have said something
-    ended = run(Fault(point, "SIGKILL", who="parent", nth=nth), save=True, alone=True, repeats=repeats)
+    nth = 1 if point == "parent.dispatched" else 2
+    ended = run(Fault(point, "SIGKILL", who="parent", nth=nth), save=True, alone=True)
     assert ended.returncode == -9  # and `play` has looked for processes
     assert len(ended.pids) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,48 +39,55 @@ def check(ended: Ended, oracle: Ended, fault: Fault, again: int | None = None) -
     assert ended.chunks == {chunk: 5 + (chunk == again) for chunk in range(6)}
 
 
-# How often a worker comes to a point with its last chunk before each task: an evaluation sends one message about it,
-# a task two, the form of what was returned and the report.
+# How often a worker comes to a point with its last chunk before each task.
 BEFORE = {"collect": 1, "total": 2, "predict": 3}
-SENT_BEFORE = {"collect": 1, "total": 3, "predict": 5}
+FIRST = {1: 0, 2: 3, 3: 4}  # the chunk with which the last of so many workers begins
 
 
-def deaths(task: str) -> dict[str, Fault]:
+def deaths(task: str, parallelize: int) -> dict[str, Fault]:
     """By when a worker ends in this task."""
-    at, said = BEFORE[task] + 1, SENT_BEFORE[task] + 1
-    last: dict[str, Any] = {"chunk": LAST}
+    at = BEFORE[task] + 1
+    last: dict[str, Any] = {"chunk": LAST, "nth": at}
+    # each task has a message about its first chunk, an evaluation none
+    first: dict[str, Any] = {"chunk": FIRST[parallelize], "nth": at - 1}
     return {
         "when the task comes": Fault("worker.begin_task", "SIGKILL", nth=at - 1),
-        "when it is cut": Fault("worker.cut_task", "SIGKILL", nth=at - 1),
+        "when it is cut": Fault("worker.cut_task", "SIGKILL"),
         "when the order comes": Fault("worker.order", "SIGKILL", nth=at),
-        "in the function": Fault("worker.forward", "SIGKILL", nth=at, **last),
-        "when it is written": Fault("worker.merge", "SIGKILL", nth=at, **last),
-        "before the form": Fault("worker.send", "SIGKILL", nth=said, **last),
-        "in the form": Fault("worker.send", "half a frame", nth=said, **last),
-        "after the form": Fault("worker.sent", "SIGKILL", nth=said, **last),
-        "in the report": Fault("worker.send", "half a frame", nth=said + 1, **last),
-        "after the report": Fault("worker.sent", "SIGKILL", nth=said + 1, **last),
+        "in the function": Fault("worker.forward", "SIGKILL", **last),
+        "when it is written": Fault("worker.merge", "SIGKILL", **last),
+        "before the form": Fault("worker.send", "SIGKILL", **first),
+        "in the form": Fault("worker.send", "half a frame", **first),
+        "after the form": Fault("worker.sent", "SIGKILL", **first),
+        "in the report": Fault("worker.reporting", "SIGKILL", **last),
+        "after the report": Fault("worker.reported", "SIGKILL", **last),
         "when it ends": Fault("worker.end_task", "SIGKILL", nth=at - 1),
     }
 
 
-LOST = {"in the function", "when it is written", "before the form", "in the form", "after the form", "in the report"}
+def lost(when: str, parallelize: int) -> int | None:
+    """The chunk that is done again, if there is one."""
+    if when.endswith("the form"):
+        return FIRST[parallelize]
+    return LAST if when in ("in the function", "when it is written", "in the report") else None
+
+
 TASKS = pytest.mark.parametrize("task", BEFORE)
 
 
 @pytest.mark.parametrize(
     "when, parallelize, task",
     paired(
-        itertools.product(deaths("collect"), (1, 2, 3), BEFORE),
+        itertools.product(deaths("collect", 1), (1, 2, 3), BEFORE),
         lambda row: () if row[:2] == ("after the form", 2) else [SLOW],
     ),
 )
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     run: Play, undisturbed: Ended, task: str, when: str, parallelize: int
 ) -> None:
-    fault = deaths(task)[when]
+    fault = deaths(task, parallelize)[when]
     ended = run(fault, parallelize=parallelize, options={"timeout": 1000.0})  # it is noticed as such, not as a hang
-    check(ended, undisturbed, fault, LAST if when in LOST else None)
+    check(ended, undisturbed, fault, lost(when, parallelize))
 
 
 @SLOW
@@ -98,17 +106,18 @@ def test_a_file_for_sums_that_never_arrives(run: Play, undisturbed: Ended) -> No
 
 @SLOW
 @TASKS
-@pytest.mark.parametrize("lie", ["garbage", "a wrong number", "a row that is not there"])
-def test_a_worker_that_talks_nonsense_is_replaced(run: Play, undisturbed: Ended, task: str, lie: str) -> None:
-    fault = Fault("worker.send", lie, chunk=LAST, nth=SENT_BEFORE[task] + 2)
-    check(run(fault, options={"timeout": 2.0}), undisturbed, fault, LAST)
+@pytest.mark.parametrize("lie", ["a wrong number", "a chunk that is not there", "a row that is not there"])
+def test_invalid_replies_replace_the_worker(run: Play, undisturbed: Ended, task: str, lie: str) -> None:
+    wrong = deaths(task, 2)["before the form" if lie == "a wrong number" else "in the report"]
+    ended = run(replace(wrong, do=lie), options={"timeout": 2.0})
+    assert ended.fired == [1] and "error" not in ended.outcome, ended.outcome["error"]
+    assert equal(ended.outcome["results"], undisturbed.outcome["results"])
 
 
 @SLOW
 @TASKS
-@pytest.mark.parametrize("more", [1, 2])
-def test_what_is_said_twice_counts_once(run: Play, undisturbed: Ended, task: str, more: int) -> None:
-    fault = Fault("worker.send", "twice", chunk=LAST, nth=SENT_BEFORE[task] + more)
+def test_what_is_said_twice_counts_once(run: Play, undisturbed: Ended, task: str) -> None:
+    fault = replace(deaths(task, 2)["before the form"], do="twice")
     check(run(fault), undisturbed, fault)
 
 
@@ -166,7 +175,7 @@ def test_an_interrupt_in_the_parent_leaves_everything_as_it_was(
     run: Play, undisturbed: Ended, task: str, point: str, what: str
 ) -> None:
     """Killed, it leaves no process."""
-    nth = {"parent.heard": (5, 12), "parent.dispatched": (1, 2), "parent.answers": (1, 1)}[point]
+    nth = {"parent.heard": (2, 2), "parent.dispatched": (1, 1), "parent.answers": (1, 1)}[point]
     killed = what == "SIGKILL"  # when both workers have evaluated something, unless one came late
     fault = Fault(point, what, who="parent", nth=nth[killed])
     ended = run(fault, calls=[task, "last"], again=True, alone=killed)

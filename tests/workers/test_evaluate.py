@@ -13,12 +13,14 @@ from batchopt_workers.data.items import Collate
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.map import sums
 from batchopt_workers.map.buffers import StepBuffers
-from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.chunk import LoadedBatch
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.seeding import draws_kept
-from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.sums import Report, Rows
 from batchopt_workers.map.tree import Node
 from batchopt_workers.map.weighting import Weighting
-from batchopt_workers.process.messages import Cut, Kind, Order, Report
+from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.worker import Worker
 
 CPU = torch.device("cpu")
@@ -66,7 +68,7 @@ class Bench:
         data = [Samples(x) if isinstance(x, list) else Columns(x) for x in (inputs, targets)]
         weighting = Weighting("mean" if mean else "sum", bounds[-1], running)
         part = Part(data[0], None if targets is None else data[1], None, weighting, collate)
-        self.evaluator.batch = Batch((part,))
+        self.evaluator.loaded = LoadedBatch(Batch((part,)))
         self.evaluator.cut = Cut(bounds)
         return self
 
@@ -79,16 +81,16 @@ class Bench:
         self.evaluations += 1
         order = Order(self.evaluations, step, first, self.evaluator.cut.chunks if last is None else last)
         with draws_kept():
-            return [(done.report(), [*done.results]) for done in self.evaluator.evaluate(order, self.rows)]
+            return [(done.report(), [*(done.results or ())]) for done in self.evaluator.evaluate(order, self.rows)]
 
     def gradient(self, done: Report | None = None) -> torch.Tensor:
         """Of an evaluation of every chunk, which is made if there is none."""
-        return self.rows[(done or self.evaluate()).summaries[0].row].gradient
+        return self.rows[(done or self.evaluate()).partials[0][1].row].gradient
 
     def check(self, done: Report, inputs: Any = INPUTS, targets: Any = TARGETS, rtol: float = 1e-12) -> None:
         """What was found is what one process computes on the whole batch; to the bit if `rtol` is 0."""
         loss, gradient = plain(self.module, self.criterion, inputs, targets)
-        assert done.summaries[0].losses[0] == pytest.approx(loss, rel=rtol / 10, abs=0.0)
+        assert done.partials[0][1].losses[0] == pytest.approx(loss, rel=rtol / 10, abs=0.0)
         torch.testing.assert_close(self.gradient(done), gradient, rtol=rtol, atol=rtol / 1000)
 
 
@@ -130,11 +132,11 @@ def test_every_cut_gives_the_loss_and_gradient_of_one_process(
     data: tuple[Any, Any] = (list(INPUTS), list(TARGETS)) if as_list else (INPUTS, TARGETS)
     bench.load(*data, bounds=bounds, mean=mean)
     done = bench.evaluate()
-    (summary,) = done.summaries
-    assert (done.evaluation, done.next) == (bench.evaluations, len(bounds) - 1)
+    ((_, partial),) = done.partials
+    assert done.next == len(bounds) - 1
     assert done.seconds > 0
     bench.check(done)
-    assert summary.used == b"\1" * len(bench.parameters)
+    assert partial.used == b"\1" * len(bench.parameters)
 
 
 def test_a_chunk_that_counts_nothing_adds_nothing_even_if_its_loss_is_no_number() -> None:
@@ -150,13 +152,13 @@ def test_chunks_in_order_need_few_rows_and_what_was_reported_is_not_written_unti
         reports = bench.evaluator.evaluate(Order(1, 0, 0, 8), bench.rows)
         before = next(reports).report()
         for _ in range(7):
-            kept = {summary.row: bench.rows[summary.row].gradient.clone() for summary in before.summaries}
+            kept = {partial.row: bench.rows[partial.row].gradient.clone() for _, partial in before.partials}
             after = next(reports).report()  # by now the next chunk was evaluated and merged
             for row, gradient in kept.items():
                 assert torch.equal(bench.rows[row].gradient, gradient)
             assert after.next == before.next + 1
             before = after
-    assert [summary.node for summary in before.summaries] == [Node(3, 0)]
+    assert [node for node, _ in before.partials] == [Node(3, 0)]
     bench.check(before, INPUTS[:8], TARGETS[:8])
 
 
@@ -169,27 +171,27 @@ def test_several_orders_of_one_evaluation_merge_whatever_their_order() -> None:
         for first, last in ((5, 8), (0, 2), (4, 5), (2, 4)):
             *_, done = bench.evaluator.evaluate(Order(99, 0, first, last), bench.rows)
             report = done.report()
-    assert [summary.node for summary in report.summaries] == [Node(3, 0)]
-    assert report.summaries[0].losses[0] == whole.summaries[0].losses[0]
+    assert [node for node, _ in report.partials] == [Node(3, 0)]
+    assert report.partials[0][1].losses[0] == whole.partials[0][1].losses[0]
     assert torch.equal(bench.gradient(report), gradient)
 
 
 def test_some_chunks_are_the_largest_subtrees_that_they_fill() -> None:
     bench = Bench(network(), nn.MSELoss()).load(bounds=tuple(range(SIZE + 1)))
-    summaries = bench.evaluate(1, 7).summaries
-    assert [summary.node for summary in summaries] == [Node(0, 1), Node(1, 1), Node(1, 2), Node(0, 6)]
-    for summary in summaries:
-        first, size = summary.node.first_chunk, 2**summary.node.level
+    partials = bench.evaluate(1, 7).partials
+    assert [node for node, _ in partials] == [Node(0, 1), Node(1, 1), Node(1, 2), Node(0, 6)]
+    for node, partial in partials:
+        first, size = node.first_chunk, 2**node.level
         loss, gradient = plain(bench.module, nn.MSELoss(), INPUTS[first : first + size], TARGETS[first : first + size])
-        assert summary.losses[0] == pytest.approx(loss * size / SIZE, rel=1e-13)
-        torch.testing.assert_close(bench.rows[summary.row].gradient, gradient * size / SIZE, rtol=1e-12, atol=1e-15)
+        assert partial.losses[0] == pytest.approx(loss * size / SIZE, rel=1e-13)
+        torch.testing.assert_close(bench.rows[partial.row].gradient, gradient * size / SIZE, rtol=1e-12, atol=1e-15)
 
 
 def test_where_every_target_is_ignored_the_mean_is_no_number_as_in_one_process() -> None:
     targets, bench = torch.full((SIZE,), IGNORED), Bench(network(), weighted_cross_entropy())
     bench.load(INPUTS, targets, bounds=(0, 5, 12), running=running_sum([0.0] * SIZE))
     assert torch.tensor(plain(bench.module, bench.criterion, targets=targets)[0]).isnan()
-    assert torch.tensor(bench.evaluate().summaries[0].losses[0]).isnan()
+    assert torch.tensor(bench.evaluate().partials[0][1].losses[0]).isnan()
 
 
 def stacked(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
@@ -226,7 +228,7 @@ def test_one_chunk_gives_the_bits_of_one_process(size: int, kind: str, dtype: to
 def test_draws_are_those_of_the_programs_seed_and_of_the_step() -> None:
     def losses(seed: int) -> list[float]:
         bench = Bench(network(dropout=True), nn.MSELoss(), seed=seed).load(bounds=(0, 5, 12))
-        return [bench.evaluate(step=step).summaries[0].losses[0] for step in (3, 3, 4, 3)]
+        return [bench.evaluate(step=step).partials[0][1].losses[0] for step in (3, 3, 4, 3)]
 
     found = losses(0)
     assert found[0] == found[1] == found[3] != found[2]
@@ -236,10 +238,10 @@ def test_draws_are_those_of_the_programs_seed_and_of_the_step() -> None:
 def test_buffers_are_left_as_found_and_their_changes_reported() -> None:
     bench = Bench(network(norm=True), nn.MSELoss()).load()
     before = [buffer.clone() for buffer in bench.module.buffers()]
-    summary = bench.evaluate().summaries[0]
+    _, partial = bench.evaluate().partials[0]
     assert all(map(torch.equal, bench.module.buffers(), before))
-    values, flags = bench.rows[summary.row].changes.view(2, -1)
-    bench.evaluator.posthook = lambda worker, sample: 1 / 0
+    values, flags = bench.rows[partial.row].changes.view(2, -1)
+    bench.evaluator.loss.posthook = lambda worker, sample: 1 / 0
     with pytest.raises(ZeroDivisionError):
         bench.evaluate()
     assert all(map(torch.equal, bench.module.buffers(), before))
@@ -252,7 +254,7 @@ def test_buffers_are_left_as_found_and_their_changes_reported() -> None:
 def test_counters_become_what_the_first_chunk_left_in_them() -> None:
     bench = Bench(network(norm=True), nn.MSELoss()).load(bounds=(0, 4, 8, SIZE))
     for first, value in ((0, 1), (1, 0)):
-        found = [bench.rows[s.row].changes.view(2, -1)[:, -1] for s in bench.evaluate(first, 3).summaries]
+        found = [bench.rows[p.row].changes.view(2, -1)[:, -1] for _, p in bench.evaluate(first, 3).partials]
         # the last buffer is `num_batches_tracked`: its value, and how many chunks changed it
         assert torch.stack(found).sum(0).tolist() == [value, 3 - first]
 
@@ -272,14 +274,14 @@ class Unused(nn.Module):
 def test_a_parameter_without_gradient_is_unused_and_its_sum_zero() -> None:
     inputs = torch.tensor([[-3.0, -4.0], [1.0, 2.0], [-5.0, -6.0]], dtype=torch.float64)
     bench = Bench(Unused()).load(inputs, None, bounds=(0, 1, 2, 3), mean=False)
-    negative = bench.evaluate(2, 3).summaries[0]
+    _, negative = bench.evaluate(2, 3).partials[0]
     assert negative.used == bytes([1, 0, 0])
     assert bench.rows[negative.row].gradient.tolist() == [-5, -6, 0, 0, 0, 0]
-    every = bench.evaluate().summaries[0]
+    _, every = bench.evaluate().partials[0]
     assert every.used == bytes([1, 0, 1])
     assert bench.rows[every.row].gradient.tolist() == [-7, -8, 0, 0, 1, 1]
     bench.parameters[2].requires_grad_(False)
-    assert bench.evaluate().summaries[0].used == bytes([1, 0, 0])
+    assert bench.evaluate().partials[0][1].used == bytes([1, 0, 0])
 
 
 def test_a_sparse_gradient_is_summed_like_a_dense_one() -> None:
@@ -312,7 +314,7 @@ def test_the_samples_of_a_failed_forward_are_at_hand_and_the_next_evaluation_is_
     inputs[6] = torch.inf
     data: tuple[Any, Any] = (list(inputs), list(TARGETS)) if as_list else (inputs, TARGETS)
     bench = Bench(network(), nn.MSELoss()).load(*data, bounds=(0, 5, 12))
-    bench.evaluator.prehook = lambda worker, sample: None if sample.inputs.isfinite().all() else 1 / 0
+    bench.evaluator.loss.prehook = lambda worker, sample: None if sample.inputs.isfinite().all() else 1 / 0
     with pytest.raises(ZeroDivisionError):
         bench.evaluate()
     assert bench.evaluator.current == expected
@@ -386,7 +388,7 @@ def hooked(module: nn.Module) -> bool:
 def test_hooks_of_the_users_see_gradients(large: None) -> None:
     module, seen = network(), []
     bench = Bench(module, nn.MSELoss()).load()
-    bench.evaluator.posthook = lambda worker, sample: [p.grad is not None for p in module.parameters()]
+    bench.evaluator.loss.posthook = lambda worker, sample: [p.grad is not None for p in module.parameters()]
     weight = next(module.parameters())
     handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[no-untyped-call]
     ((done, results),) = bench.reports()
@@ -420,17 +422,3 @@ def test_a_large_model_keeps_no_second_gradient(large: None) -> None:
 
     Bench(module, loss_fn=loss_fn).load().evaluate()
     assert kept == [[True, True]]
-
-
-def test_a_product_runs_the_prehook_and_neither_the_posthook_nor_touches_gradients() -> None:
-    bench, seen = Bench(network(), nn.MSELoss()).load(bounds=(0, 5, 9, 12)), []
-    bench.evaluator.direction = [torch.ones_like(parameter) for parameter in bench.parameters]
-    grads = [torch.full_like(parameter, 7.0) for parameter in bench.parameters]
-    for parameter, grad in zip(bench.parameters, grads, strict=True):
-        parameter.grad = grad
-    bench.evaluator.prehook = lambda worker, sample: seen.append("pre")
-    bench.evaluator.posthook = lambda worker, sample: seen.append("post")
-    with draws_kept():
-        *_, done = bench.evaluator.evaluate(Order(1, 0, 0, 3, Kind.MULTIPLY), bench.rows)
-    assert seen == ["pre"] * 3 and not done.results
-    assert all(p.grad is grad and (grad == 7.0).all() for p, grad in zip(bench.parameters, grads, strict=True))

@@ -20,14 +20,15 @@ from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import pack
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.sums import rows_nbytes
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process import loop
 from batchopt_workers.process.failures import Failure, describe
 from batchopt_workers.process.loop import dumps, serve
-from batchopt_workers.process.messages import HEAD, Cut, Kind, Order
+from batchopt_workers.process.messages import HEAD, Cut, Message, Order, Start
+from batchopt_workers.process.page import DONE, Board
 from batchopt_workers.process.session import Session
 from batchopt_workers.worker import Sample, Worker
 
@@ -65,12 +66,12 @@ class Parent:
     def load(self) -> SharedBlock:
         part = Part(Columns(torch.ones(6, 3)), Columns(torch.ones(6, 1)), None, Weighting("mean", 6))
         packed = pack(Batch((part,)))
-        block = self.share_copy("batch", packed.nbytes)
+        block = self.share_copy("batch_0", packed.nbytes)
         packed.place(block)
-        self.session.load("batch", packed.data, packed.placements)
+        self.session.load("batch_0", packed.data, packed.placements)
         self.session.set_cut(Cut((0, 6)))
-        self.session.attach("rows", shared(rows_nbytes(self.layout, CHANGES, 1)))
-        self.session.add_rows(0, 1)
+        self.session.attach("rows", shared(rows_nbytes(self.layout, CHANGES, 1, 1)))
+        self.session.add_rows(0, 1, 1)
         return block
 
 
@@ -84,7 +85,7 @@ def raised(error: BaseException) -> BaseException:
 
 def call(name: str, *arguments: Any) -> bytes:
     pickled: bytes = cloudpickle.dumps((name, arguments))
-    return HEAD.pack(5, Kind.CALL) + pickled
+    return HEAD.pack(5, Message.CALL) + pickled
 
 
 def replies(session: Session, *messages: bytes) -> list[bytes]:
@@ -118,11 +119,11 @@ def test_an_exception_is_told_by_its_type_message_traceback_cause_and_samples() 
 def test_a_result_that_is_larger_than_a_message_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "LARGEST", 10_000)
     (reply,) = replies(Session(0, 1), call("run", lambda worker: bytes(20_000)))
-    assert HEAD.unpack_from(reply) == (5, Kind.FAILED)
+    assert HEAD.unpack_from(reply) == (5, Message.REFUSED)
     failure = Failure.decode(reply[HEAD.size :])
     assert failure.type_name == "ValueError" and "the limit is 0.0 GB: return less at a time, or" in failure.message
     (reply,) = replies(Session(0, 1), call("run", lambda worker: bytes(2_000)))
-    assert HEAD.unpack_from(reply) == (5, Kind.RESULT)
+    assert HEAD.unpack_from(reply) == (5, Message.RESULT)
 
 
 def test_a_session_owns_the_descriptors_that_it_attaches_and_has_no_module_at_first() -> None:
@@ -139,8 +140,8 @@ def test_a_session_owns_the_descriptors_that_it_attaches_and_has_no_module_at_fi
 def test_what_a_worker_writes_to_constants_and_batch_stays_in_the_worker() -> None:
     parent = Parent()
     block = parent.load()
-    assert parent.session.evaluator.batch is not None
-    (part,) = parent.session.evaluator.batch.parts
+    (_,) = parent.session.evaluate(Order(0, 0, 0, 1), Start(0, 1))
+    (part,) = parent.session.evaluator.loaded.batch.parts
     before = block.tensor(torch.uint8, (block.nbytes,)).clone()
     assert isinstance(part.inputs, Columns)
     part.inputs.data.fill_(7.0)
@@ -154,12 +155,17 @@ def refuse(worker: Worker, sample: Sample) -> None:
 def test_the_samples_at_hand_are_told_of_a_failed_evaluation_and_of_no_other_failure() -> None:
     parent = Parent(refuse)
     parent.load()
-    evaluate = HEAD.pack(7, Kind.EVALUATE) + Order(0, 0, 0, 1).encode()
-    frames = replies(parent.session, evaluate, call("no such method"), evaluate)
-    assert [HEAD.unpack_from(frame) for frame in frames] == [(7, Kind.FAILED), (5, Kind.FAILED), (7, Kind.FAILED)]
+    board = Board.create(2)
+    parent.session.attach("board", os.dup(board.block.fd))
+    parent.session.take_page(1, 2, os.eventfd(0))
+    page, ring = board.page(1), HEAD.pack(0, Message.RING)
+    page.write(7, Order(0, 0, 0, 1), Start(0, 1))
+    frames = replies(parent.session, ring, ring, call("no such method"))
+    assert page.ints[DONE] == 7
+    assert [HEAD.unpack_from(frame) for frame in frames] == [(7, Message.FAILED), (5, Message.REFUSED)]
     failures = [Failure.decode(frame[HEAD.size :]) for frame in frames]
-    assert [failure.type_name for failure in failures] == ["ArithmeticError", "AttributeError", "ArithmeticError"]
-    assert [failure.samples for failure in failures] == [range(6), range(0), range(6)]
+    assert [failure.type_name for failure in failures] == ["ArithmeticError", "AttributeError"]
+    assert [failure.samples for failure in failures] == [range(6), range(0)]
 
 
 # ---- what functions return is pickled with its tensors as bytes, and comes back as it was

@@ -15,12 +15,13 @@ from batchopt_workers.data.batch import Batch, Columns, Part, Piece
 from batchopt_workers.data.layout import Layout, Slot
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
-from batchopt_workers.map.evaluate import Evaluator, Program
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut, Kind, Order
-from batchopt_workers.tasks.forms import MemoryOutput
-from batchopt_workers.tasks.task import Applied, Modes, Predicted, PrivateTotals, Surroundings, Task
+from batchopt_workers.tasks.forms import MemoryOutput, sums_layout
+from batchopt_workers.tasks.task import Applied, Modes, PieceContext, Predicted, PrivateTotals, Task
 from batchopt_workers.worker import Worker
 from tests.workloads import Mlp, no_residuals
 
@@ -32,7 +33,7 @@ def piece(inputs: Any = X) -> Piece:
     return Piece(inputs, None, None, range(5), 1.0)
 
 
-def around(module: nn.Module, inputs: Any = X, weight: float = 1.0) -> Surroundings:
+def around(module: nn.Module, inputs: Any = X, weight: float = 1.0) -> PieceContext:
     """Of a loss that is the sum of the squared outputs; an evaluation returns the parameters as its gradient."""
 
     def loss() -> torch.Tensor:
@@ -43,7 +44,7 @@ def around(module: nn.Module, inputs: Any = X, weight: float = 1.0) -> Surroundi
         return (loss().item(),), torch.cat([p.detach().flatten() for p in module.parameters()])
 
     worker = Worker(0, 1, torch.device("cpu"), module)
-    return Surroundings(
+    return PieceContext(
         worker, module, list(module.parameters()), loss, no_residuals, weight, lambda: Batch(()), evaluate
     )
 
@@ -227,20 +228,20 @@ def carried_out(bounds: tuple[int, ...], kind: Kind, function: Any, runs: Sequen
     tasks, output = evaluator.tasks, MemoryOutput()
     part = Part(Columns(ROWS), None, None, Weighting("mean", SIZE))
     tasks.begin(Task(Applied(function), aside=True), Batch((part,)))
-    tasks.output, tasks.loaded.cut = output, Cut(bounds)
+    tasks.output, tasks.cut = output, Cut(bounds)
     for first, last in runs:
         for done in tasks.evaluate(Order(1, 0, first, last, kind), evaluator):
             report, form = done.report(), done.form
-    rows = tasks._rows
+    rows = tasks.totals.rows(sums_layout(form.columns), 1) if kind is Kind.TOTAL and form else None
     tasks.end()
     with pytest.raises(RuntimeError, match="no task was begun"):
         _ = tasks.loaded
     if kind is Kind.COLLECT:
         assert form is not None
         return form.filled(output.tensors)
-    (summary,) = report.summaries
+    ((_, partial),) = report.partials
     assert rows is not None
-    return rows[summary.row].views
+    return rows[partial.row].views
 
 
 def sums(module: nn.Module, inputs: torch.Tensor, targets: None) -> Any:

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
+from batchopt._mapreduce.reduce import Answers, Pattern
+from batchopt._program.flat_module import Gradient
 from batchopt._program.unpicklable import check_module, sending
-from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Run, Setup, WorkerInfo
 from batchopt.backends.nodes.contribution import GradientResiduals, Round
 from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
 from batchopt.backends.nodes.fixed_order import WHOLE
@@ -40,7 +41,7 @@ from batchopt.errors import NodeLostError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps, pack
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.messages import TASKS, Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
 from batchopt_workers.tasks.forms import Column
@@ -158,8 +159,7 @@ class NodesBackend(CompressingBackend):
         if what == "evaluate":
             if self._x is None or not torch.equal(octets(self._x), octets(self._setup.flat.vector)):  # -0 is not 0
                 self._x = self._setup.flat.vector.clone()
-            of_all = {"X": self._x} if self._direction is None else {"X": self._x, "direction": self._direction}
-            vectors = {name: v for name, v in of_all.items() if any(m.has.get(name) is not v for m in present)}
+            vectors = {"X": self._x} if any(member.has.get("X") is not self._x for member in present) else {}
         written = {name: octets(v).numpy().tobytes() if v.nbytes <= WHOLE else None for name, v in vectors.items()}
         commands = {}
         for place, member in enumerate(present, 1):
@@ -172,8 +172,8 @@ class NodesBackend(CompressingBackend):
             for member in present:
                 member.has[name] = vector
 
-    def _lacking(self, member: Member, orders: Sequence[Order | None] = ()) -> list[Update]:
-        return self._desired.updates(member, self._members.world, orders)
+    def _lacking(self, member: Member, order: Order | None = None, runs: Sequence[Run] = ()) -> list[Update]:
+        return self._desired.updates(member, self._members.world, order, runs)
 
     def _meet(self, what: str, *arguments: Any) -> list[Any]:
         """Send a command to all living nodes, and return their answers."""
@@ -238,9 +238,6 @@ class NodesBackend(CompressingBackend):
         self._follow()
         self._desired.use(self._versions.latest)
 
-    def set_direction(self, direction: torch.Tensor) -> None:
-        self._direction = direction.clone()
-
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
             packed = PackedBytes.of(pack(task, self._setup.parameters))
@@ -268,26 +265,38 @@ class NodesBackend(CompressingBackend):
 
     # ---- evaluating
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        return self._together(cut, orders, meanwhile, None)
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
+    ) -> Answers:
+        return self._together(cut, order, runs, meanwhile, None)
 
     def evaluate_compressed(
-        self, cut: Cut, orders: Sequence[Order | None], taken: int, kept: int, meanwhile: Meanwhile | None = None
-    ) -> list[Answer]:
-        order = next(order for order in orders if order is not None)
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        taken: int,
+        kept: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> Answers:
         self._rounds += 1
-        return self._together(cut, orders, meanwhile, Round(order.evaluation, taken, kept))
+        return self._together(cut, order, runs, meanwhile, Round(order.evaluation, taken, kept))
 
     def _together(
-        self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None, compressed: Round | None
-    ) -> list[Answer]:
-        self._desired.cut_so(cut, any(order is not None and order.kind in TASKS for order in orders))
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None
+    ) -> Answers:
+        self._desired.cut_so(cut, order.kind in TASKS)
         while True:
             team = self._members.gather(self._start)
+            self._attempts += 1  # sums of a failed attempt do not belong to the next one
+            attempt = order._replace(evaluation=self._attempts), self._shared(runs, cut, team, compressed is None)
             try:
-                return self._attempt(
-                    team, cut, self._shared(orders, cut, team, compressed is None), meanwhile, compressed
-                )
+                return self._attempt(team, cut, attempt, meanwhile, compressed)
             # The remaining nodes make the evaluation again: f and its bits do not depend on which they are.
             except NodeLostError:
                 self._members.forgo()
@@ -297,21 +306,21 @@ class NodesBackend(CompressingBackend):
         self,
         team: Team,
         cut: Cut,
-        orders: Sequence[Order | None],
+        attempt: tuple[Order, Sequence[Run]],
         meanwhile: Meanwhile | None,
         compressed: Round | None,
-    ) -> list[Answer]:
-        self._send(team, "evaluate", lambda member: self._lacking(member, orders), orders, compressed)
+    ) -> Answers:
+        self._send(team, "evaluate", lambda member: self._lacking(member, *attempt), *attempt, compressed)
         with self._understood(team):
-            answers = team.evaluate(cut, orders, {}, meanwhile, compressed)
+            answers = team.evaluate(cut, *attempt, {}, meanwhile, compressed)
         self._rows = team.rows
-        return answers
+        return Answers(Pattern(answers, cut.chunks))
 
-    def _shared(self, orders: Sequence[Order | None], cut: Cut, team: Team, is_exact: bool) -> Sequence[Order | None]:
-        """Return the orders, in which the chunks of workers that are not there are distributed over the others. If
-        chunks are fixed, shares consist of few complete subtrees."""
-        shares = [0 if order is None else order.last - order.first for order in orders]
-        total, before = sum(shares), list(shares)
+    def _shared(self, shares_of: Sequence[Run], cut: Cut, team: Team, is_exact: bool) -> Sequence[Run]:
+        """Return the runs, in which the chunks of workers that are not there are distributed over the others. If chunks
+        are fixed, shares consist of few complete subtrees."""
+        shares = [last - first for first, last in shares_of]
+        total, before, start = sum(shares), list(shares), min(first for first, last in shares_of if first < last)
         here = {rank for ranks in team.ranks for rank in ranks}
         if any(share and rank not in here for rank, share in enumerate(shares)):
             weights = [float(share) if rank in here else 0.0 for rank, share in enumerate(shares)]
@@ -319,16 +328,9 @@ class NodesBackend(CompressingBackend):
             shares = split_batch(total, weights)
         if self._setup.fixed_bits and is_exact and total == cut.chunks:
             shares = aligned(shares, [ranks for ranks in team.ranks if ranks])
-        self._attempts += 1  # sums of a failed attempt do not belong to the next one
         if shares == before:
-            return [None if order is None else order._replace(evaluation=self._attempts) for order in orders]
-        order = next(order for order in orders if order is not None)
-        return [
-            Order(self._attempts, order.step, order.first + first, order.first + last, order.kind)
-            if last > first
-            else None
-            for first, last in runs(shares)
-        ]
+            return shares_of
+        return [(start + first, start + last) for first, last in runs(shares)]
 
     def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
         found = self._meet("tell_residuals", evaluation)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchopt.backends.base import Run
 from batchopt.backends.nodes.members import Member
 from batchopt.backends.nodes.node import NodeSession, Update
 from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, ProgramVersion, SentRows, update_for
@@ -60,9 +61,11 @@ class DesiredState:
         elif self.cut != cut:
             self.cut = cut
 
-    def updates(self, member: Member, workers: int, orders: Sequence[Order | None] = ()) -> list[Update]:
-        """Return the calls by which a node gets all that it lacks, including the rows for its `orders`, and count them
-        as sent; `workers` is the total number."""
+    def updates(
+        self, member: Member, workers: int, order: Order | None = None, runs: Sequence[Run] = ()
+    ) -> list[Update]:
+        """Return the calls by which a node gets all that it lacks, including the rows for its `runs` of an order, and
+        count them as sent; `workers` is the total number."""
         has, found = member.has, []
 
         def have(name: str, value: Any, method: Callable[..., None], *arguments: Any) -> None:
@@ -75,7 +78,8 @@ class DesiredState:
         have("hooks", self.hooked, NodeSession.use_hooks, self.hooked)
         have("outputs", self.keeps_outputs, NodeSession.keep_outputs, self.keeps_outputs)
         have("torch", settings := TorchSettings.current(), NodeSession.set_torch, settings)
-        of_step, of_task = self._wanted([order for order in orders[member.ranks.start : member.ranks.stop] if order])
+        mine = [run for run in runs[member.ranks.start : member.ranks.stop] if run[0] < run[1]]
+        of_step, of_task = self._wanted(order, mine)
         found += self._of_step(has, of_step)
         have("cut", self.cut, NodeSession.set_cut, self.cut)
         found += self._of_task(has, of_task)
@@ -83,13 +87,13 @@ class DesiredState:
             have("cut of the task", self.task_cut, NodeSession.set_task_cut, self.task_cut)
         return found
 
-    def _wanted(self, orders: Sequence[Order]) -> tuple[range, range]:
-        """Return the samples that these orders need of the loaded batch, and of the task's own."""
+    def _wanted(self, order: Order | None, runs: Sequence[Run]) -> tuple[range, range]:
+        """Return the samples that these runs need of the loaded batch, and of the task's own."""
         task, nothing = self.task, range(0)
-        if not orders:
+        if order is None or not runs:
             return nothing, nothing
-        first, last = min(order.first for order in orders), max(order.last for order in orders)
-        if task is None or orders[0].kind not in TASKS:
+        first, last = min(first for first, _ in runs), max(last for _, last in runs)
+        if task is None or order.kind not in TASKS:
             return range(self.cut.bounds[first], self.cut.bounds[last]), nothing
         samples = range(self.task_cut.bounds[first], self.task_cut.bounds[last])
         loaded = range(task.offset + samples.start, task.offset + samples.stop) if task.batch is None else nothing

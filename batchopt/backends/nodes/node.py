@@ -22,7 +22,7 @@ import torch
 
 from batchopt._mapreduce.compression import Compression
 from batchopt._program.flatten import Flat
-from batchopt.backends.base import Prepared, Setup
+from batchopt.backends.base import Prepared, Run, Setup
 from batchopt.backends.nodes.contribution import GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards, dist
 from batchopt.backends.nodes.team import Team
@@ -35,7 +35,7 @@ from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble, dumps
 from batchopt_workers.map.buffers import StepBuffers
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.messages import TASKS, Cut, Order, versions
 from batchopt_workers.process.torch_settings import TorchSettings
 
@@ -136,21 +136,16 @@ class NodeSession:
         return None
 
     def _receive(self, group: Group, name: str, written: bytes | None) -> None:
-        vector = self._vector if name == "X" else torch.empty_like(self._vector)
         if written is None:
-            group.broadcast(vector)
+            group.broadcast(self._vector)
         else:
-            vector.copy_(torch.frombuffer(bytearray(written), dtype=vector.dtype))
-        if name == "direction":
-            self._workers.set_direction(vector)
+            self._vector.copy_(torch.frombuffer(bytearray(written), dtype=self._vector.dtype))
 
     # ---- commands to all nodes at once
 
-    def _evaluate(self, failure: BaseException | None, orders: Sequence[Order | None], of: Round | None) -> None:
-        team = self._joined
-        order = next(order for order in orders if order is not None)
+    def _evaluate(self, failure: BaseException | None, order: Order, runs: Sequence[Run], of: Round | None) -> None:
         cut = self._task_cut if order.kind in TASKS else self._cut
-        team.evaluate(cut, orders, {}, None, of, failure)
+        self._joined.evaluate(cut, order, runs, {}, None, of, failure)
 
     def _run(self, failure: BaseException | None, function: bytes) -> None:
         found: list[bytes] = []

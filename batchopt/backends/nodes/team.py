@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial, Span, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.reduce import merge_answers
-from batchopt.backends.base import LONGEST, Meanwhile, Repeated, WorkerInfo
+from batchopt.backends.base import Meanwhile, Run, WorkerInfo
 from batchopt.backends.nodes.contribution import (
     Call,
     Contribution,
@@ -53,15 +53,6 @@ from batchopt_workers.tasks.forms import Column
 Local = SerialBackend | ProcessBackend
 
 
-class _Before(NamedTuple):
-    """The last evaluation of this member, as its backend knows it: the shares of its workers, and their answers."""
-
-    which: object
-    cut: Cut
-    shares: list[Any]
-    answers: list[Answer]
-
-
 class Team:
     """The members of `group`, each of which has the workers of some `ranks`, in its `local` backend; None if this one
     has none. `takers` get the sums. With `fixed_bits` these do not depend on which member has which ranks, unless
@@ -83,7 +74,6 @@ class Team:
         self.infos = Infos()
         self.behind: set[int] = set()  # members that could not make their updates, as of the last exchange
         self.in_full: Callable[[list[Call]], list[Call]] = list  # of calls that differ, with what digests stand for
-        self._before: _Before | None = None
         self._reported: list[Any] = []  # the state of this member's workers, as sent last
 
     # ---- evaluating
@@ -91,30 +81,31 @@ class Team:
     def evaluate(
         self,
         cut: Cut,
-        orders: Sequence[Order | None],
+        order: Order,
+        runs: Sequence[Run],
         call: Call,
         meanwhile: Meanwhile | None = None,
         compressed: Round | None = None,
         failed: BaseException | None = None,
     ) -> list[Answer]:
-        """Evaluate the chunks of all orders, each by the worker of that rank or another one of its member; return the
+        """Carry out an order, each of these runs by the worker of that rank or another one of its member; return the
         answers of all workers, on members that take them. If this member has `failed` already, it only reports that.
         Raises what any member raises, `NodesDifferError` and `NodeLostError`."""
         began, mine = time.perf_counter(), self.ranks[self.group.place]
         # Inboxes are opened before computing, so that the member that is done first can send at once.
         self.group.open()
-        answers: list[Answer] = []
+        answers: Sequence[Answer] = []
         failure = failed
         if failed is None:
-            answers, failure = self._map(cut, orders[mine.start : mine.stop], meanwhile)
-        is_whole = sum(order.last - order.first for order in orders if order is not None) == cut.chunks
+            answers, failure = self._map(cut, order, runs[mine.start : mine.stop], meanwhile)
+        is_whole = sum(last - first for first, last in runs) == cut.chunks
         # Only complete batches in fixed chunks have a tree that does not depend on which member has which chunks.
         is_tree = self.fixed_bits and compressed is None and is_whole
         partials = self._merged(answers, cut, is_tree)
         vectors = [partial.gradient.cpu() for _, partial in partials]
         coded: list[torch.Tensor] = []
         if compressed is not None and failure is None:
-            coded, failure = self._coded(vectors, cut, orders, compressed)
+            coded, failure = self._coded(vectors, cut, runs, compressed)
             vectors = coded or vectors
         contribution = Contribution(call, infos=self._news(), is_behind=failed is not None, is_coded=bool(coded))
         if failure is not None:
@@ -129,36 +120,19 @@ class Team:
         held = _held(found, cut.chunks if is_tree else None)
         whole = self._total(found, held, vectors, compressed is not None)
         forms = [pickle.loads(each.forms) if each.forms else {} for each in found]
-        kind = next(order.kind for order in orders if order is not None)
-        self.rows = self._collected(forms, cut) if kind is not Kind.TOTAL else []
+        self.rows = self._collected(forms, cut) if order.kind is not Kind.TOTAL else []
         return [] if whole is None else self._answers(found, cut, whole, forms, began)
 
     def _map(
-        self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None
-    ) -> tuple[list[Answer], BaseException | None]:
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None
+    ) -> tuple[Sequence[Answer], BaseException | None]:
         """Return the answers of this member's workers, or the exception that they raise."""
-        order = next((order for order in orders if order is not None), None)
-        if order is None or self.local is None:
+        if self.local is None or all(first == last for first, last in runs):
             if meanwhile is not None:
                 meanwhile()
             return [], None
-        before, self._before = self._before, None
-        shares = [None if each is None else each[2:] for each in orders]
         try:
-            answers = None
-            if before is not None and before.which is self.local.repeatable and before[1:3] == (cut, shares):
-                self._before = before
-                found = self.local.repeat(
-                    before.which, order.evaluation, order.step, _longest(before.answers), meanwhile
-                )
-                answers = found and _answers_again(before.answers, found)
-            if answers is None:
-                answers = self.local.evaluate(cut, orders, meanwhile)
-                which = self.local.repeatable
-                self._before = (
-                    _Before(which, cut, shares, answers) if which is not None and _longest(answers) < LONGEST else None
-                )
-            return answers, None
+            return self.local.evaluate(cut, order, runs, meanwhile), None
         except KeyboardInterrupt:
             self.group.close()
             raise
@@ -174,19 +148,19 @@ class Team:
         return merge_answers([Answer(0, 0, 0.0, leaves)], len(leaves))
 
     def _coded(
-        self, vectors: Sequence[torch.Tensor], cut: Cut, orders: Sequence[Order | None], compressed: Round
+        self, vectors: Sequence[torch.Tensor], cut: Cut, runs: Sequence[Run], compressed: Round
     ) -> tuple[list[torch.Tensor], DoesNotFit | None]:
         """Return the code of this member's gradient, if that is finite; or the reason why there is none."""
         assert self.residuals is not None
         if not vectors:
             self.residuals.pass_by(compressed)
             return [], None
-        members = sum(any(orders[ranks.start : ranks.stop]) for ranks in self.ranks)
+        members = sum(any(first < last for first, last in runs[r.start : r.stop]) for r in self.ranks)
         try:
             code = self.residuals.encode(vectors[0], members, compressed)
         except DoesNotFit as error:
-            mine = [order for order in orders[self._first : self.ranks[self.group.place].stop] if order is not None]
-            error.samples = range(cut.bounds[mine[0].first], cut.bounds[mine[-1].last])
+            mine = [run for run in runs[self._first : self.ranks[self.group.place].stop] if run[0] < run[1]]
+            error.samples = range(cut.bounds[mine[0][0]], cut.bounds[mine[-1][1]])
             return [], error
         return ([] if code is None else [code]), None
 
@@ -358,24 +332,6 @@ def _held(found: Sequence[Contribution], chunks: int | None) -> Held:
     numbers = count()
     places = [[Node(0, next(numbers))] if each.partials else [] for each in found]
     return Held(places, next(numbers), size, dtype)
-
-
-def _longest(answers: Sequence[Answer]) -> float:
-    return max(answer.seconds for answer in answers)
-
-
-def _answers_again(answers: Sequence[Answer], found: Repeated) -> list[Answer]:
-    """Return the answers of a repeated evaluation, in the same memory."""
-    losses = iter(found.losses)
-    return [
-        replace(
-            answer,
-            seconds=seconds,
-            spans=[Span(began, seconds, answer.spans[0].first, answer.spans[-1].last)],
-            partials=[(node, partial._replace(losses=tuple(next(losses)))) for node, partial in answer.partials],
-        )
-        for answer, (began, seconds) in zip(answers, found.times, strict=True)
-    ]
 
 
 def _sum_of(found: Sequence[Contribution], held: Held, values: Sequence[Sequence[torch.Tensor]] | None) -> Partial:

@@ -26,7 +26,7 @@ from batchopt_workers.data.items import Items
 from batchopt_workers.data.memory import SharedBlock, octets
 from batchopt_workers.data.packing import Packed, Placement, assemble, copy_into, pack, unpack
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.weighting import Weighting
 
 Bytes = npt.NDArray[np.uint8]

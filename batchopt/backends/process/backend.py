@@ -3,21 +3,19 @@
     parent (group.py)                       ║ process     worker (batchopt_workers.process.loop)
                                             ║ boundary
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
-    EVALUATE order, 37 bytes      ── pipe ──╫──────────►  forward/backward at X
-    MULTIPLY order, 37 bytes      ── pipe ──╫──────────►  the same, and backward along v
-    COLLECT, TOTAL, 37 bytes      ── pipe ──╫──────────►  a function of the user
+    order, limit    numbers of its page    ═╬═══════════  forward/backward at X, or a function of the user
+    RING                          ── pipe ──╫──────────►  wakes it up
     X           block "parameters" ═════════╬═══════════  the module's parameters are views of it
-    v           block "direction" ══════════╬═══════════  the vector that the Hessian is multiplied by
     partials    block "rows", one each     ═╬═══════════  gradients are summed there
     rows, sums  files that grow ════════════╬═══════════  results of such a function
-    answers     ◄── pipe ───────────────────╫───────────  REPORT after a chunk, DONE; or FAILED, as text
-    wake up     ◄── pipe, one for all ──────╫───────────  at the end of an order of several chunks
+    reports         numbers of its page    ═╬═══════════  after each chunk
+    results, errors  ◄── pipe ──────────────╫───────────  what is no number: results of hooks, forms, exceptions
+    wake up     ◄── event, one for all ─────╫───────────  at the end of an order
 
 Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
-The parent does not wake up for the report of a chunk: it reads it when any worker is done, or when it is late.
-A pipe message orders memory: a row is read only after it was reported, and is not written again before the next report.
-This file has the memory of batches; the workers are in `group`. Who evaluates what is decided in `scheduler`; processes
-are kept alive by `pool`, as `roster` decides.
+What pages say, in which order, and why that suffices is in `batchopt_workers.process.page`. This file has the memory of
+batches; the workers are in `group`. Who evaluates what is decided in `scheduler`; processes are kept alive by `pool`,
+as `roster` decides.
 """
 
 from __future__ import annotations
@@ -36,11 +34,12 @@ from batchopt.backends.process.forkserver import anticipate, is_ready, libraries
 from batchopt.backends.process.group import WorkerGroup
 from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.startup import check_workers, room_for
-from batchopt.backends.process.worker import Activity, SessionCall, call
+from batchopt.backends.process.wanted import Activity, SessionCall
+from batchopt.backends.process.worker import call
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed, pack, unpack
-from batchopt_workers.process.session import ASIDE_BATCH, Session, batch_name
+from batchopt_workers.process.session import ASIDE, Session, batch_name
 from batchopt_workers.tasks.task import Task
 from batchopt_workers.tasks.task_runner import of_term
 
@@ -131,7 +130,7 @@ class ProcessBackend(WorkerGroup, Backend):
         """Return where the next batch goes, and whether that must be new memory: a late worker may read the old one."""
         # A worker reads the present batch only while it evaluates.
         slot = 1 - self._slot if ahead or not self.is_free else self._slot
-        return slot, slot != self._slot and self.may_read_earlier_batch()
+        return slot, slot != self._slot and self.is_reading(slot)
 
     def _place(self, batch: Batch, packed: Packed, slot: int, late: bool) -> PlacedBatch:
         memory, plain = self._slots[slot], batch.plain
@@ -145,24 +144,17 @@ class ProcessBackend(WorkerGroup, Backend):
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, PlacedBatch)
-        self.begin_step(prepared.batch, weights)
+        self.begin_step(prepared.batch, prepared.slot, weights)
         self._slot, self._loaded = prepared.slot, prepared.batch
-        self.take_batch(batch_name(prepared.slot), prepared.memory, prepared.load, prepared.slot)
-
-    def restart_step(self) -> None:
-        self.tell("state", call(Activity.BATCH, Session.restart_step))
+        self.attach(batch_name(prepared.slot), prepared.memory, prepared.load)
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
             packed = pack(task, self._parameters)
-        memory = None
-        if packed.placements:  # new memory: the user's code may keep tensors of the previous task
-            memory = SharedBlock.create(packed.nbytes)
-            packed.place(memory)
         calls = [] if batch is None else self._place_aside(batch)
         changed = follow and self.follow()
         subject = batch or of_term(self._loaded, task.term)
-        self.send_task(task, packed, memory, calls, subject)
+        self.send_task(task, packed, calls, subject)
         return changed
 
     def _place_aside(self, batch: Batch) -> list[SessionCall]:
@@ -174,15 +166,16 @@ class ProcessBackend(WorkerGroup, Backend):
             memory = SharedBlock.create(packed.nbytes)
         self._aside = memory if memory.nbytes <= KEPT else None
         packed.place(memory)
-        self.attach(ASIDE_BATCH, memory)
-        return [call(Activity.BATCH, Session.load_aside, ASIDE_BATCH, packed.data, packed.placements)]
+        self.attach(ASIDE, memory)
+        return [call(Activity.BATCH, Session.load_aside, ASIDE, packed.data, packed.placements)]
 
     def keep_outputs(self, keep: bool) -> None:
+        self._repeat = None
         self.results.keep_outputs(keep)
 
     def end_task(self) -> None:
         if self._aside is None:
-            self.detach(ASIDE_BATCH)
+            self.detach(ASIDE)
         super().end_task()
 
     def close(self) -> None:

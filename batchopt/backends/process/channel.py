@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
-from batchopt_workers.process.messages import ANSWERS, HEAD, Kind
+from batchopt_workers.process.messages import ANSWERS, HEAD, Message
 
 _LENGTH = struct.Struct("!i")  # of what follows, as multiprocessing's connections write it
 _READ = 2**18  # bytes asked for at a time
@@ -32,10 +32,10 @@ class ProtocolError(Exception):
 
 
 class WorkerReply(NamedTuple):
-    """A worker's reply to the message with that number."""
+    """A worker's reply to the call, or message about the order, of that number."""
 
     number: int
-    kind: Kind
+    kind: Message
     body: bytes
 
 
@@ -50,7 +50,7 @@ class HasDescriptor(Protocol):
 @dataclass
 class _Frame:
     """Queued bytes, and the descriptor that follows them; how many the kernel took, call by call. `sent` is the
-    number of the last message once this frame is queued."""
+    number of the last call once this frame is queued."""
 
     sent: int
     data: memoryview
@@ -59,8 +59,12 @@ class _Frame:
     passed: list[int] = field(default_factory=list)
 
 
+# The message that there is an order on the page.
+_RING = _LENGTH.pack(HEAD.size) + HEAD.pack(0, Message.RING)
+
+
 class Channel:
-    """Queues messages, and yields replies. The worker's greeting is the answer to message 0."""
+    """Queues messages, and yields replies. The worker's greeting is the answer to call 0."""
 
     def __init__(self, connection: Connection) -> None:
         """Takes over the descriptor of `connection`."""
@@ -71,35 +75,39 @@ class Channel:
         self._outgoing: deque[_Frame] = deque()
         self._incoming = (io.BytesIO(), 0)  # received bytes, and how many of them were yielded as replies
         self._gone = 0  # `sent` of the last frame that left
-        self.answered = -1
+        self.answered = -1  # the number of the last call that was
 
     @property
     def sent(self) -> int:
-        """The number of the last message."""
+        """The number of the last call."""
         return self._outgoing[-1].sent if self._outgoing else self._gone
 
     def fileno(self) -> int:
-        """For selectors."""
+        """For polls."""
         return self._socket.fileno()
 
     def number(self) -> int:
-        """A number for the next message."""
+        """A number for the next call."""
         return next(self._numbers)
 
-    def queue(self, number: int, kind: Kind, body: bytes, block: HasDescriptor | None = None) -> None:
-        """Queue message `number`, and the descriptor of a block after it; they leave at the next `flush`."""
-        self._queue(number, number, kind, body, block)
-
-    def send_about(self, number: int, kind: Kind, body: bytes) -> None:
-        """Send a message about message `number` that has no answer. Raises `OSError` if the worker is gone."""
-        self._queue(self.sent, number, kind, body, None)
-        self.flush()
-
-    def _queue(self, sent: int, number: int, kind: Kind, body: bytes, block: HasDescriptor | None) -> None:
+    def queue(self, number: int, body: bytes, block: HasDescriptor | None = None) -> None:
+        """Queue call `number`, and the descriptor of a block after it; they leave at the next `flush`."""
         length = HEAD.size + len(body)
         if length > _LARGEST:
             raise ValueError(f"a message of {length / 1e9:.1f} GB beside its tensors is too large for a worker's pipe")
-        data = _LENGTH.pack(length) + HEAD.pack(number, kind) + body
+        self._queue(number, _LENGTH.pack(length) + HEAD.pack(number, Message.CALL) + body, block)
+
+    def ring(self) -> None:
+        """Queue the message that there is an order on the page."""
+        self._queue(self.sent, _RING)
+
+    def send_ring(self) -> None:
+        """Send it at once; nothing else may be queued. Raises `OSError` if there is no room, or the worker is gone."""
+        taken = self._socket.send(_RING)
+        if taken < len(_RING):
+            self._queue(self.sent, _RING[taken:])
+
+    def _queue(self, sent: int, data: bytes, block: HasDescriptor | None = None) -> None:
         last = self._outgoing[-1] if self._outgoing else None
         if last is None or last.block is not None or last.taken or len(last.data) + len(data) > _TOGETHER:
             self._outgoing.append(_Frame(sent, memoryview(data), block))
@@ -171,12 +179,12 @@ class Channel:
             finally:
                 view.release()
             try:
-                kind = Kind(code)
+                kind = Message(code)
             except ValueError:
                 raise ProtocolError(f"a message of kind {code}") from None
-            if number > self.sent:
-                raise ProtocolError(f"an answer to message {number} of {self.sent}")
             if kind in ANSWERS:
+                if number > self.sent:
+                    raise ProtocolError(f"an answer to call {number} of {self.sent}")
                 self.answered = max(self.answered, number)
             yield WorkerReply(number, kind, body)
             self._incoming = (stream, at)
@@ -194,7 +202,7 @@ class Channel:
 
     @property
     def idle(self) -> bool:
-        """Tell whether the last message was answered."""
+        """Tell whether the last call was answered."""
         return self.answered >= self.sent
 
     def close(self) -> None:

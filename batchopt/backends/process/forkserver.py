@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from batchopt._machine.cores import share_cores
 from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, preparation, standard_output
 from batchopt.backends.process.stderr import Stderr
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process import forkserver
 from batchopt_workers.process.forkserver import HAS_THREADS, REPLY, Command, CommandMessage, Descriptors
 

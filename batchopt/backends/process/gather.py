@@ -5,85 +5,128 @@ from __future__ import annotations
 import math
 import pickle
 import signal
-import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
-from batchopt.backends.local_worker import Failures
+from batchopt.backends.base import Run
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
-from batchopt.backends.process.paces import Overdue, Pace
-from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.paces import Pace, Stragglers
+from batchopt.backends.process.pool import IGNORE, Pool
+from batchopt.backends.process.roster import SILENT
 from batchopt.backends.process.scheduler import Assign, ChunkRun, WorkerScheduler
-from batchopt.backends.process.worker import Activity, Ignore, PendingMessage, SessionCall, WorkerProcess, error_of
+from batchopt.backends.process.wanted import Activity, SessionCall
+from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import PoisonChunkError, WorkerError, WorkerLostError
 from batchopt_workers.data.batch import Numbering
-from batchopt_workers.map.sums import Rows
+from batchopt_workers.map.sums import Report, Rows
 from batchopt_workers.map.tree import Node
 from batchopt_workers.process import faults
 from batchopt_workers.process.failures import Failure, message_of
 from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.process.messages import CHUNK, TASKS, Cut, Kind, Order, Report
+from batchopt_workers.process.messages import CHUNK, TASKS, Cut, Kind, Message, Order
 from batchopt_workers.tasks.forms import Form, sums_layout
 
 
-class ProcessGather:
-    """Collects the replies to one evaluation of a batch with this `numbering` of its samples.
+class _Raised(NamedTuple):
+    start: float  # of the samples that the error concerns
+    rank: int
+    error: BaseException
 
-    Updates the entry of `paces` (seconds per sample, by rank) for the kind of its orders. Replies to earlier
-    evaluations are passed to `overdue`. `copies`: as in `WorkerScheduler`.
+
+class Failures:
+    """Exceptions of the user's code in workers. The one that is raised does not depend on the order of replies."""
+
+    def __init__(self) -> None:
+        self._found: list[_Raised] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, error: BaseException, rank: int, start: float = math.inf) -> None:
+        """Note an exception in a worker that concerns samples from `start` on."""
+        self._found.append(_Raised(start, rank, error))
+
+    def first(self) -> BaseException:
+        """The exception about the first samples, of the lowest rank."""
+        return min(self._found, key=lambda found: (found.start, found.rank)).error
+
+
+@dataclass
+class _Work:
+    """The reports of a worker about an evaluation: the last report, the time of each order by its number; and, by
+    chunk, the results of the posthook, how many were None, and the forms of results where they differ from those of the
+    chunk before."""
+
+    report: Report = field(default_factory=lambda: Report(0, 0.0, 0.0, False, ()))
+    spans: dict[int, Span] = field(default_factory=dict)
+    hooked: dict[int, bytes] = field(default_factory=dict)
+    nones: dict[int, int] = field(default_factory=dict)
+    forms: dict[int, bytes] = field(default_factory=dict)
+
+    def form_of_each(self, rank: int) -> dict[int, Form]:
+        """Return the form of each chunk's result; `rank`: of the worker."""
+        found: dict[int, Form] = {}
+        form: Form | None = None
+        for span in self.spans.values() if self.forms else ():
+            for chunk in range(span.first, span.last):
+                if chunk in self.forms:
+                    form = unpickled(rank, "the function", self.forms[chunk])
+                if form is not None:
+                    found[chunk] = form
+        return found
+
+
+class ProcessGather(Listener):
+    """Collects what workers report of one evaluation of a batch with this `numbering` of its samples.
+
+    Updates the entry of `paces` (seconds per sample, by rank) for the kind of its orders. Reports of earlier
+    evaluations are passed to `stragglers`. `copies`: as in `WorkerScheduler`.
     """
 
     def __init__(
         self,
         cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
         numbering: Numbering,
-        orders: Sequence[Order | None],
         paces: Mapping[Kind, dict[int, float]],
-        overdue: Overdue | None = None,
+        stragglers: Stragglers,
         copies: bool = True,
     ) -> None:
-        some = next(order for order in orders if order is not None)
         self.cut = cut
-        runs = [None if o is None else ChunkRun(o.first, o.last) for o in orders]
-        self.scheduler = WorkerScheduler(runs, cut.chunks, copies)
+        self.scheduler = WorkerScheduler([ChunkRun(*run) for run in runs], cut.chunks, copies)
         self.failures = Failures()
         self.poison: PoisonChunkError | None = None
         self.gone: list[WorkerProcess] = []
-        self._order, self._evaluation = some, some.evaluation
-        self._numbering, self._pace = numbering, paces[some.kind]
-        self._overdue = Overdue(paces) if overdue is None else overdue
-        self._orders: dict[WorkerProcess, Order] = {}  # the last of each
-        self._reports: dict[WorkerProcess, Report] = {}
-        self._spans: dict[tuple[WorkerProcess, int], Span] = {}  # by order
-        self._hooked: dict[int, tuple[WorkerProcess, bytes]] = {}
-        self._forms: dict[int, tuple[WorkerProcess, bytes]] = {}
+        self.work: dict[WorkerProcess, _Work] = {}  # of those that have reported anything
+        self._order, self._runs = order, runs
+        self._numbering, self._pace, self._stragglers = numbering, paces[order.kind], stragglers
 
     @property
     def is_task(self) -> bool:
         """Tell whether its orders are about a task."""
         return self._order.kind in TASKS
 
-    def order(self, worker: WorkerProcess, run: Assign) -> Order:
-        """The order that gives the worker this run."""
-        self._orders[worker] = self._order._replace(first=run.first, last=run.last)
-        return self._orders[worker]
+    def order(self, run: Assign) -> Order:
+        """Return the order for this run."""
+        return self._order._replace(first=run.first, last=run.last)
 
-    def leave(self, living: Collection[WorkerProcess]) -> dict[int, Pace]:
-        """End the evaluation: everything is done, and `living` workers that still evaluate are overdue. Return the
+    def abandon(self, living: Collection[WorkerProcess]) -> dict[int, Pace]:
+        """End the evaluation: everything is done, and `living` workers that still evaluate are late. Return the
         resulting measurements of their pace, by rank."""
-        for worker, order in self._orders.items():
+        for worker in living:
             current = self.scheduler.current(worker.rank)
-            if current is not None and worker in living and not worker.free:
-                self._overdue.leave(worker, order, self.cut, *current)
-        return self._overdue.take(self._order.kind, living)
+            if current is not None and worker.evaluates and self._is_ours(worker):
+                self._stragglers.abandon(worker, self.cut, *current)
+        return self._stragglers.take(self._order.kind, living)
 
     def held(self, worker: WorkerProcess) -> tuple[Node, ...]:
         """Return the nodes of the tree whose sums the worker holds."""
-        report = self._reports.get(worker)
-        return () if report is None else tuple(summary.node for summary in report.summaries)
+        work = self.work.get(worker)
+        return () if work is None else tuple(node for node, _ in work.report.partials)
 
     def estimate(self, worker: int, chunk: int) -> float | None:
         """Return the seconds that the chunk should take there, by its last work or else by that of the slowest
@@ -91,58 +134,72 @@ class ProcessGather:
         pace = self._pace.get(worker, max(self._pace.values(), default=None))
         return None if pace is None else pace * (self.cut.bounds[chunk + 1] - self.cut.bounds[chunk])
 
-    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Handle a reply. Raises `ProtocolError` for one that cannot be right."""
-        if asked.order is None or asked.order.evaluation != self._evaluation:
-            self._overdue.on_reply(worker, asked, reply)  # of an abandoned evaluation
+    def _is_ours(self, worker: WorkerProcess) -> bool:
+        return worker.given.evaluation == self._order.evaluation
+
+    def on_message(self, worker: WorkerProcess, message: WorkerReply) -> None:
+        """Handle a message. Raises `ProtocolError` for one that cannot be right."""
+        if not self._is_ours(worker):
             return
-        if reply.kind is Kind.FAILED:
-            failure = Failure.decode(reply.body)
+        if message.kind is Message.FAILED:
+            failure = Failure.decode(message.body)
             error = error_of(worker.rank, failure, None, self._numbering)
             self.failures.add(error, worker.rank, failure.samples.start)
-            self.scheduler.ended(worker.rank)
-        elif reply.kind in (Kind.HOOKED, Kind.FORM):
-            (chunk,) = CHUNK.unpack_from(reply.body)
-            found = self._hooked if reply.kind is Kind.HOOKED else self._forms
-            found.setdefault(chunk, (worker, reply.body[CHUNK.size :]))
-        elif reply.kind in (Kind.REPORT, Kind.DONE):
-            self._reported(worker, asked, reply)
+        elif len(message.body) < CHUNK.size:
+            raise ProtocolError(f"a message of {len(message.body)} bytes")
+        else:
+            work = self.work.setdefault(worker, _Work())
+            (chunk,) = CHUNK.unpack_from(message.body)
+            found = work.hooked if message.kind is Message.HOOKED else work.forms
+            found.setdefault(chunk, message.body[CHUNK.size :])
         faults.point("parent.heard")
 
-    def _reported(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        assert asked.order is not None
+    def on_report(self, worker: WorkerProcess) -> None:
+        """Handle a report. Raises `ProtocolError` for one that cannot be right."""
+        if not self._is_ours(worker):
+            return
         try:
-            report = Report.decode(reply.body)
-            self._check(worker, report)
+            report, hooked = worker.page.read(None if self.is_task else worker.memory.rows)
+            self._check(report)
             self.scheduler.reported(worker.rank, report.next, time.monotonic())
-        except (ValueError, struct.error) as error:
+        except ValueError as error:
             raise ProtocolError(str(error)) from error
-        self._reports[worker] = report
-        span = Span(report.began, report.seconds, asked.order.first, report.next)
-        self._spans[worker, reply.number] = span
+        work = self.work.setdefault(worker, _Work())
+        if self.is_task and report.partials and not work.forms:
+            raise ProtocolError("a report of results without their form")
+        work.report = report
+        span = Span(report.began, report.seconds, worker.given.order.first, report.next)
+        work.spans[worker.given.number] = span
+        if hooked:
+            for chunk in range(span.first, span.last):
+                if chunk in worker.seen.nones:
+                    work.nones.setdefault(chunk, worker.seen.nones[chunk])
         samples = self._samples(span)
         if samples > 0:
             self._pace[worker.rank] = report.seconds / samples
-        if reply.kind is Kind.DONE:
+        faults.point("parent.heard")
+
+    def on_done(self, worker: WorkerProcess) -> None:
+        """Note that the worker has ended its order."""
+        if self._is_ours(worker):
             self.scheduler.ended(worker.rank)
+        else:
+            self._stragglers.on_done(worker)
 
     def _samples(self, span: Span) -> int:
         return self.cut.bounds[span.last] - self.cut.bounds[span.first]
 
-    def _check(self, worker: WorkerProcess, report: Report) -> None:
-        if report.evaluation != self._evaluation:
-            raise ValueError(f"a report of evaluation {report.evaluation} during {self._evaluation}")
-        rows = self.cut.chunks if self.is_task else 0 if worker.rows is None else len(worker.rows)
-        for summary in report.summaries:
-            if summary.row >= rows or summary.node.first_chunk >= self.cut.chunks:
-                raise ValueError(f"a partial {summary.node} in row {summary.row} of {rows}")
-            if len(summary.losses) != (0 if self.is_task else len(self._numbering.names)):
-                raise ValueError(f"{len(summary.losses)} losses of {len(self._numbering.names)} terms")
+    def _check(self, report: Report) -> None:
+        for node, partial in report.partials:
+            if not 0 <= node.level < 64 or not 0 <= node.first_chunk < self.cut.chunks:
+                raise ValueError(f"a partial {node} of {self.cut.chunks} chunks")
+            if self.is_task and partial.row >= self.cut.chunks:
+                raise ValueError(f"a partial {node} in row {partial.row}")
 
     def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Abandon what the worker had not reported. What it had reported counts: its rows are in memory shared with
         this process, and no other worker writes there."""
-        self._overdue.on_lost(worker, ending)
+        self._stragglers.on_lost(worker, ending)
         self.gone.append(worker)
         chunk = self.scheduler.lost(worker.rank, worker.death)
         if chunk is not None:
@@ -150,60 +207,46 @@ class ProcessGather:
             terms, deaths = self._numbering.within(samples), self.scheduler.ledger.losses[chunk]
             self.poison = PoisonChunkError(chunk, samples, ending, terms, deaths)
 
-    def went_as(self, orders: Sequence[Order | None]) -> bool:
-        """Tell whether each worker carried out exactly these orders."""
-        spans = {worker.rank: (span.first, span.last) for (worker, _), span in self._spans.items()}
-        given = {rank: (order.first, order.last) for rank, order in enumerate(orders) if order is not None}
-        return len(self._spans) == len(given) and spans == given
+    @property
+    def went_as_planned(self) -> bool:
+        """Tell whether each worker carried out exactly what was meant for it."""
+        planned = {rank: tuple(run) for rank, run in enumerate(self._runs) if run[0] < run[1]}
+        spans = [(worker.rank, span[2:]) for worker, work in self.work.items() for span in work.spans.values()]
+        return len(spans) == len(planned) and dict(spans) == planned
 
     @property
     def has_reports(self) -> bool:
         """Tell whether any chunk was reported."""
-        return bool(self._reports)
+        return any(work.spans for work in self.work.values())
 
     def answers(self) -> list[Answer]:
         """Return the workers' answers, in rank order. Partials of two workers may contain the same chunk."""
-        if not self._reports:
-            return []
         found = []
-        results = self._by_worker(self._hooked, "posthook")
-        forms = self._by_worker(self._forms, "the function")
-        spans: dict[WorkerProcess, list[Span]] = {worker: [] for worker in self._reports}
-        for (worker, _), span in self._spans.items():
-            spans[worker].append(span)
+        done = {worker: work for worker, work in self.work.items() if work.spans}
+        forms = {worker: work.form_of_each(worker.rank) for worker, work in done.items()}
         form = next((form for of_worker in forms.values() for form in of_worker.values()), None)
-        for worker, report in sorted(self._reports.items(), key=lambda item: item[0].rank):
-            partials = partials_of(report, self._rows(worker, report, form))
-            samples, seconds = sum(map(self._samples, spans[worker])), sum(span.seconds for span in spans[worker])
+        for worker, work in sorted(done.items(), key=lambda item: item[0].rank):
+            partials = partials_of(work.report.partials, self._rows(worker, work.report, form))
+            spans = [*work.spans.values()]
+            samples, seconds = sum(map(self._samples, spans)), sum(span.seconds for span in spans)
+            results = {chunk: [None] * count for chunk, count in work.nones.items()}
+            results |= {chunk: unpickled(worker.rank, "posthook", body) for chunk, body in work.hooked.items()}
             found.append(
-                Answer(
-                    worker.rank, samples, seconds, partials, results[worker], spans[worker], report.drew, forms[worker]
-                )
+                Answer(worker.rank, samples, seconds, partials, results, spans, work.report.drew, forms[worker])
             )
-        return found
-
-    def _by_worker(
-        self, bodies: Mapping[int, tuple[WorkerProcess, bytes]], what: str
-    ) -> dict[WorkerProcess, dict[int, Any]]:
-        """Unpickle the results of each chunk, grouped by sender; by another worker if the sender has reported nothing:
-        it died in between, and the chunk was evaluated again."""
-        found: dict[WorkerProcess, dict[int, Any]] = {worker: {} for worker in self._reports}
-        fallback = next(iter(found))
-        for chunk, (worker, body) in bodies.items():
-            found[worker if worker in found else fallback][chunk] = unpickled(worker.rank, what, body)
         return found
 
     def _rows(self, worker: WorkerProcess, report: Report, form: Form | None) -> Rows | None:
         """Return the rows that hold the worker's sums."""
         if not self.is_task:
-            return worker.rows
-        if form is None or worker.totals is None or self._order.kind is Kind.COLLECT:
+            return worker.memory.rows
+        if form is None or worker.memory.totals is None or self._order.kind is Kind.COLLECT:
             return None
-        count = max((summary.row for summary in report.summaries), default=0) + 1
-        return worker.totals.rows(sums_layout(form.columns), count)
+        count = max((partial.row for _, partial in report.partials), default=0) + 1
+        return worker.memory.totals.rows(sums_layout(form.columns), count)
 
 
-class _Calls:
+class _Calls(Listener):
     """The replies to a function that was called in all workers."""
 
     def __init__(self) -> None:
@@ -211,12 +254,12 @@ class _Calls:
         self.waiting: set[WorkerProcess] = set()
         self.results: dict[int, bytes] = {}
 
-    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingCall, reply: WorkerReply) -> None:
         """Handle a result or a failure of this call; others belong to an earlier one."""
-        if worker not in self.waiting or asked.activity is not Activity.FUNCTION or not worker.idle:
+        if worker not in self.waiting or asked.activity is not Activity.FUNCTION or worker.state not in SILENT:
             return
         self.waiting.discard(worker)
-        if reply.kind is Kind.FAILED:
+        if reply.kind is Message.REFUSED:
             error = error_of(worker.rank, Failure.decode(reply.body), Activity.FUNCTION)
             self.failures.add(error, worker.rank)
         else:
@@ -230,14 +273,13 @@ class _Calls:
 
 def run_everywhere(pool: Pool, message: SessionCall) -> list[Any]:
     """Call a function in all workers; return the values in rank order. Raises what it raises, and `WorkerLostError`."""
-    pool.pump(Ignore(), 0.0)  # workers that have ended by now will not begin it
+    pool.pump(IGNORE, 0.0)  # workers that have ended by now will not begin it
     pool.wait()
     calls = _Calls()
     for _, worker in sorted(pool.workers.items()):
         calls.waiting.add(worker)
         worker.ask(message)
-        with suppress(OSError):  # gone; the pool will find out
-            worker.flush()
+        worker.flush()
     while calls.waiting:
         pool.pump(calls, math.inf)
     if calls.failures:
@@ -259,7 +301,7 @@ def unpickled(rank: int, what: str, body: bytes) -> Any:
 def explain(gone: Sequence[WorkerProcess], what: str) -> None:
     """Raise `WorkerLostError` if two workers were killed by SIGSEGV or SIGBUS in `what`, before it has ever succeeded:
     the next ones would be, too."""
-    faults = [worker for worker in gone if not worker.verdict and worker.process.exitcode == -signal.SIGSEGV]
+    faults = [worker for worker in gone if worker.killed is None and worker.process.exitcode == -signal.SIGSEGV]
     if len(faults) < 2:
         return
     worker = faults[1]

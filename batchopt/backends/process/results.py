@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.task_files import ResultFile
-from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block, call_with_file
+from batchopt.backends.process.wanted import Activity, SessionCall
+from batchopt.backends.process.worker import call, call_with_block, call_with_file
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Placement
+from batchopt_workers.data.packing import Packed, Placement
 from batchopt_workers.process.session import TASK, Session
 from batchopt_workers.tasks.forms import Column
+
+
+class KeptTask(NamedTuple):
+    """A task that workers still have while the pool has this `stamp`, and the memory of its tensors, if it has any."""
+
+    data: bytes
+    placements: Sequence[Placement]
+    memory: SharedBlock | None
+    stamp: int
+
+    def is_of(self, packed: Packed, stamp: int) -> bool:
+        """Tell whether a packed task differs from it in the elements of tensors only."""
+        return stamp == self.stamp and packed.data == self.data and packed.placements == self.placements
 
 
 class Results:
@@ -22,7 +37,7 @@ class Results:
         self._pool = pool
         self._files: list[ResultFile | None] = [None, None]
         self._number = 0  # of the file in use
-        self._kept: tuple[bytes, int] | None = None  # the task that workers still have at that stamp of the pool
+        self._kept: KeptTask | None = None
         self._keeps = False
         self.keeps_outputs = False
 
@@ -42,39 +57,35 @@ class Results:
             file = self._files[number] = ResultFile()
         file.begin()
         take = call_with_file(Activity.MEMORY, Session.take_file, file.file, number)
-        self._pool.keep(f"file {number}", file, lambda: take)
+        self._pool.tell_of(f"file_{number}", file, lambda: [take])
         return number
 
-    def begin_task(
-        self,
-        data: bytes,
-        placements: Sequence[Placement],
-        memory: SharedBlock | None,
-        batch: Sequence[SessionCall],
-        keeps: bool,
-    ) -> bool:
-        """Send workers a packed task, with its tensors, if it has any, in `memory`, unless they have it: return whether
-        they do. `batch`: the calls by which a worker loads the batch that comes with it; `keeps`: workers may keep it
-        for the next time."""
-        self._keeps = keeps and memory is None and not batch
-        if self._keeps and self._kept == (data, self._pool.stamp) and self._file.is_free:
+    def begin_task(self, packed: Packed, batch: Sequence[SessionCall], keeps: bool) -> bool:
+        """Send workers a packed task, with its tensors in memory of its own, unless they have it: return whether they
+        do. `batch`: the calls by which a worker loads the batch that comes with it; `keeps`: workers may keep it for
+        the next time, which may have other elements in its tensors."""
+        self._keeps, kept = keeps and not batch, self._kept
+        if self._keeps and kept is not None and kept.is_of(packed, self._pool.stamp) and self._file.is_free:
+            if kept.memory is not None:
+                packed.place(kept.memory)
             self._file.begin()
             return True
-        number = self._begin()
-        attach = [] if memory is None else [call_with_block(Activity.TASK, Session.attach_copy, TASK, memory)]
-        begin = call(Activity.TASK, Session.begin_task, data, placements, number)
-        self._pool.set_state("task", *batch, *attach, begin)
-        self._kept = data, self._pool.stamp
+        number, memory = self._begin(), None
+        calls = [call(Activity.TASK, Session.begin_task, packed.data, packed.placements, number)]
+        if packed.placements:  # new memory: the user's code may keep tensors of the previous task
+            memory = SharedBlock.create(packed.nbytes)
+            packed.place(memory)
+            calls.insert(0, call_with_block(Activity.TASK, Session.attach_copy, TASK, memory))
+        self._pool.tell("task", *batch, *calls)
+        self._kept = KeptTask(packed.data, packed.placements, memory, self._pool.stamp)
         return False
 
     def end_task(self) -> None:
         """Release everything that belongs to the task, unless workers keep it."""
-        before, self._kept = self._kept, None
-        if before is not None and self._keeps and before[1] == self._pool.stamp and self._file.was_read:
-            self._pool.set_state("task")  # new workers do not get it
-            self._kept = before[0], self._pool.stamp
-        else:
-            self._pool.set_state("task", call(Activity.TASK, Session.end_task))
+        kept = self._kept
+        if kept is None or not self._keeps or kept.stamp != self._pool.stamp or not self._file.was_read:
+            self._kept = None
+            self._pool.tell("task", call(Activity.TASK, Session.end_task))
         self._release()
 
     def _release(self) -> None:
@@ -82,18 +93,22 @@ class Results:
         if self._files[self._number] is not None and self._file.is_too_large:
             self._files[self._number] = None
             drop = call(Activity.MEMORY, Session.drop_file, self._number)
-            self._pool.keep(f"file {self._number}", None, lambda: drop)
+            self._pool.tell_of(f"file_{self._number}", None, lambda: [drop])
 
     def keep_outputs(self, keep: bool) -> None:
         """Let evaluations write what the module returns, or not."""
         self.keeps_outputs = keep
         if not keep:
-            self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_no_outputs))
+            self._pool.tell("outputs", call(Activity.MEMORY, Session.write_no_outputs))
 
     def begin_evaluation(self) -> None:
         """Have the outputs of an evaluation, if they are kept, written to a file."""
         if self.keeps_outputs:
-            self._pool.set_state("outputs", call(Activity.MEMORY, Session.write_outputs_to, self._begin()))
+            self._pool.tell("outputs", call(Activity.MEMORY, Session.write_outputs_to, self._begin()))
+
+    def leave_unwritten(self) -> None:
+        """Note that nothing was written to the file of the task, whose results were summed."""
+        self._file.leave_unwritten()
 
     def read(self, columns: Sequence[Column], samples: int, late: bool) -> list[torch.Tensor]:
         """Return the rows of `samples` samples that were written last; `late`: a worker may still be writing."""

@@ -1,4 +1,12 @@
-"""The roster of worker processes: which should exist, and which are missing, hung or abandoned. No input or output.
+"""The roster of worker processes: which should exist, what each is at, and which are missing, hung or abandoned. No
+input or output.
+
+    starting ──► started ──► ready ◄──► taking     all that it must have was sent and answered; more was sent
+                               ▲ ▲
+                               │ └────► called     it runs a function of the user
+                               └──────► ordered    until its page says that it is done
+
+    any of them ──► lost ──► starting, as another process; or abandoned: it failed too often, or nothing is left
 
 The pool reports events to the roster and asks it what to do. What the pool can see at any time (which processes it has,
 which of them can work) is not kept here again, but passed with each question: an interrupt between two statements
@@ -9,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterable
+from enum import Enum
+from typing import NamedTuple
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
@@ -21,7 +30,35 @@ REAPING = 2.0
 # Seconds between two checks for hung workers.
 INTERVAL = 0.25
 
-T = TypeVar("T")
+
+class State(Enum):
+    """The states of a worker."""
+
+    STARTING = "it has not answered all that it was sent"
+    STARTED = "it has, and is to be looked at: it may have all that it must have"
+    READY = "it has all that it must have, and nothing to do"
+    TAKING = "it was sent something that it must have; what it is ordered comes after that"
+    CALLED = "it runs a function of the user"
+    ORDERED = "it has an order, and has not said that it is done"
+
+
+# By whether a worker has joined the others, what it has not answered, and whether it has an order that is not done.
+STATES = {
+    (False, "field", False): State.STARTING,
+    (False, None, False): State.STARTED,
+    (True, None, False): State.READY,
+    (True, "field", False): State.TAKING,
+    (True, "function", False): State.CALLED,
+    (True, None, True): State.ORDERED,
+    (True, "field", True): State.ORDERED,
+    (True, "function", True): State.ORDERED,
+}
+# It can be given an order.
+ORDERABLE = frozenset({State.READY, State.TAKING})
+# It runs code of the user that nobody waits for any more, once a call has ended.
+AT_WORK = frozenset({State.CALLED, State.ORDERED})
+# It has said everything.
+SILENT = frozenset({State.STARTED, State.READY})
 
 
 class Roster:
@@ -144,9 +181,3 @@ def check(workers: Iterable[BusyWorker], now: float) -> Checkup:
         else:
             look_at = min(look_at, worker.since + worker.allowance)
     return found._replace(look_at=look_at)
-
-
-def unsent(required: Mapping[str, T], sent: Mapping[str, T]) -> list[str]:
-    """Return the names of the states of which a worker lacks the current version, in the order in which they are to be
-    sent."""
-    return [name for name, value in required.items() if sent.get(name) is not value]

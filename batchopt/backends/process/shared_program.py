@@ -12,11 +12,12 @@ import torch
 
 from batchopt._program.program import PickledProgram
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.worker import Activity, call, call_with_block
+from batchopt.backends.process.wanted import Activity
+from batchopt.backends.process.worker import call, call_with_block
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed, copy_into
 from batchopt_workers.map.buffers import tensors_of
-from batchopt_workers.map.evaluate import Program
+from batchopt_workers.map.program import Program
 from batchopt_workers.process.session import Session
 from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
 
@@ -143,20 +144,18 @@ class SentProgram:
         return True
 
     def send(self) -> None:
-        """Send the workers the program, and the state that they drop with the previous one."""
+        """Send the workers the program; what they drop with the previous one they are sent again."""
         self._sent = None
         source, block, pool = self._shared.source, self._shared.block, self._pool
         packed, examined = source.packed, (block, self.program.prehook, self.program.posthook)
         examine = not all(map(is_, examined, self._examined))
-        later = pool.set_after("module")
-        pool.keep("program", block, lambda: call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block))
-        pool.set_state(
+        attach = call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block)
+        pool.tell_of("memory", block, lambda: [attach])
+        pool.tell(
             "module",
             call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
         )
         self._examined = examined
-        for name in later:  # a new worker is sent all in this order, and an old one has dropped what belongs to modules
-            pool.resend(name)
         self._on_sent()
         self._sent = packed.data, block
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,8 @@ from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Setup
 from batchopt.backends.process.forkserver import worker_environment
 from batchopt.backends.process.spawn import preparation
-from batchopt.backends.process.worker import Activity, SessionCall, call, call_with_block
+from batchopt.backends.process.wanted import Activity, SessionCall
+from batchopt.backends.process.worker import call, call_with_block
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.process.session import Session
@@ -94,23 +95,25 @@ def startup_calls(
     settings: TorchSettings,
     threads: int,
     devices: Mapping[int, torch.device] | None,
-) -> Iterator[tuple[str, list[SessionCall]]]:
-    """Return the calls by name, in order. Raises `TypeError` for a precode that cannot be sent."""
-    precode: list[SessionCall] = []
+) -> dict[str, tuple[Sequence[SessionCall], object]]:
+    """Return the calls for each field of what workers must have at first, and its value. Raises `TypeError` for a
+    precode that cannot be sent."""
+    environment = worker_environment(threads)
+    prepare = call(Activity.STARTING, Session.prepare, environment, preparation(), sys.getrecursionlimit())
+    use = [
+        call_with_block(Activity.INSTALLING, Session.attach, "parameters", parameters),
+        call(Activity.INSTALLING, Session.use_parameters, setup.flat.layout),
+    ]
+    found: dict[str, tuple[Sequence[SessionCall], object]] = {
+        "process": ([prepare], None),
+        "torch": ([call(Activity.STARTING, Session.set_torch, settings)], settings),
+        "parameters": (use, None),
+        "hooked": ([], True),
+        "weights": ([], (1.0,) * len(setup.program.loss_fns)),
+    }
+    if devices is not None:
+        found["devices"] = [call(Activity.STARTING, Session.use, devices)], None
     if setup.precode is not None:
         with sending("`precode`", setup.precode):
-            precode = [call(Activity.PRECODE, Session.run, setup.precode)]
-    environment = worker_environment(threads)
-    yield "process", [call(Activity.STARTING, Session.prepare, environment, preparation(), sys.getrecursionlimit())]
-    if devices is not None:
-        yield "devices", [call(Activity.STARTING, Session.use, devices)]
-    yield "torch", [call(Activity.STARTING, Session.set_torch, settings)]
-    if precode:
-        yield "precode", precode
-    yield (
-        "parameters",
-        [
-            call_with_block(Activity.INSTALLING, Session.attach, "parameters", parameters),
-            call(Activity.INSTALLING, Session.use_parameters, setup.flat.layout),
-        ],
-    )
+            found["precode"] = [call(Activity.PRECODE, Session.run, setup.precode)], None
+    return found

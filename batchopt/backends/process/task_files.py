@@ -49,6 +49,10 @@ class ResultFile:
             self._forks = mapping.forks()
         return [tensor.clone() for tensor in found] if late or nbytes <= _SMALL else found
 
+    def leave_unwritten(self) -> None:
+        """End a result of which nothing was written."""
+        self._forks = mapping.forks()
+
     @property
     def was_read(self) -> bool:
         """Tell whether the result that was begun last was read, when no worker was late."""

@@ -1,27 +1,25 @@
-"""One worker process as the parent sees it: its pipe, its memory, the messages that it was sent, and its end."""
+"""One worker process as the parent sees it: its pipe and its page, what it was sent and ordered, its memory and end."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
-from itertools import takewhile
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 import torch.multiprocessing as mp
 
 from batchopt.backends.process.channel import Channel, HasDescriptor, WorkerReply
 from batchopt.backends.process.forkserver import fork_worker
-from batchopt.backends.process.roster import REAPING
+from batchopt.backends.process.roster import REAPING, SILENT, STATES, State
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.backends.process.task_files import TotalsFile
+from batchopt.backends.process.wanted import Activity, SessionCall, Told, Wanted
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.data.batch import Numbering
 from batchopt_workers.data.layout import Layout
@@ -30,37 +28,14 @@ from batchopt_workers.data.packing import dumps
 from batchopt_workers.map.sums import Rows, rows_nbytes
 from batchopt_workers.map.watch import StateWritten
 from batchopt_workers.process.failures import Failure, Warned
-from batchopt_workers.process.messages import CHUNK, Cut, Kind, Order
+from batchopt_workers.process.messages import Order, Start
+from batchopt_workers.process.page import DONE, NUMBER, Board
 from batchopt_workers.process.session import Session
 
 # Signals from outside; SIGKILL also comes from the kernel if memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE = " (if it was at work, give it more time: timeout=...)"
 P = ParamSpec("P")
-
-
-class Activity(Enum):
-    """The activities of a worker, in the words of error messages."""
-
-    STARTING = "starting"
-    PRECODE = "running precode"
-    INSTALLING = "receiving the module"
-    HOOKS = "receiving hooks"
-    TORCH = "receiving torch's settings"
-    BATCH = "receiving the batch"
-    TASK = "receiving the function"
-    CUT = "receiving the cut"
-    MEMORY = "receiving memory"
-    EVALUATING = "evaluating"
-    FUNCTION = "running a function"
-
-
-class SessionCall(NamedTuple):
-    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor is sent with it."""
-
-    activity: Activity
-    body: bytes
-    block: HasDescriptor | None = None
 
 
 def call(
@@ -88,61 +63,86 @@ def call_with_file(
     return SessionCall(activity, dumps((method.__name__, arguments)), file)
 
 
-_FINISHED = call(Activity.EVALUATING, Session.finished)
-
-
-class Bell:
-    """The eventfd on which a worker waits for a repeated evaluation."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self.fd)
-
-
-class PendingMessage(NamedTuple):
-    """A message without an answer so far.
-
-    `state` names the state that it is part of, and `calls` are all calls of that: they are sent again if the worker
-    fails to take them over. `patience`: the multiple of the usual time that it may take.
-    """
+class PendingCall(NamedTuple):
+    """A call without an answer so far. `field`: what it is part of, of all that a worker must have, and `told`, what
+    that is."""
 
     number: int
     activity: Activity
-    state: str | None = None
-    calls: tuple[SessionCall, ...] = ()
-    order: Order | None = None
+    field: str = ""
+    told: Told | None = None
+
+
+@dataclass
+class GivenOrder:
+    """The last order that a worker was given, with that `number`, from that `start`; the last call before it was
+    `after`. `patience`: the multiple of the usual time that it may take. Of the order, `evaluation` and `step` may be
+    later ones: the same chunks of another evaluation."""
+
+    number: int = 0
+    order: Order = field(default_factory=lambda: Order(-1, 0, 0, 0))
+    start: Start = field(default_factory=Start)
+    after: int = 0
     patience: float = 1.0
+    evaluation: int = -1
+
+
+class Killed(NamedTuple):
+    """Why and when this process killed a worker, and whether because it made no progress."""
+
+    why: str
+    at: float
+    hung: bool = False
+
+
+@dataclass
+class Seen:
+    """The part of a worker's page that was taken in: so many reports, and the end of the order of that number; and how
+    often its posthook returned nothing but None, by chunk."""
+
+    reports: int = 0
+    done: int = 0
+    nones: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Memory:
+    """The memory that a worker shares with this process alone: rows for gradients, and the file for totals."""
+
+    rows: Rows | None = None
+    totals: TotalsFile | None = None
 
 
 class WorkerProcess:
-    """A worker process: its pipe, the messages that it was sent, its memory, and its end.
+    """A worker process.
 
-    Messages are sent at the next `flush`. It is killed, with all that it started, when this object is collected. `rank`
-    is the parent's name for it, `number` its rank among all `world_size` workers: a different one if some are on other
-    machines. `warned`: the warnings that these have issued.
+    Calls and rings are sent at the next `flush`. It is killed, with all that it started, when this object is collected.
+    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: a different one if some are on
+    other machines. It has a page of `board`, and wakes this process up through `waker`. `warned`: the warnings that
+    workers have issued.
     """
 
-    def __init__(self, rank: int, number: int, world_size: int, threads: int, warned: set[Warned]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        number: int,
+        world_size: int,
+        threads: int,
+        board: Board,
+        waker: HasDescriptor,
+        warned: set[Warned],
+    ) -> None:
         ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
         self.rank = rank
         self.channel = Channel(ours)
         self.stderr = Stderr(warned)
-        self.rows: Rows | None = None
-        self.bell: Bell | None = None
-        self.given_up = 0  # the abandoned repetition that it may still be running
-        self.totals: TotalsFile | None = None
-        self.cut: Cut | None = None
-        self.task_cut: Cut | None = None
-        self.sent: dict[str, tuple[SessionCall, ...]] = {}
-        self.synced_with: dict[str, tuple[SessionCall, ...]] | None = None  # the pool's state, once all of it was sent
+        self.page, self.given, self.seen = board.page(rank), GivenOrder(), Seen()
+        self.memory = Memory()
+        self.have = Wanted()  # once it has answered
         self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
-        self.verdict, self.killed_at = "", 0.0  # why and when this process killed it
-        self._hung = False
-        self._asked: deque[PendingMessage] = deque([PendingMessage(0, Activity.STARTING)])
-        self._engaged = -1  # the number of the last order, or call of a function
-        self._quiet = -1  # the number of the last order of which only the end is awaited
-        self.writing = False  # whether the pipe is watched for room
+        self.killed: Killed | None = None
+        self._asked: deque[PendingCall] = deque([PendingCall(0, Activity.STARTING)])
         try:
             with theirs:
                 self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
@@ -151,6 +151,7 @@ class WorkerProcess:
             raise
         finally:
             self.stderr.close_writer()
+        self.move(board, waker)
 
     @property
     def pid(self) -> int:
@@ -158,141 +159,113 @@ class WorkerProcess:
         return self.process.pid
 
     @property
-    def idle(self) -> bool:
-        """Tell whether it has answered everything."""
-        return self.channel.idle
+    def evaluates(self) -> bool:
+        """Tell whether it is not done with its order."""
+        return self.page.ints[DONE] != self.given.number
 
     @property
-    def calm(self) -> bool:
-        """Tell whether it can work and every message was answered and handled."""
-        return self.joined and self.channel.idle and not self.channel.unread
-
-    @property
-    def asked(self) -> PendingMessage | None:
-        """The message that it is handling; None if it is idle."""
+    def state(self) -> State:
+        """Its state, as the facts show it."""
         self.forget_answered()
-        return self._asked[0] if self._asked else None
+        called = any(asked.activity is Activity.FUNCTION for asked in self._asked)
+        waits = "function" if called else None if self.channel.idle else "field"
+        return STATES[self.joined, waits, self.evaluates]
+
+    @property
+    def is_heard(self) -> bool:
+        """Tell whether everything that it has said was handled."""
+        return not self.channel.unread and self.seen.done == self.given.number
+
+    @property
+    def activity(self) -> Activity | None:
+        """The part of its work that it is at; None if it has nothing to do."""
+        self.forget_answered()
+        if self._asked and not (self.evaluates and self._asked[0].number > self.given.after):
+            return self._asked[0].activity
+        return Activity.EVALUATING if self.evaluates else None
 
     def forget_answered(self) -> None:
-        """Drop answered messages: further replies about them are ignored."""
+        """Drop answered calls: further replies about them are ignored."""
         while self._asked and self._asked[0].number <= self.channel.answered:
             self._asked.popleft()
 
-    @property
-    def free(self) -> bool:
-        """Tell whether it can take an order: it evaluates nothing and runs no function, though it may still have to
-        take over state."""
-        return self.channel.answered >= self._engaged
+    def ask(self, message: SessionCall, field: str = "", told: Told | None = None) -> None:
+        """Queue a call."""
+        if self.state in SILENT:
+            self.since = time.monotonic()
+        asked = PendingCall(self.channel.number(), message.activity, field, told)
+        self._asked.append(asked)
+        self.channel.queue(asked.number, message.body, message.block)
 
-    @property
-    def quiet(self) -> bool:
-        """Tell whether only its DONE is awaited, which the waking pipe announces."""
-        return self.channel.answered < self._quiet
-
-    def is_behind(self, state: str) -> bool:
-        """Tell whether it still evaluates an order that is older than the latest version of that state."""
-        self.forget_answered()
-        before = list(takewhile(lambda asked: asked.state != state, self._asked))
-        return len(before) < len(self._asked) and any(asked.order is not None for asked in before)
-
-    def ask(self, message: SessionCall, state: str | None = None, calls: tuple[SessionCall, ...] = ()) -> None:
-        """Queue a call for the next `flush`."""
-        asked = PendingMessage(self.channel.number(), message.activity, state, calls)
-        self._note(asked)
-        self.channel.queue(asked.number, Kind.CALL, message.body, message.block)
-
-    def order(self, order: Order, patience: float = 1.0) -> None:
-        """Queue an order for the next `flush`."""
-        asked = PendingMessage(self.channel.number(), Activity.EVALUATING, order=order, patience=patience)
-        self._note(asked)
-        self.channel.queue(asked.number, order.kind, order.encode())
+    def order(self, number: int, order: Order, start: Start, patience: float = 1.0) -> None:
+        """Give it an order, and queue a ring."""
+        if self.state in SILENT:
+            self.since = time.monotonic()
+        self.given = GivenOrder(number, order, start, self.channel.sent, patience, order.evaluation)
+        self.page.write(number, order, start, self.given.after)
+        self.channel.ring()
 
     def flush(self) -> None:
-        """Send queued messages, as far as the pipe takes them. Raises `OSError` if the worker is gone."""
-        self.channel.flush()
+        """Send what is queued, as far as the pipe takes it; if the worker is gone, that is noticed elsewhere."""
+        with suppress(OSError):
+            self.channel.flush()
 
-    def set_cut(self, cut: Cut) -> None:
-        """Send it this cut of the batch."""
-        self.ask(call(Activity.CUT, Session.set_cut, cut))
-        self.cut = cut
+    def call_off(self) -> None:
+        """Have it stop after the current chunk, or begin none: an interrupt may have come before it was rung for, or
+        before the page said so."""
+        self.page.limit(0)
+        self.page.ints[NUMBER] = self.given.number
+        self.channel.ring()
+        self.flush()
 
-    def cut_task(self, cut: Cut) -> None:
-        """Send it this cut of the task's batch."""
-        self.ask(call(Activity.CUT, Session.cut_task, cut))
-        self.task_cut = cut
+    def move(self, board: Board, waker: HasDescriptor) -> None:
+        """Give it a page of that board, which it takes before its next order; it must be done with the last one."""
+        self.page, self.seen.reports = board.page(self.rank), 0
+        self.page.clear(self.given.number)
+        self.ask(call_with_block(Activity.STARTING, Session.attach, "board", board.block))
+        self.ask(call_with_file(Activity.STARTING, Session.take_page, waker, self.rank, board.workers))
 
-    def make_totals(self) -> None:
-        """Send it a file to sum totals in."""
-        if self.totals is None:
-            totals = TotalsFile()
-            self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
-            self.totals = totals
+    def find(self, number: int) -> PendingCall | None:
+        """Return the call of that number, if it was not answered before."""
+        return next((asked for asked in self._asked if asked.number == number), None)
 
-    def drop_totals(self) -> None:
-        """Have it release the file for totals, if that is far too large."""
-        if self.totals is not None and self.totals.is_too_large:
-            self.totals = None
-            self.ask(call(Activity.MEMORY, Session.sum_nowhere))
+    # ---- its memory
 
-    def make_room(self, needed: int, layout: Layout, changes: int, device: torch.device) -> None:
+    def make_room(self, needed: int, layout: Layout, changes: int, terms: int, device: torch.device) -> None:
         """Ensure that it has at least that many rows to sum gradients in; they only grow. After an interrupt they are
         sent again."""
-        held = 0 if self.rows is None else len(self.rows)
+        rows = self.memory.rows
+        held = 0 if rows is None else len(rows)
         more = needed - held
         if more <= 0:
             return
-        block = SharedBlock.create(rows_nbytes(layout, changes, more))
+        block = SharedBlock.create(rows_nbytes(layout, changes, more, terms))
         self.ask(call_with_block(Activity.MEMORY, Session.attach, "rows", block))
-        self.ask(call(Activity.MEMORY, Session.add_rows, held, more))
-        if self.rows is None:
-            self.rows = Rows(layout, changes, more, block, device)
+        self.ask(call(Activity.MEMORY, Session.add_rows, held, more, terms))
+        if rows is None:
+            self.memory.rows = Rows(layout, changes, more, block, device, terms)
         else:
-            self.rows.grow(more, block)
+            rows.grow(more, block)
 
-    def hang_bell(self, board: SharedBlock, workers: int) -> None:
-        """Set up the signal of repeated evaluations; skipped when no descriptor is available."""
-        if self.bell is not None:
-            return
-        try:
-            bell = Bell()
-        except OSError:
-            return
-        self.ask(call_with_block(Activity.MEMORY, Session.attach, "board", board))
-        self.ask(call_with_file(Activity.MEMORY, Session.repeat_for, bell, self.rank, workers))
-        self.bell = bell
+    def make_totals(self) -> None:
+        """Send it a file to sum totals in."""
+        if self.memory.totals is None:
+            totals = TotalsFile()
+            self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
+            self.memory.totals = totals
 
-    def may_be_at(self, order: Order) -> None:
-        """Note that it may be running an abandoned repetition: it counts as busy until it answers."""
-        if self.given_up != order.evaluation:
-            asked = PendingMessage(self.channel.number(), Activity.EVALUATING, order=order)
-            self._note(asked)
-            self._quiet = -1  # its answer is not announced on the waking pipe
-            self.channel.queue(asked.number, Kind.CALL, _FINISHED.body)
-            self.given_up = order.evaluation
+    def drop_totals(self) -> None:
+        """Have it release the file for totals, if that is far too large."""
+        if self.memory.totals is not None and self.memory.totals.is_too_large:
+            self.memory.totals = None
+            self.ask(call(Activity.MEMORY, Session.sum_nowhere))
 
-    def _note(self, asked: PendingMessage) -> None:
-        if self.idle:
-            self.since = time.monotonic()
-        self._asked.append(asked)
-        if asked.order is not None or asked.activity is Activity.FUNCTION:
-            self._engaged = asked.number
-        if asked.order is not None and asked.order.is_quiet:
-            self._quiet = asked.number
+    # ---- its end
 
-    def find(self, number: int) -> PendingMessage | None:
-        """Return the message of that number, if it was not answered before."""
-        return next((asked for asked in self._asked if asked.number == number), None)
-
-    def limit(self, last: int) -> None:
-        """Shorten its last order to the chunks before `last`."""
-        number = next((asked.number for asked in reversed(self._asked) if asked.order is not None), None)
-        if number is not None and number > self.channel.answered:
-            self.channel.send_about(number, Kind.LIMIT, CHUNK.pack(last))
-
-    def kill(self, verdict: str, hung: bool = False) -> None:
+    def kill(self, why: str, hung: bool = False) -> None:
         """Kill it, with all that it started, for this reason."""
-        if not self.verdict:
-            self.verdict, self.killed_at, self._hung = verdict, time.monotonic(), hung
+        if self.killed is None:
+            self.killed = Killed(why, time.monotonic(), hung)
         self.process.kill_group()
 
     def reap(self) -> None:
@@ -306,56 +279,54 @@ class WorkerProcess:
     @property
     def death(self) -> Death:
         """Return the cause of its death, as far as known."""
-        if self.verdict:
-            return Death.HANG if self._hung else Death.FAULT
+        if self.killed is not None:
+            return Death.HANG if self.killed.hung else Death.FAULT
         code = self.process.exitcode
         return Death.OUTSIDE if code is None or -code in _SENT else Death.FAULT
 
     def ending(self) -> str:
         """Describe its end in words, with the tail of its standard error."""
-        code = self.process.exitcode if self.process.ended else None
-        if self.verdict:
-            ended = f"{self.verdict} and was killed"
+        code, killed = self.process.exitcode if self.process.ended else None, self.killed
+        activity = self.activity if killed is None else None
+        doing = "" if activity is None else f" while {activity.value}"
+        if killed is not None:
+            ended = f"{killed.why} and was killed{_PATIENCE if killed.hung else ''}"
         elif not self.process.ended:
-            ended = "cannot be ended: the kernel holds it"
+            ended = f"cannot be ended: the kernel holds it{doing}"
         elif code is None:
-            ended = "ended"
+            ended = f"ended{doing}"
         elif code < 0:
-            ended = f"was killed by {_signal_name(-code)}"
+            ended = f"was killed by {_signal_name(-code)}{doing}{_hint(code)}"
         else:
-            ended = f"exited with code {code}"
-        doing = next((asked.activity.value for asked in self._asked if asked.number > self.channel.answered), "")
-        while_doing = f" while {doing}" if doing and not self.verdict else ""
-        hint = _hint(code) if not self.verdict else _PATIENCE if self._hung else ""
+            ended = f"exited with code {code}{doing}"
         tail = f"\n--- its standard error ends with\n{self.stderr.tail}" if self.stderr.tail else ""
-        return f"{self.process.name} (pid {self.pid}) {ended}{while_doing}{hint}{tail}"
+        return f"{self.process.name} (pid {self.pid}) {ended}{tail}"
 
     def close(self) -> None:
         """Close the pipe; the process may end by itself."""
         self.channel.close()
 
 
-class Listener(Protocol):
-    """Receives the workers' replies, except those to state, and is notified of workers that are dead and reaped.
+class Listener:
+    """Is told of what workers say and of their ends; this one ignores everything.
 
-    Either method may raise `ProtocolError`: then that worker cannot be trusted, and is replaced.
+    A method may raise `ProtocolError`: then that worker cannot be trusted, and is replaced.
     """
 
-    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Handle a reply to the message `asked`."""
+    def on_reply(self, worker: WorkerProcess, asked: PendingCall, reply: WorkerReply) -> None:
+        """Handle a reply to a call that is part of nothing that workers must have."""
+
+    def on_message(self, worker: WorkerProcess, message: WorkerReply) -> None:
+        """Handle a message about the worker's order."""
+
+    def on_report(self, worker: WorkerProcess) -> None:
+        """Handle a new report on its page."""
+
+    def on_done(self, worker: WorkerProcess) -> None:
+        """Handle the end of its order."""
 
     def on_lost(self, worker: WorkerProcess, ending: str) -> None:
-        """Handle the end of a worker."""
-
-
-class Ignore:
-    """A listener that ignores everything."""
-
-    def on_reply(self, worker: WorkerProcess, asked: PendingMessage, reply: WorkerReply) -> None:
-        """Do nothing."""
-
-    def on_lost(self, worker: WorkerProcess, ending: str) -> None:
-        """Do nothing."""
+        """Handle the end of a worker, which is dead and reaped."""
 
 
 def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Numbering | None = None) -> Exception:
@@ -378,7 +349,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _hint(code: int | None) -> str:
+def _hint(code: int) -> str:
     if code == -signal.SIGKILL:
         return " (out of memory, perhaps: a smaller chunk_size needs less)"
     if code == -signal.SIGSEGV:

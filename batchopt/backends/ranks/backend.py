@@ -18,9 +18,11 @@ import torch
 from batchopt._data.arguments import read_parallelize
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import runs
+from batchopt._mapreduce.plan import runs as runs_of
+from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.description import ComparedProgram, checksum
-from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
+from batchopt._program.flat_module import Gradient
+from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Run, Setup, WorkerInfo
 from batchopt.backends.nodes.contribution import Call, GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards
 from batchopt.backends.nodes.placing import aligned
@@ -207,10 +209,6 @@ class RanksBackend(CompressingBackend):
     def restart_step(self) -> None:
         self._mine.restart_step()
 
-    def set_direction(self, direction: torch.Tensor) -> None:
-        self._mine.set_direction(direction)
-        self._digests["direction"] = checksum([direction])
-
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         self._digests["batch of the task"] = None if batch is None else of_batch(batch)
         if follow:
@@ -225,23 +223,35 @@ class RanksBackend(CompressingBackend):
 
     # ---- evaluating
 
-    def evaluate(self, cut: Cut, orders: Sequence[Order | None], meanwhile: Meanwhile | None = None) -> list[Answer]:
-        call = self._evaluation(cut, orders)
-        return self._learn(self._team.evaluate(cut, self._aligned(cut, orders), call, meanwhile))
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
+    ) -> Answers:
+        call = self._evaluation(cut, order, runs)
+        return self._learn(self._team.evaluate(cut, order, self._aligned(cut, runs), call, meanwhile), cut)
 
-    def _learn(self, answers: list[Answer]) -> list[Answer]:
+    def _learn(self, answers: Sequence[Answer], cut: Cut) -> Answers:
         """Learn what forwards write in the user's own module, if this process is the worker; once a step."""
         if self._looks and isinstance(self._local, SerialBackend):
             self._compared.learn()
         self._looks = False
-        return answers
+        return Answers(Pattern(answers, cut.chunks))
 
     def evaluate_compressed(
-        self, cut: Cut, orders: Sequence[Order | None], taken: int, kept: int, meanwhile: Meanwhile | None = None
-    ) -> list[Answer]:
-        order = next(order for order in orders if order is not None)
-        of = Round(order.evaluation, taken, kept)
-        return self._learn(self._team.evaluate(cut, orders, self._evaluation(cut, orders), meanwhile, of))
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        taken: int,
+        kept: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> Answers:
+        call, of = self._evaluation(cut, order, runs), Round(order.evaluation, taken, kept)
+        return self._learn(self._team.evaluate(cut, order, runs, call, meanwhile, of), cut)
 
     def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
         return self._team.residuals_after(self._call("state_dict"), evaluation)
@@ -249,24 +259,21 @@ class RanksBackend(CompressingBackend):
     def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
         self._team.restore_residuals(evaluation, residuals)
 
-    def _aligned(self, cut: Cut, orders: Sequence[Order | None]) -> Sequence[Order | None]:
-        """Return the orders, for shares of few subtrees if chunks are fixed and all of them are evaluated."""
-        shares = _shares(orders)
+    def _aligned(self, cut: Cut, runs: Sequence[Run]) -> Sequence[Run]:
+        """Return runs of few subtrees if chunks are fixed and all of them are evaluated."""
+        shares = _shares(runs)
         if not self._setup.fixed_bits or sum(shares) != cut.chunks:
-            return orders
-        order = next(order for order in orders if order is not None)
-        runs_ = runs(aligned(shares, self._team.ranks))
-        return [order._replace(first=first, last=last) if last > first else None for first, last in runs_]
+            return runs
+        return runs_of(aligned(shares, self._team.ranks))
 
-    def _evaluation(self, cut: Cut, orders: Sequence[Order | None]) -> Call:
-        order = next(order for order in orders if order is not None)
+    def _evaluation(self, cut: Cut, order: Order, runs: Sequence[Run]) -> Call:
         return self._call(
             order.kind.name.lower(),
             evaluation=order.evaluation,
             step=order.step,
             X=checksum([self._setup.flat.vector]),
             chunks=tuple(cut.bounds) if cut.chunks < 8 else f"{cut.chunks} ({hash(tuple(cut.bounds)) % 2**32:08x})",
-            shares=_shares(orders),
+            shares=_shares(runs),
             program=self._compared.digest,
             **self._digests,
         )
@@ -310,5 +317,5 @@ class RanksBackend(CompressingBackend):
         self._group.close()
 
 
-def _shares(orders: Sequence[Order | None]) -> list[int]:
-    return [0 if order is None else order.last - order.first for order in orders]
+def _shares(runs: Sequence[Run]) -> list[int]:
+    return [last - first for first, last in runs]

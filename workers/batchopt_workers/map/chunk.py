@@ -15,7 +15,7 @@ from batchopt_workers.data.items import Unreadable
 from batchopt_workers.data.structures import same_values
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.contents import Contents, Undo
-from batchopt_workers.map.seeding import has_drawn, seed_draws
+from batchopt_workers.map.seeding import generator_states, seed_draws
 from batchopt_workers.map.side_effects import HOOKS, SideEffects
 from batchopt_workers.map.watch import BatchWatch, ParameterWatch, StateWritten, Watch, version
 from batchopt_workers.process.messages import Cut
@@ -127,7 +127,8 @@ class Walk:
         self.place: Callable[[Piece], Piece] | None = None  # moves a piece to the module's device
         self.current = range(0)
         self.chunk = -1
-        self.has_hooks = False
+        self.has_hooks = self.looks_for_draws = False
+        self._states: tuple[object, ...] = ()  # of the generators, at the beginning of the chunk
         self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
         self._looks = False  # the running chunk is compared
         self._hooks_write = False  # whether a hook was seen to change anything
@@ -144,6 +145,8 @@ class Walk:
         chunk = loaded.chunk(number)
         watch, self.chunk = chunk.watch, number
         seed_draws(self._seed, step, number)
+        if self.looks_for_draws:
+            self._states = generator_states()
         self.current = chunk.samples  # while samples are cut out and collated
         reads_batch = loaded.keeps or self.has_hooks or loaded.batch.collates  # else a task, which is given copies
         key = chunk.samples.start, chunk.samples.stop, self.has_hooks, reads_batch
@@ -192,12 +195,19 @@ class Walk:
             raise error.error from None
         collation.check()
 
-    def has_drawn(self, step: int) -> bool:
-        """Tell whether the last chunk drew random numbers; call it before the next one starts."""
-        return has_drawn(self._seed, step, self.chunk)
+    @property
+    def has_drawn(self) -> bool:
+        """Tell whether the chunk at hand has drawn random numbers, where that is looked for."""
+        return self._states != generator_states()
+
+    @property
+    def has_to_restore(self) -> bool:
+        """Tell whether `restore` has anything to do after a chunk that has not failed."""
+        return bool(self._undo or self._buffers.places or self._device is not None)
 
     def restore(self, loaded: LoadedBatch, failed: bool) -> None:
-        """Clean up after a chunk, for `restoring`; `failed`: whether the body raised."""
+        """Clean up after a chunk: the module's state is then that of the start of the step; `failed`: an exception was
+        raised."""
         try:
             if failed:
                 loaded.collation.forget()
@@ -269,20 +279,3 @@ class Walk:
 
 def _modes() -> tuple[bool, torch.dtype]:
     return torch._C._is_any_autocast_enabled(), torch.get_default_dtype()
-
-
-class restoring:
-    """A context whose body evaluates a chunk: afterwards the module's state is that of the start of the step."""
-
-    def __init__(self, walk: Walk, loaded: LoadedBatch) -> None:
-        self._walk, self._loaded = walk, loaded
-        self._graph = torch.is_grad_enabled()
-
-    def __enter__(self) -> None:
-        torch._C._set_grad_enabled(True)  # as in a process of its own
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        torch._C._set_grad_enabled(self._graph)
-        walk = self._walk
-        if kind is not None or walk._undo or walk._buffers.places or walk._device is not None:
-            walk.restore(self._loaded, kind is not None)

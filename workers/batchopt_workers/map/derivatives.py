@@ -16,7 +16,7 @@ from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.process.failures import kinds_of
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.process.torch_settings import differentiable_twice
-from batchopt_workers.tasks.task import Surroundings
+from batchopt_workers.tasks.task import PieceContext
 
 
 def _layout(parameters: Any) -> Layout:
@@ -31,7 +31,7 @@ class InputGradients:
 
     denominators: Denominators | None = None
 
-    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+    def __call__(self, piece: Piece, context: PieceContext) -> Any:
         given = piece.inputs
         if self.denominators is not None:
             refuse_varying(self.denominators, given, piece.targets)
@@ -40,7 +40,7 @@ class InputGradients:
         if not leaves:
             raise TypeError("the inputs have no floating-point tensor: there is nothing to differentiate by")
         try:
-            found = iter(torch.autograd.grad(around.loss(), leaves, allow_unused=True))
+            found = iter(torch.autograd.grad(context.loss(), leaves, allow_unused=True))
         finally:
             piece.inputs = given
 
@@ -48,7 +48,7 @@ class InputGradients:
             if not tensor.requires_grad:
                 return None
             own = next(found)
-            return torch.zeros_like(tensor) if own is None else own * around.weight
+            return torch.zeros_like(tensor) if own is None else own * context.weight
 
         return map_tensors(gradient, inputs)
 
@@ -80,14 +80,14 @@ class HessianProducts:
 
     directions: torch.Tensor
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        parameters = around.parameters
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        parameters = context.parameters
         layout = _layout(parameters)
         device = parameters[0].device
         products = torch.zeros(len(self.directions), layout.size, dtype=layout.sum_dtype, device=device)
         with differentiable_twice():
-            loss = around.loss()
-        if around.weight == 0.0:
+            loss = context.loss()
+        if context.weight == 0.0:
             return products
         places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         wanted = [parameters[i] for i in places]
@@ -106,7 +106,7 @@ class HessianProducts:
                     if parameter.grad is not None:
                         found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                         own = product[slot.offset : slot.offset + slot.numel]
-                        own.copy_(reals(found).flatten()).mul_(around.weight)
+                        own.copy_(reals(found).flatten()).mul_(context.weight)
         return products
 
 
@@ -120,17 +120,17 @@ class AtPoints:
     terms: int = 1
     kinds: frozenset[str] = frozenset()
 
-    def __call__(self, piece: Piece, around: Surroundings) -> dict[str, torch.Tensor]:
-        layout = _layout(around.parameters)
+    def __call__(self, piece: Piece, context: PieceContext) -> dict[str, torch.Tensor]:
+        layout = _layout(context.parameters)
         losses, gradients = [], []
-        before = [parameter.data for parameter in around.parameters]
+        before = [parameter.data for parameter in context.parameters]
         try:
             for point in piece.inputs:
-                memory = point.to(around.parameters[0].device, copy=True)  # laid out as X is, for the same bits
-                for parameter, view in zip(around.parameters, layout.views(memory), strict=True):
+                memory = point.to(context.parameters[0].device, copy=True)  # laid out as X is, for the same bits
+                for parameter, view in zip(context.parameters, layout.views(memory), strict=True):
                     parameter.data = view
                 try:
-                    terms, gradient = around.evaluate(self.cut, self.gradients)
+                    terms, gradient = context.evaluate(self.cut, self.gradients)
                 except Exception as error:
                     if self.kinds.isdisjoint(kinds_of(error)):
                         raise
@@ -139,7 +139,7 @@ class AtPoints:
                 losses.append(terms)
                 gradients.append(gradient)
         finally:
-            for parameter, data in zip(around.parameters, before, strict=True):
+            for parameter, data in zip(context.parameters, before, strict=True):
                 parameter.data = data
         found = {"losses": torch.tensor(losses, dtype=torch.float64)}
         return {**found, "gradients": torch.stack(gradients)} if self.gradients else found

@@ -13,6 +13,8 @@ import torch
 
 # The state of MT19937 in memory: 624 words, and the position among them.
 _State = ctypes.c_char * (625 * 4)
+# The same of Python's generator, which has the position first; its `getstate` makes 625 numbers of it, one by one.
+_python = _State.from_address(id(random._inst) + object.__basicsize__)
 # Unused generators.
 _spare: list[Any] = []
 
@@ -75,17 +77,21 @@ def seed_draws(seed: int, step: int, chunk: int) -> None:
     random.seed(number)
 
 
-def has_drawn(seed: int, step: int, chunk: int) -> bool:
-    """Tell whether a random number was drawn since `seed_draws` with the same arguments; this seeds again."""
-    after = _next_draws()
-    seed_draws(seed, step, chunk)
-    return after != _next_draws()
+def generator_states() -> tuple[object, ...]:
+    """Return what changes with every draw from the generators that `seed_draws` has seeded."""
+    numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    own = type(numpy) is np.random.MT19937
+    states = [torch.default_generator.get_state(), *_cuda_states()]
+    return (
+        _State.from_address(numpy.ctypes.state_address).raw if own else str(numpy.state),
+        _python_state(),
+        *(state.numpy().tobytes() for state in states),
+    )
 
 
-def _next_draws() -> tuple[object, ...]:
-    """Return the next numbers of Python's and NumPy's generators, whose states are slow to read, and torch's states."""
-    states = [torch.get_rng_state(), *_cuda_states()]
-    return random.getrandbits(64), np.random.random_sample(), *(state.numpy().tobytes() for state in states)
+def _python_state() -> object:
+    """Return the state of Python's generator; as it lies in memory, where that is known to be so."""
+    return _python.raw if _is_known else random.getstate()
 
 
 def _cuda_states() -> list[torch.Tensor]:
@@ -111,3 +117,6 @@ class draws_kept:
         random.setstate(self._python)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
+
+
+_is_known = struct.unpack("<625I", _python.raw) == (random.getstate()[1][-1], *random.getstate()[1][:-1])

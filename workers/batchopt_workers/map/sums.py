@@ -5,51 +5,67 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from operator import add, attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import GrowingFile, SharedBlock, aligned
 from batchopt_workers.map.tree import Fold, Node
 from batchopt_workers.process import faults
-from batchopt_workers.process.messages import Report, Summary
+
+Array = npt.NDArray[Any]
 
 
 class Row(NamedTuple):
     """One partial sum: `gradient` (shape `(layout.size,)`), its `views` in each parameter's shape, and `changes`
-    (float64) of the buffers that evaluation may change."""
+    (float64) of the buffers that evaluation may change. In memory that processes share also the `losses` of the terms
+    (float64), and for each parameter whether it is `used` (uint8), as they were when the row was reported."""
 
     gradient: torch.Tensor
     views: list[torch.Tensor]
     changes: torch.Tensor
+    losses: Array
+    used: Array
 
 
 class Rows(list[Row]):
     """`count` rows over a block of shared memory or, without a block, over memory of this process. Each has `changes`
-    numbers for the changes of buffers."""
+    numbers for the changes of buffers, and the losses of `terms` terms."""
 
     def __init__(
-        self, layout: Layout, changes: int, count: int, block: SharedBlock | None, device: torch.device
+        self,
+        layout: Layout,
+        changes: int,
+        count: int,
+        block: SharedBlock | None = None,
+        device: torch.device | None = None,
+        terms: int = 0,
     ) -> None:
         super().__init__()
-        self._layout, self.changes, self._device = layout, changes, device
+        self._layout, self.changes, self._terms, self._device = layout, changes, terms, device
         self.grow(count, block)
 
     def grow(self, count: int, block: SharedBlock | None) -> None:
         """Add `count` rows over `block`: all or, if interrupted, none. Existing rows keep their places."""
-        layout, changes = self._layout, self.changes
+        layout, changes, terms = self._layout, self.changes, self._terms
         rows: list[Row] = []
-        stride, split = _row_bytes(layout, changes)
-        for i in range(count):
+        (to_changes, to_losses, to_used), stride = _places(layout, changes, terms)
+        for at in range(0, count * stride, stride):
             if block is None:
-                gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=self._device)
+                gradient = torch.empty(layout.size, dtype=layout.sum_dtype, device=self._device or "cpu")
                 deltas = torch.empty(changes, dtype=torch.float64, device="cpu")
-            else:
-                gradient = block.tensor(layout.sum_dtype, (layout.size,), i * stride)
-                deltas = block.tensor(torch.float64, (changes,), i * stride + split)
-            rows.append(Row(gradient, layout.views(gradient), deltas))
+                rows.append(Row(gradient, layout.views(gradient), deltas, _NONE, _NONE))
+                continue
+            gradient = block.tensor(layout.sum_dtype, (layout.size,), at)
+            deltas = block.tensor(torch.float64, (changes,), at + to_changes)
+            losses = block.tensor(torch.float64, (terms,), at + to_losses).numpy()
+            used = block.tensor(torch.uint8, (len(layout.slots),), at + to_used).numpy()
+            rows.append(Row(gradient, layout.views(gradient), deltas, losses, used))
         self.extend(rows)
 
     def cut(self, count: int) -> None:
@@ -57,14 +73,19 @@ class Rows(list[Row]):
         del self[count:]
 
 
-def _row_bytes(layout: Layout, changes: int) -> tuple[int, int]:
-    split = aligned(layout.size * layout.sum_dtype.itemsize)
-    return split + aligned(changes * 8), split
+_NONE: Array = np.empty(0)
 
 
-def rows_nbytes(layout: Layout, changes: int, count: int) -> int:
+def _places(layout: Layout, changes: int, terms: int) -> tuple[tuple[int, int, int], int]:
+    """Return the bytes in a row at which the parts after the gradient begin, and all its bytes."""
+    sizes = layout.size * layout.sum_dtype.itemsize, 8 * changes, 8 * terms, len(layout.slots)
+    *starts, nbytes = accumulate(map(aligned, sizes))
+    return (starts[0], starts[1], starts[2]), nbytes
+
+
+def rows_nbytes(layout: Layout, changes: int, count: int, terms: int = 0) -> int:
     """Return the bytes of a block for `count` rows."""
-    return _row_bytes(layout, changes)[0] * count
+    return _places(layout, changes, terms)[1] * count
 
 
 class PartialSum(NamedTuple):
@@ -73,6 +94,19 @@ class PartialSum(NamedTuple):
     row: int
     losses: tuple[float, ...]
     used: bytes
+
+
+class Report(NamedTuple):
+    """The state of a worker after a chunk of an order: the chunks before `next` are done, in `seconds` since the order
+    came, at `began` on the worker's `time.perf_counter`; `partials` are all that it holds of this evaluation, including
+    those of earlier orders. They are valid until the next chunk is begun: then a row that is in no partial any more may
+    be overwritten. `drew`: whether a forward of this step was seen to draw random numbers."""
+
+    next: int
+    began: float
+    seconds: float
+    drew: bool
+    partials: Sequence[tuple[Node, PartialSum]]
 
 
 _row = attrgetter("row")
@@ -122,9 +156,9 @@ class Sums:
         return row
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The places in the tree of the partials held."""
-        return tuple(node for node, _ in self._fold.partials)
+    def partials(self) -> list[tuple[Node, PartialSum]]:
+        """The partials held, with their places in the tree, in chunk order."""
+        return self._fold.partials
 
     @property
     def root(self) -> PartialSum:
@@ -135,22 +169,6 @@ class Sums:
         """Add the partial of a chunk; without `rows` if there are no vectors to be summed."""
         self._merge.rows, self._merge.young = rows, partial.row
         self._fold.add((0, chunk), partial)
-
-    def again(self, before: Sequence[Summary]) -> list[tuple[float, ...]] | None:
-        """Return the losses of the partials held now, if these equal `before` except for the losses; else None."""
-        partials, found = self._fold.partials, []
-        if len(partials) != len(before):
-            return None
-        for (node, partial), summary in zip(partials, before, strict=True):
-            if node != summary.node or partial.row != summary.row or partial.used != summary.used:
-                return None
-            found.append(partial.losses)
-        return found
-
-    def report(self, done: int, began: float, seconds: float, drew: bool) -> Report:
-        """Return the report once the chunks before `done` of the order, begun at `began`, were added."""
-        summaries = tuple([Summary(node, p.row, p.losses, p.used) for node, p in self._fold.partials])
-        return Report(self.evaluation, done, seconds, summaries, began, drew)
 
 
 class SharedTotals:
@@ -172,7 +190,7 @@ class SharedTotals:
             self._file.lengthen(nbytes)
             self._block = SharedBlock(os.dup(self._file.fd))
             self._block.release()
-        self._rows, self._layout = Rows(layout, 0, count, self._block, torch.device("cpu")), layout
+        self._rows, self._layout = Rows(layout, 0, count, self._block), layout
         return self._rows
 
 

@@ -16,8 +16,8 @@ from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.structures import map_tensors
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.sums import Rows
-from batchopt_workers.process.messages import TASKS, Kind, Order
-from batchopt_workers.tasks.task_runner import ChunkDone
+from batchopt_workers.map.work import ChunkDone
+from batchopt_workers.process.messages import TASKS, Order
 
 # The memory of this machine, which parent and workers share.
 HOST = torch.device("cpu")
@@ -63,11 +63,10 @@ def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -
 
 
 class Mirror:
-    """The copies that a worker keeps on its `device`: X, as `parameters`; the direction of products; the module's
-    constants; gradients; the pieces of the batch that it has evaluated.
+    """The copies that a worker keeps on its `device`: X, as `parameters`; the module's constants; gradients; the
+    pieces of the batch that it has evaluated.
 
-    X is transferred once per order, the direction once per order for a product, each piece of the batch once, and one
-    gradient per reported partial.
+    X is transferred once per order, each piece of the batch once, and one gradient per reported partial.
     """
 
     def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:
@@ -75,7 +74,7 @@ class Mirror:
         self._layout, self._device, self._shared = layout, device, x
         self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
         self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
-        self._directions: tuple[torch.Tensor, torch.Tensor] | None = None  # the shared direction, and its copy
+        self.evaluator: Evaluator | None = None  # on these copies
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._originals: Mapping[int, torch.Tensor] = {}
         self._rows: Rows | None = None
@@ -113,16 +112,10 @@ class Mirror:
                 copy.copy_(shared)
         self.forget_pieces()
 
-    def direct(self, shared: torch.Tensor) -> torch.Tensor:
-        """Return the vector on the device that follows the `shared` direction."""
-        copy = torch.empty_like(shared, device=self._device)
-        self._directions = shared, copy
-        return copy
-
     def make_rows(self, count: int, changes: int) -> None:
         """Ensure at least `count` rows to sum in, each with `changes` numbers for the changes of buffers."""
         if self._rows is None or self._rows.changes != changes:
-            self._rows = Rows(self._layout, changes, count, None, self._device)
+            self._rows = Rows(self._layout, changes, count, device=self._device)
         else:
             self._rows.grow(max(0, count - len(self._rows)), None)
 
@@ -142,13 +135,12 @@ class Mirror:
             self._pieces[key] = _map_piece(self._moved, piece)
         return _map_piece(_leaf, self._pieces[key])
 
-    def evaluate(self, evaluator: Evaluator, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
+    def evaluate(self, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
         """Evaluate like `Evaluator.evaluate`; the reported sums are in the `shared` rows."""
+        evaluator = self.evaluator
+        assert evaluator is not None
         with torch.no_grad():
             self._vector.copy_(self._shared)
-            if order.kind is Kind.MULTIPLY and self._directions is not None:
-                shared_direction, copy = self._directions
-                copy.copy_(shared_direction)
         if order.kind in TASKS:
             self._is_task = True
             try:
@@ -158,11 +150,10 @@ class Mirror:
             return
         assert self._rows is not None and shared is not None
         for done in evaluator.evaluate(order, self._rows):
-            report = done.report()
-            for summary in report.summaries:
-                what = report.evaluation, summary.node
-                if self._delivered.get(summary.row) != what:
-                    shared[summary.row].gradient.copy_(self._rows[summary.row].gradient)
-                    shared[summary.row].changes.copy_(self._rows[summary.row].changes)
-                    self._delivered[summary.row] = what
+            for node, partial in done.sums.partials:
+                what, row = (order.evaluation, node), partial.row
+                if self._delivered.get(row) != what:
+                    shared[row].gradient.copy_(self._rows[row].gradient)
+                    shared[row].changes.copy_(self._rows[row].changes)
+                    self._delivered[row] = what
             yield done

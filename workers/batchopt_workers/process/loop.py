@@ -15,8 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,18 +23,16 @@ import cloudpickle
 import torch
 
 from batchopt_workers.data.memory import octets
-from batchopt_workers.map.repeat import Failed, Repeater
+from batchopt_workers.map.work import ChunkDone
 from batchopt_workers.process import faults
 from batchopt_workers.process.failures import describe, tell_parent
-from batchopt_workers.process.messages import CHUNK, HEAD, ORDERS, Kind, Order, versions
+from batchopt_workers.process.messages import CHUNK, HEAD, NONES, TASKS, Message, versions
 from batchopt_workers.process.session import WITH_DESCRIPTOR, Session
-from batchopt_workers.tasks.task_runner import ChunkDone
+from batchopt_workers.tasks.forms import Form
 
 _F_SETSIG = 10  # Linux; Python does not name it
 # Largest message in bytes: its length is sent as a signed 4-byte number.
 LARGEST = 2**31 - 1
-# Bytes that a pipe accepts when it reports room: at most a quarter of it is in use then.
-_LITTLE = 2**15
 # Seconds of the longest order after which a worker stays awake for the next one, if there are enough cores: waking up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
@@ -43,59 +40,21 @@ _NOTHING: bytes = cloudpickle.dumps(None)
 
 
 class _Mailbox:
-    """The worker's end of the pipe. Between two chunks it checks whether the parent has shortened the order; other
-    messages that arrive then are kept for later.
+    """The worker's end of the pipe."""
 
-    While it is `quiet` the parent does not wait for this pipe: it reads what is there whenever it is awake, and is
-    woken up through `wake` if there is no more room, and at the end.
-    """
-
-    def __init__(self, connection: Connection, wake: Callable[[], None]) -> None:
-        self.quiet = False
-        self._bell = -1
-        self.wake = wake
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._kept: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
-        self._room = select.poll()
-        self._room.register(connection.fileno(), select.POLLOUT)
 
-        self._any = select.poll()  # a message, or the bell
-        self._any.register(connection.fileno(), select.POLLIN)
-
-    def listen(self, bell: int) -> None:
-        """Also wait for this bell from now on."""
-        if bell != self._bell:
-            if self._bell >= 0:
-                self._any.unregister(self._bell)
-            self._any.register(bell, select.POLLIN)
-            self._bell = bell
-
-    def take(self, awake: float) -> bytes | None:
-        """Return the next message, or None if there is none and the bell has rung; stay awake for `awake` seconds.
-        Raise `EOFError` or `OSError` once the parent has hung up."""
-        if self._kept:
-            return self._kept.popleft()
+    def take(self, awake: float) -> bytes:
+        """Return the next message; stay awake for `awake` seconds. Raise `EOFError` or `OSError` once the parent has
+        hung up."""
         if awake:
             until = time.perf_counter() + awake
-            while not self._any.poll(0) and time.perf_counter() < until:
+            while not self._poll.poll(0) and time.perf_counter() < until:
                 os.sched_yield()
-        self._any.poll()
-        if self._bell >= 0 and not self._poll.poll(0):  # messages sent before it rang come first
-            os.eventfd_read(self._bell)
-            return None
         return self._connection.recv_bytes()
-
-    def limit(self, number: int, last: int) -> int:
-        """Return the current end of order `number`, which was `last`, after the parent's latest messages."""
-        while not self._kept and self._poll.poll(0):
-            message = self._connection.recv_bytes()
-            if HEAD.unpack_from(message) == (number, Kind.LIMIT):
-                last = min(last, *CHUNK.unpack_from(message, HEAD.size))
-            else:
-                self._kept.append(message)
-        return last
 
     def take_descriptor(self) -> int:
         """Return the descriptor that follows a message."""
@@ -105,8 +64,8 @@ class _Mailbox:
             raise EOFError
         return fds[0]
 
-    def send(self, number: int, kind: Kind, body: bytes, chunk: int = -1) -> None:
-        """Send a reply to message `number`. Raise `ValueError` if it is too large."""
+    def send(self, number: int, kind: Message, body: bytes, chunk: int = -1) -> None:
+        """Send a message about call or order `number`. Raise `ValueError` if it is too large."""
         if len(body) + HEAD.size > LARGEST:
             raise ValueError(
                 f"the pickled result has {len(body) / 1e9:.1f} GB; the limit is {LARGEST / 1e9:.1f} GB: return less "
@@ -114,48 +73,26 @@ class _Mailbox:
             )
         frame = HEAD.pack(number, kind) + body
         faults.point("worker.send", chunk)
-        if self.quiet and (len(frame) > _LITTLE or not self._room.poll(0)):
-            self.wake()
         self._connection.send_bytes(frame)
         faults.point("worker.sent", chunk)
 
 
 def serve(connection: Connection, session: Session) -> None:
     """Process messages until the parent hangs up; exceptions of the user's code are reported, and do not end it."""
-    mailbox = _Mailbox(connection, session.wake_parent)
-    awake = 0.0
+    mailbox, told, awake, made = _Mailbox(connection), Told(), 0.0, 0
     while True:
         try:
             message = mailbox.take(awake)
-            awake = 0.0
-            if message is None:
-                assert session.repeat is not None
-                _repeat(session, session.repeat)
-                awake = session.awake if session.seconds < _SHORT else 0.0
-                continue
             number, kind = HEAD.unpack_from(message)
-            if kind == Kind.LIMIT:  # of an order that has ended
+            if kind == Message.RING:
+                seconds = _carry_out(mailbox, session, told, made)
+                awake = session.awake if seconds < _SHORT else 0.0
                 continue
+            awake, made = 0.0, number
             try:
-                if kind in ORDERS:
-                    order = Order.decode(message[HEAD.size :], Kind(kind))
-                    mailbox.quiet = order.is_quiet
-                    seconds = _evaluate(mailbox, session, number, order)
-                    awake = session.awake if seconds < _SHORT else 0.0
-                else:
-                    if session.repeat is not None:
-                        session.repeat.forget()
-                    mailbox.send(number, Kind.RESULT, _call(mailbox, session, message[HEAD.size :]))
-                    if session.repeat is not None:
-                        mailbox.listen(session.repeat.bell)
-            except Failed as failed:
-                mailbox.send(number, Kind.FAILED, describe(failed.error, failed.samples).encode())
+                mailbox.send(number, Message.RESULT, _call(mailbox, session, message[HEAD.size :]))
             except BaseException as error:  # of the pipe too: then sending this one fails as well
-                samples = session.current if kind in ORDERS else range(0)
-                mailbox.send(number, Kind.FAILED, describe(error, samples).encode())
-            if mailbox.quiet:
-                mailbox.quiet = False
-                mailbox.wake()
+                mailbox.send(number, Message.REFUSED, describe(error, range(0)).encode())
         except (EOFError, OSError):
             return
 
@@ -170,60 +107,61 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
     return _NOTHING if result is None else cloudpickle.dumps(result)
 
 
-def _repeat(session: Session, repeat: Repeater) -> None:
-    """Evaluate what the board asks for."""
-    asked = repeat.asked()
-    if asked is None:
-        return
-    order, found, failed = asked.order, list[ChunkDone](), None
-    try:
-        if faults.hook is not None:
-            faults.point("worker.rung", order.first)
-        if asked.batch is not None:
-            repeat.begins(-1)
-            session.begin_again(asked.batch)
-            repeat.begins(order.step)
-        for done in session.evaluate(order):
-            if repeat.is_abandoned(asked.number):
-                return
-            found.append(done)
-        if faults.hook is not None:
-            faults.point("worker.again", order.last - 1)
-    except BaseException as error:
-        failed = Failed(asked.number, error, session.current)
-    if repeat.finish(asked, found, failed):
-        session.wake_parent()
+class Told:
+    """Results besides numbers that the parent was told of, so that it need not be told again: how often the posthook
+    returned None for each chunk, and the form of a task's results in an evaluation."""
 
+    def __init__(self) -> None:
+        self._nones: dict[int, int] = {}  # by chunk
+        self._evaluation = -1
+        self._form: Form | None = None
+        self._pickled = b""
 
-def _answer(session: Session, order: Order) -> list[ChunkDone]:
-    """Return the results of an order whose evaluation was repeated before it came; otherwise nothing."""
-    found = [] if session.repeat is None else session.repeat.answer(order)
-    drew = bool(found) and session.look(order.step)
-    return [done._replace(drew=drew) for done in found]
-
-
-def _evaluate(mailbox: _Mailbox, session: Session, number: int, order: Order) -> float:
-    """Evaluate an order, and return the seconds that it took."""
-    faults.point("worker.order", order.first)
-    last, report, repeat, form, pickled = order.last, None, session.repeat, None, b""
-    for done in _answer(session, order) or session.evaluate(order):
-        report, chunk = done.report(), done.next - 1
-        if done.results:
-            mailbox.send(number, Kind.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results), chunk)
+    def news(self, evaluation: int, chunk: int, done: ChunkDone) -> Iterator[tuple[Message, bytes]]:
+        """Yield the messages about a chunk."""
+        if done.results is not None:
+            if not done.says_nothing:
+                yield Message.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results)
+            elif self._nones.get(chunk) != len(done.results):
+                self._nones[chunk] = len(done.results)
+                yield Message.SILENT, NONES.pack(chunk, len(done.results))
         if done.form is not None:
-            if not done.form.is_as(form):
-                form, pickled = done.form, dumps(done.form)
-            mailbox.send(number, Kind.FORM, CHUNK.pack(chunk) + pickled, chunk)
-        if report.next < last:
-            mailbox.send(number, Kind.REPORT, report.encode(), chunk)
-            last = mailbox.limit(number, last)
-        if report.next >= last:
-            break
-    assert report is not None
-    if repeat is not None:
-        repeat.ordered(report, order.step)
-    mailbox.send(number, Kind.DONE, report.encode(), report.next - 1)
-    return report.seconds
+            if evaluation != self._evaluation or not done.form.is_as(self._form):
+                self._evaluation, self._form, self._pickled = evaluation, done.form, dumps(done.form)
+                yield Message.FORM, CHUNK.pack(chunk) + self._pickled
+
+
+def _carry_out(mailbox: _Mailbox, session: Session, told: Told, made: int) -> float:
+    """Carry out the order on the page, if there is one after `made` calls, and return the seconds that it took."""
+    page = session.page
+    found = None if page is None else page.order(made)
+    if page is None or found is None:  # called off before it was begun, or rung for twice
+        return 0.0
+    number, order, start = found
+    faults.point("worker.order", order.first)
+    report, said, rows = None, 0, None if order.kind in TASKS else session.rows
+    try:
+        for done in session.evaluate(order, start):
+            chunk, report = done.next - 1, done.report()
+            if done.results is not None or done.form is not None:
+                for kind, body in told.news(order.evaluation, chunk, done):
+                    mailbox.send(number, kind, body, chunk)
+                    said += 1
+            if faults.hook is not None:
+                faults.point("worker.report", chunk)
+            goes_on = page.report(report, said, done.results is not None, rows)
+            if faults.hook is not None:
+                faults.point("worker.reported", chunk)
+            if not goes_on:
+                break
+    except BaseException as error:
+        report = None
+        mailbox.send(number, Message.FAILED, describe(error, session.current).encode())
+    if faults.hook is not None:
+        faults.point("worker.done", order.last - 1)
+    if page.finish(number, report):
+        session.wake_parent()
+    return 0.0 if report is None else report.seconds
 
 
 def _end(code: int) -> None:
@@ -273,7 +211,7 @@ def main(connection: Connection, rank: int, world_size: int, threads: int) -> No
     faults.end_copies()
     tell_parent()
     faults.point("worker.greet")
-    connection.send_bytes(HEAD.pack(0, Kind.READY) + versions().encode())
+    connection.send_bytes(HEAD.pack(0, Message.READY) + versions().encode())
     faults.point("worker.greeted")
     serve(connection, Session(rank, world_size))
     atexit._run_exitfuncs()  # the user's code may have registered some

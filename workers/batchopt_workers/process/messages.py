@@ -1,13 +1,15 @@
-"""The messages between parent and worker.
+"""The messages of the pipe between parent and worker, and the records of what the page says (`page`).
 
-Parent to worker: `CALL` carries a pickled function and its arguments (the parent trusts itself; descriptors of shared
-memory follow it); `EVALUATE`, `MULTIPLY`, `COLLECT` and `TOTAL` carry an `Order`, 37 bytes in all; `LIMIT` shortens the
-order with the same number. Worker to parent: fixed binary frames and UTF-8 text (`READY`, `REPORT`, `DONE`, `FAILED`),
-of which nothing is unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user returned there, pickled.
+Parent to worker: `CALL` carries a pickled method of the worker's `Session` and its arguments (the parent trusts itself;
+a descriptor may follow); `RING` says that there is an order on the page. Worker to parent: `READY` with its `versions`,
+which have to be those of the parent; `RESULT` or `REFUSED`, one for each `CALL`. About an order, by its number:
+`HOOKED` with what the posthook returned for a chunk, or `SILENT` with how often it returned None, unless that is as the
+parent knows it; `FORM` with the result of a task for a chunk without its tensors, if that differs from the form before
+in the evaluation; and `FAILED` with an exception. These are sent before the page says that there is anything to read,
+or that the order is done.
 
-Each `CALL` and order is answered by one `RESULT`, `DONE` or `FAILED`; a `LIMIT` is not answered. The `DONE` of an order
-is preceded by a `REPORT` for each chunk but the last, a `HOOKED` for each chunk with a posthook, and a `FORM` for each
-chunk of a task: its result without the tensors. Both sides must have the same `versions`.
+Exceptions are UTF-8 text, of which nothing is unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user
+returned there, pickled.
 """
 
 from __future__ import annotations
@@ -25,46 +27,45 @@ from typing import NamedTuple
 import cloudpickle
 import torch
 
-from batchopt_workers.map.tree import Node
-
-# Every message begins with its number (a reply with that of the message it answers) and its kind.
+# Every message begins with its number (a reply with that of the call or the order that it is about) and its kind.
 HEAD = struct.Struct("!QB")
 
 
-class Kind(IntEnum):
+class Message(IntEnum):
     """The kind of a message."""
 
     CALL = 1
-    EVALUATE = 2
+    RING = 2
     READY = 3
-    DONE = 4
-    RESULT = 5
-    FAILED = 6
-    HOOKED = 7
-    REPORT = 8
-    LIMIT = 9
-    MULTIPLY = 10
-    COLLECT = 11
-    TOTAL = 12
-    FORM = 13
+    RESULT = 4
+    REFUSED = 5
+    HOOKED = 6
+    FORM = 7
+    FAILED = 8
+    SILENT = 9
+
+
+# Replies that answer a call.
+ANSWERS = frozenset({Message.READY, Message.RESULT, Message.REFUSED})
+# The chunk of a HOOKED, a FORM or a SILENT, in which the number of Nones follows.
+CHUNK = struct.Struct("!I")
+NONES = struct.Struct("!II")
+
+
+class Kind(IntEnum):
+    """The work that is done with a chunk: f and its gradient, or a task whose results are collected or summed."""
+
+    EVALUATE = 0
+    COLLECT = 1
+    TOTAL = 2
 
 
 # Orders of tasks.
 TASKS = frozenset({Kind.COLLECT, Kind.TOTAL})
-# Kinds that carry an `Order`.
-ORDERS = frozenset({Kind.EVALUATE, Kind.MULTIPLY}) | TASKS
-# Replies that end the work on a message.
-ANSWERS = frozenset({Kind.READY, Kind.DONE, Kind.RESULT, Kind.FAILED})
-# The new end of a LIMIT; the chunk of a HOOKED or a FORM.
-CHUNK = struct.Struct("!I")
-_ORDER = struct.Struct("<QQII")
-_REPORT = struct.Struct("<QIddIII?")
-_SUMMARY = struct.Struct("<III")  # and the losses as doubles, and a byte for each parameter
 
 
 class Order(NamedTuple):
-    """Evaluate chunks `first` up to `last` at the current X: f and its gradient (`EVALUATE`), the Hessian times the
-    current direction (`MULTIPLY`), or the current task (`COLLECT`, `TOTAL`). `evaluation` numbers the evaluation, of
+    """Do this kind of work with chunks `first` up to `last` at the current X. `evaluation` numbers the evaluation, of
     which a worker may get several orders; `step` numbers the batch, for the random state."""
 
     evaluation: int
@@ -73,81 +74,13 @@ class Order(NamedTuple):
     last: int
     kind: Kind = Kind.EVALUATE
 
-    @property
-    def is_quiet(self) -> bool:
-        """Tell whether the parent does not wait for the messages before the end: reports of chunks, which matter only
-        if something fails or another worker runs out of work, and the answers to the calls that begin a task."""
-        return self.last - self.first > 1 or self.kind in TASKS
 
-    def encode(self) -> bytes:
-        """Return the frame after its kind byte."""
-        return _ORDER.pack(self.evaluation, self.step, self.first, self.last)
+class Start(NamedTuple):
+    """The state from which chunks are evaluated: the number of the batch in the workers' memory, and one that changes
+    when a step begins, or its state at the start is another one."""
 
-    @classmethod
-    def decode(cls, frame: bytes, kind: Kind = Kind.EVALUATE) -> Order:
-        """Invert `encode`, for a frame after this kind byte."""
-        evaluation, step, first, last = _ORDER.unpack(frame)
-        return cls(evaluation, step, first, last, kind)
-
-
-class Summary(NamedTuple):
-    """The result of a merged run of chunks besides its gradient: its place in the tree, the row of the worker's
-    gradients that holds the sum, the loss sum of each term, and a byte for each parameter that tells whether any chunk
-    had a gradient for it."""
-
-    node: Node
-    row: int
-    losses: tuple[float, ...]
-    used: bytes
-
-
-class Report(NamedTuple):
-    """The state of a worker after a chunk of an `Order`: the chunks before `next` are done, in `seconds` since the
-    order came, at `began` on the worker's `time.perf_counter`; `summaries` are all its merged partials of this
-    evaluation, including those of earlier orders. They are valid until the next report: a row that is no longer named
-    may be overwritten. `drew`: whether a forward of this step was seen to draw random numbers."""
-
-    evaluation: int
-    next: int
-    seconds: float
-    summaries: tuple[Summary, ...]
-    began: float = 0.0
-    drew: bool = False
-
-    def encode(self) -> bytes:
-        """Return the frame after its kind byte."""
-        terms, width = (len(self.summaries[0].losses), len(self.summaries[0].used)) if self.summaries else (0, 0)
-        count = len(self.summaries)
-        parts = [_REPORT.pack(self.evaluation, self.next, self.seconds, self.began, count, terms, width, self.drew)]
-        for s in self.summaries:
-            parts += (
-                _SUMMARY.pack(s.node.level, s.node.position, s.row),
-                struct.pack(f"<{terms}d", *s.losses),
-                s.used,
-            )
-        return b"".join(parts)
-
-    @classmethod
-    def decode(cls, frame: bytes) -> Report:
-        """Invert `encode`; raise `ValueError` for any other frame."""
-        try:
-            evaluation, done, seconds, began, count, terms, width, drew = _REPORT.unpack_from(frame)
-            stride = _SUMMARY.size + 8 * terms + width
-            if len(frame) != _REPORT.size + count * stride:
-                raise ValueError(f"a frame of {len(frame)} bytes for {count} partials of {stride}")
-            return cls(evaluation, done, seconds, tuple(cls._summaries(frame, stride, terms)), began, drew)
-        except struct.error as error:
-            raise ValueError(f"not a frame: {error}") from error
-
-    @classmethod
-    def _summaries(cls, frame: bytes, stride: int, terms: int) -> list[Summary]:
-        found = []
-        for offset in range(_REPORT.size, len(frame), stride):
-            level, index, row = _SUMMARY.unpack_from(frame, offset)
-            losses = struct.unpack_from(f"<{terms}d", frame, offset + _SUMMARY.size)
-            used = frame[offset + _SUMMARY.size + 8 * terms : offset + stride]
-            found.append(Summary(Node(level, index), row, losses, used))
-        return found
+    batch: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import spawn
@@ -18,25 +17,26 @@ from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement, assemble, unpack, views
 from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch
-from batchopt_workers.map.evaluate import Evaluator, Program
-from batchopt_workers.map.repeat import Board, Repeater
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.sums import Rows, SharedTotals
 from batchopt_workers.map.watch import Watch
+from batchopt_workers.map.work import ChunkDone
 from batchopt_workers.process.device import HOST, Mirror, pin
-from batchopt_workers.process.messages import Cut, Order
+from batchopt_workers.process.messages import Cut, Order, Start
+from batchopt_workers.process.page import Board, Page
 from batchopt_workers.process.torch_settings import TorchSettings, set_module_hooks
 from batchopt_workers.tasks.forms import FileOutput
 from batchopt_workers.tasks.task import PrivateTotals, Task
-from batchopt_workers.tasks.task_runner import ChunkDone, of_term
 from batchopt_workers.worker import Worker
 
 # The names of the memory of a task, and of its own batch.
-TASK, ASIDE_BATCH = "task", "batch of the task"
+TASK, ASIDE = "task", "aside"
 
 
 def batch_name(number: int) -> str:
     """The name by which workers know the memory of a batch."""
-    return f"batch {number}"
+    return f"batch_{number}"
 
 
 class Session:
@@ -47,9 +47,9 @@ class Session:
         self.worker = Worker(rank, world_size, HOST)
         self._mirror: Mirror | None = None  # if this worker computes on another device
         self.awake = 0.0
-        self.seconds = 0.0  # of the last evaluation
-        self.repeat: Repeater | None = None
-        self._waking = -1  # the pipe that wakes the parent up
+        self.page: Page | None = None
+        self.rows: Rows | None = None
+        self._waker = -1  # the event descriptor that wakes the parent up
         self._blocks: dict[str, SharedBlock] = {}
         self._private: dict[str, SharedBlock] = {}
         self._layout: Layout | None = None  # of X
@@ -57,10 +57,10 @@ class Session:
         self._hooks = 0  # of the module and its parts, as they arrived
         self._parameters: list[torch.nn.Parameter] = []
         self._buffers: StepBuffers | None = None  # of the module
-        self._rows: Rows | None = None
         self._evaluator: Evaluator | None = None
         self._totals: SharedTotals | None = None
         self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
+        self._start: Start | None = None  # from which the evaluator evaluates
         self._aside: Batch | None = None  # the batch of a task
         self._files: dict[int, FileOutput] = {}  # for results
 
@@ -97,24 +97,15 @@ class Session:
         self._blocks.pop(name, None)
         self._private.pop(name, None)
 
-    def wake_through(self, fd: int) -> None:
-        """Wake the parent up through the pipe `fd`."""
-        self._waking = fd
+    def take_page(self, worker: int, workers: int, fd: int) -> None:
+        """Find orders on the page of this worker, of `workers` in block "board"; wake the parent up through the event
+        descriptor `fd`."""
+        self.page, self._waker = Board(self._blocks["board"], workers).page(worker), fd
 
     def wake_parent(self) -> None:
-        """Wake the parent up to read the messages."""
-        with suppress(BlockingIOError):  # the pipe is full: the parent will wake up anyway
-            os.write(self._waking, b"\1")
-
-    def repeat_for(self, slot: int, workers: int, fd: int) -> None:
-        """Repeat evaluations when `fd` rings, with block "board", which has pages for `workers` workers: `slot` is this
-        worker's."""
-        before, self.repeat = self.repeat, Repeater(Board(self._blocks["board"], workers), slot, fd)
-        if before is not None:
-            os.close(before.bell)
-
-    def finished(self) -> None:
-        """Do nothing: the answer shows that all earlier messages are done."""
+        """Wake the parent up to look at the pages."""
+        with suppress(BlockingIOError):  # it was woken up too often to count: it will look
+            os.eventfd_write(self._waker, 1)
 
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any], recursion: int) -> None:
         """Take over the parent's environment, path, arguments, working directory, and recursion limit."""
@@ -182,8 +173,8 @@ class Session:
         self.worker.module, self.worker.criterion = program.module, program.criterion
         self._hooks = _hooks(program.module)
         self._buffers = StepBuffers(program.module, self._mirror is None, program.state, originals)
-        if self._rows is not None and self._rows.changes != self._buffers.size:
-            self._rows = None
+        if self.rows is not None and self.rows.changes != self._buffers.size:
+            self.rows = None
         watch = Watch(
             program.module,
             [(name, tensors[i]) for i, name in read_only.items()],
@@ -192,37 +183,32 @@ class Session:
         )
         looked = self._evaluator.walk.looked if self._evaluator is not None and not examine else None
         self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
+        self._start = None
         self._evaluator.walk.protected = self._mirror is None
         if looked is not None:
             self._evaluator.walk.looked = looked
         if self._mirror is not None:
-            self._evaluator.walk.place = self._mirror.place
+            self._mirror.evaluator, self._evaluator.walk.place = self._evaluator, self._mirror.place
 
     def use_hooks(self, hooked: bool) -> None:
         """Set whether prehook and posthook run."""
-        self.evaluator.hooked = hooked
+        self.evaluator.loss.hooked = hooked
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
-        """Take the batch whose tensors are in block `name`, and begin a step."""
-        self._private[name].discard()  # writes of the user's code belong to the previous batch
-        self.evaluator.tasks.end()
-        self.evaluator.batch = unpack(data, placements, self._private[name])
-        self._loaded[name] = self.evaluator.loaded
-        self.restart_step()
+        """Take the batch whose tensors are in block `name`, for orders that begin a step on it."""
+        self._loaded[name] = LoadedBatch(unpack(data, placements, self._private[name]))
 
-    def begin_again(self, batch: int) -> None:
-        """Begin a step on a batch that was loaded before, and has other elements now."""
-        name = batch_name(batch)
-        self._private[name].discard()
-        self.evaluator.begin_again(self._loaded[name])
-        self.restart_step()
-
-    def restart_step(self) -> None:
-        """Take the module's state at the start of the step from the parent again."""
+    def _begin(self, start: Start) -> None:
+        """Begin a step on a batch, or take the module's state at the start of the step from the parent again."""
+        before, self._start, name = self._start, None, batch_name(start.batch)
+        if name in self._loaded and before != start:
+            self._private[name].discard()  # writes of the user's code belong to the previous batch
+            self.evaluator.loaded = self._loaded[name]
         if self._mirror is not None:
             self._mirror.begin_step()
         assert self._buffers is not None
         self._buffers.begin_step()
+        self._start = start
 
     def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
@@ -241,13 +227,9 @@ class Session:
         """Begin a task, to which orders of tasks refer. Its tensors, if it has any, are in block `TASK`; its result
         rows go to the file of that number."""
         task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
-        evaluator, batch = self.evaluator, self._aside
-        if not task.aside:
-            batch = of_term(evaluator.loaded.batch, task.term)
-        assert batch is not None
-        self.restart_step()  # the parent's state, if a step has ended since
+        evaluator = self.evaluator
         self._blocks["parameters"].protect(writable=task.writes)
-        evaluator.tasks.begin(task, batch)
+        evaluator.tasks.begin(task, self._aside if task.aside else None)
         evaluator.tasks.output = self._files[file].begun()
         if self._totals is not None:
             evaluator.tasks.totals = self._totals
@@ -272,7 +254,7 @@ class Session:
 
     def cut_task(self, cut: Cut) -> None:
         """Set the cut of the task's batch."""
-        self.evaluator.tasks.loaded.cut = cut
+        self.evaluator.tasks.cut = cut
 
     def end_task(self) -> None:
         """Release everything of the task except the memory of its batch."""
@@ -283,18 +265,7 @@ class Session:
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """Set the weights of the terms in f."""
-        self.evaluator.weights = weights
-
-    def set_direction(self) -> None:
-        """Multiply Hessians by the vector in block "direction", which is read-only here, like X."""
-        block, layout = self._blocks["direction"], self._layout
-        assert layout is not None
-        block.protect()
-        direction = block.tensor(layout.dtype, (layout.size,))
-        if self._mirror is not None:
-            pin(block, self.worker.device)
-            direction = self._mirror.direct(direction)
-        self.evaluator.direction = layout.views(direction)
+        self.evaluator.loss.weights = weights
 
     def set_cut(self, cut: Cut) -> None:
         """Set the cut of the batch."""
@@ -302,15 +273,15 @@ class Session:
         if self._mirror is not None:
             self._mirror.forget_pieces()
 
-    def add_rows(self, first: int, count: int) -> None:
+    def add_rows(self, first: int, count: int, terms: int) -> None:
         """Also sum in the `count` rows of block "rows", which replace all rows after the `first` ones."""
         assert self._layout is not None and self._buffers is not None
         pin(self._blocks["rows"], self.worker.device)
-        if self._rows is None:
-            self._rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], HOST)
+        if self.rows is None:
+            self.rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], terms=terms)
         else:
-            self._rows.cut(first)
-            self._rows.grow(count, self._blocks["rows"])
+            self.rows.cut(first)
+            self.rows.grow(count, self._blocks["rows"])
         if self._mirror is not None:
             self._mirror.make_rows(first + count, self._buffers.size)
 
@@ -321,29 +292,21 @@ class Session:
         self.worker.world_size = size
         torch.set_num_threads(threads[self.worker.rank])
 
-    def look(self, step: int) -> bool:
-        """Tell whether the chunk that was evaluated last drew random numbers."""
-        return self.evaluator.look(step)
-
-    def evaluate(self, order: Order) -> Iterator[ChunkDone]:
-        """Evaluate the chunks of `order`."""
-        began = time.perf_counter()
+    def evaluate(self, order: Order, start: Start) -> Iterator[ChunkDone]:
+        """Carry out an order, from that start."""
         try:
+            if start != self._start:
+                self._begin(start)
+            evaluate = self.evaluator.evaluate if self._mirror is None else self._mirror.evaluate
             if self._torch is not None and self._torch.has_contexts:
                 with self._torch.contexts():
-                    yield from self._evaluate(order)
+                    yield from evaluate(order, self.rows)
             else:
-                yield from self._evaluate(order)
-            self.seconds = time.perf_counter() - began
+                yield from evaluate(order, self.rows)
         except Exception:  # discard what it wrote before
             for block in self._private.values():
                 block.discard()
             raise
-
-    def _evaluate(self, order: Order) -> Iterator[ChunkDone]:
-        if self._mirror is not None:
-            return self._mirror.evaluate(self.evaluator, order, self._rows)
-        return self.evaluator.evaluate(order, self._rows)
 
 
 def _hooks(module: torch.nn.Module) -> int:
@@ -362,6 +325,5 @@ WITH_DESCRIPTOR = (
     Session.attach_copy,
     Session.take_file,
     Session.sum_in,
-    Session.wake_through,
-    Session.repeat_for,
+    Session.take_page,
 )

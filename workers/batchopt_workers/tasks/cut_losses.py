@@ -11,7 +11,7 @@ from batchopt_workers.data.batch import Batch, Columns, Part, Piece, Samples
 from batchopt_workers.data.items import Items
 from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.process.messages import Cut
-from batchopt_workers.tasks.task import Surroundings
+from batchopt_workers.tasks.task import PieceContext
 
 # Number of samples evaluated per term.
 SAMPLES = 8
@@ -51,8 +51,8 @@ class CutLosses:
         samples = spread(part, sum(parts))
         return cls(term, parts, samples, None if isinstance(part.inputs, Items) else part.picked(samples))
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        all_parts, (one, two) = around.batch().parts, self.parts
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        all_parts, (one, two) = context.batch().parts, self.parts
         part = self.part or all_parts[self.term].picked(self.samples)
         numbers = [*range(one + two)]
         batches = [
@@ -62,7 +62,7 @@ class CutLosses:
 
         def losses(later: int, apart: int) -> Iterator[float]:
             for start, stop in ((0, one + two), (0, one), (one, one + two)):
-                yield around.evaluate(Cut((start, stop)), False, batches[apart], later)[0][self.term]
+                yield context.evaluate(Cut((start, stop)), False, batches[apart], later)[0][self.term]
 
         return torch.tensor([[*losses(*row)] for row in piece.inputs.tolist()], dtype=torch.float64)
 

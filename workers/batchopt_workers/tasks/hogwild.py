@@ -9,7 +9,7 @@ import torch
 
 from batchopt_workers.data.batch import Part, Piece
 from batchopt_workers.data.structures import all_finite
-from batchopt_workers.tasks.task import Surroundings
+from batchopt_workers.tasks.task import PieceContext
 
 # Creates an optimizer for parameters.
 Factory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -29,24 +29,24 @@ class Hogwild:
         self._optimizer: torch.optim.Optimizer | None = None
         self._is_over = False
 
-    def __call__(self, piece: Piece, around: Surroundings) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, piece: Piece, context: PieceContext) -> tuple[torch.Tensor, torch.Tensor]:
         if self._optimizer is None:
-            self._optimizer = self._factory([p for p in around.parameters if p.requires_grad])  # type: ignore[misc]
+            self._optimizer = self._factory([p for p in context.parameters if p.requires_grad])  # type: ignore[misc]
         samples, batches = piece.inputs
         _, counts = batches.unique_consecutive(return_counts=True)
         losses, ranks = [], []
         for indices in samples.split(counts.tolist()):
-            ranks.append(-1 if self._is_over else around.worker.rank)
+            ranks.append(-1 if self._is_over else context.worker.rank)
             if self._is_over:
                 losses.append(torch.nan)
                 continue
             (picked,) = self._data.picked(indices.tolist()).pieces(0, len(indices))
             piece.inputs, piece.targets = picked.inputs, picked.targets
             self._optimizer.zero_grad()
-            loss = around.loss()
+            loss = context.loss()
             loss.backward()  # type: ignore[no-untyped-call]
             value = loss.item()
-            self._is_over = not (math.isfinite(value) and _are_finite(around.parameters))
+            self._is_over = not (math.isfinite(value) and _are_finite(context.parameters))
             if not self._is_over:
                 self._optimizer.step()
             losses.append(torch.nan if self._is_over else value)

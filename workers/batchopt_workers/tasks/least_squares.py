@@ -13,7 +13,7 @@ from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.layout import in_form_of, reals
 from batchopt_workers.map.squares import of_residuals
 from batchopt_workers.tasks.jacobian import PieceResiduals
-from batchopt_workers.tasks.task import Surroundings
+from batchopt_workers.tasks.task import PieceContext
 
 # Column blocks of a symmetric matrix, computed only on and above the diagonal: more or narrower ones are slower.
 STRIPES, NARROWEST = 8, 64
@@ -26,25 +26,25 @@ def _each(piece: Piece, values: torch.Tensor) -> torch.Tensor:
     return values.detach().reshape(len(piece.indices), -1)
 
 
-def _metric(around: Surroundings, found: PieceResiduals, values: torch.Tensor) -> float | torch.Tensor:
+def _metric(context: PieceContext, found: PieceResiduals, values: torch.Tensor) -> float | torch.Tensor:
     """Return W, the factor between Jᵀ and J in the normal equations, in the shape of the residuals or as a number."""
     squares, weights = found.jacobian.squares, of_residuals(found.sample_weight, values)
-    scale = squares.weight(around.weight, values.numel(), found.sample_weight)
+    scale = squares.weight(context.weight, values.numel(), found.sample_weight)
     return squares.curvature(values.detach()) * weights * scale
 
 
 class Residuals:
     """The residuals of each sample: shape `(samples, d)`."""
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        return _each(piece, around.residuals().values())
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        return _each(piece, context.residuals().values())
 
 
 class JacobianRows:
     """The rows of the Jacobian: shape `(samples, d, n)`."""
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        rows = torch.cat([block.rows for block in around.residuals().blocks()])
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        rows = torch.cat([block.rows for block in context.residuals().blocks()])
         return rows.reshape(len(piece.indices), -1, rows.shape[1])
 
 
@@ -54,8 +54,8 @@ class JacobianProduct:
 
     direction: torch.Tensor
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        found = around.residuals()
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        found = context.residuals()
         values = found.values()
         return _each(piece, found.jacobian.times(values, self.direction.to(values.device)))
 
@@ -67,8 +67,8 @@ class TransposedProduct:
 
     weights: torch.Tensor | list[torch.Tensor]
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        found = around.residuals()
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        found = context.residuals()
         values = found.values()
         indices = piece.indices
         own = self.weights[indices.start : indices.stop]
@@ -87,13 +87,13 @@ class GaussNewtonProducts:
 
     directions: torch.Tensor
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        found = around.residuals()
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        found = context.residuals()
         values, products = found.values(), []
-        metric = _metric(around, found, values)
+        metric = _metric(context, found, values)
         for direction in self.directions.to(values.device):
             product = torch.zeros(len(direction), dtype=torch.float64, device=values.device)
-            if around.weight != 0.0:
+            if context.weight != 0.0:
                 along = found.jacobian.times(values, direction)
                 product = found.jacobian.transposed_times(values, along.mul_(metric), keep=True)
             products.append(product)
@@ -110,16 +110,16 @@ class Accelerations:
 
     direction: torch.Tensor
 
-    def __call__(self, piece: Piece, around: Surroundings) -> torch.Tensor:
-        found = around.residuals()
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        found = context.residuals()
         values = found.values()
         direction = self.direction.to(values.device)
-        if around.weight == 0.0:
+        if context.weight == 0.0:
             return torch.zeros(len(direction), dtype=torch.float64, device=values.device)
         along = found.jacobian.times(values, direction)
-        with moved(around.parameters, direction * PROBE), torch.no_grad():
+        with moved(context.parameters, direction * PROBE), torch.no_grad():
             ahead = found.values().detach()
-        second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE).mul_(_metric(around, found, values))
+        second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE).mul_(_metric(context, found, values))
         return found.jacobian.transposed_times(values, second)
 
 
@@ -148,14 +148,14 @@ class NormalSums:
     stripes: tuple[tuple[int, int], ...]
     _room: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
-    def __call__(self, piece: Piece, around: Surroundings) -> dict[str, object]:
-        found = around.residuals()
+    def __call__(self, piece: Piece, context: PieceContext) -> dict[str, object]:
+        found = context.residuals()
         size, before = self.stripes[-1][1], found.jacobian.one_by_one
         loss = torch.zeros((), dtype=torch.float64)
         vector = torch.zeros(size, dtype=torch.float64)
         matrix = [self._zeroed(start, stop, size) for start, stop in self.stripes]
         squares, residuals, samples = found.jacobian.squares, 0, 0
-        for block in found.blocks() if around.weight != 0.0 else ():
+        for block in found.blocks() if context.weight != 0.0 else ():
             values, rows = block.residuals.to("cpu", torch.float64), block.rows.to("cpu", torch.float64)
             weights, own = found.sample_weight, slice(samples, samples + block.samples)
             each = of_residuals(None if weights is None else weights.reshape(-1)[own], values)
@@ -166,7 +166,7 @@ class NormalSums:
             left = rows * metric[:, None] if isinstance(metric, torch.Tensor) else rows
             for (start, stop), stripe in zip(self.stripes, matrix, strict=True):
                 stripe.addmm_(left[:, start:stop].T, rows[:, start:])
-        weight = squares.weight(around.weight, residuals, found.sample_weight)
+        weight = squares.weight(context.weight, residuals, found.sample_weight)
         each_took = float(found.jacobian.one_by_one - before)
         return {
             "loss": loss.mul_(weight),

@@ -21,7 +21,7 @@ from batchopt_workers.worker import Worker
 ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 
-class Surroundings(NamedTuple):
+class PieceContext(NamedTuple):
     """The worker, its module and the trainable parameters; `loss` of the piece, after the prehook, with the weight
     `weight` in f, and the `residuals` whose mean square it is. `batch()`: the loaded one, as far as this worker has it;
     `evaluate`: see `F.evaluate_all`."""
@@ -39,7 +39,7 @@ class Surroundings(NamedTuple):
 class PieceFunction(Protocol):
     """A function of one piece of a batch: a chunk, or one sample of a list."""
 
-    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+    def __call__(self, piece: Piece, context: PieceContext) -> Any:
         """Return the result: rows for its samples, or what is summed."""
 
 
@@ -76,8 +76,8 @@ class Applied:
     grad: bool = False
     layers: tuple[str, ...] = ()
 
-    def __call__(self, piece: Piece, around: Surroundings) -> Any:
-        module = around.module
+    def __call__(self, piece: Piece, context: PieceContext) -> Any:
+        module = context.module
         with torch.set_grad_enabled(self.grad), _outputs_of(module, self.layers) as outputs:
             if self.function is None:
                 result = module(piece.inputs)
@@ -95,9 +95,9 @@ class Predicted:
     transform: Callable[[Any], Any] | None = None
     targets: bool = False
 
-    def __call__(self, piece: Piece, around: Surroundings) -> Any:
+    def __call__(self, piece: Piece, context: PieceContext) -> Any:
         with torch.no_grad():
-            output = around.module(piece.inputs)
+            output = context.module(piece.inputs)
             output = output if self.transform is None else self.transform(output)
         if not self.targets:
             return output

@@ -1,0 +1,94 @@
+"""One record of all that a worker process must have, compared with what each has. No input or output.
+
+    want ─┬─ lacking(have, want) ──► calls, in the order of the fields ──► have
+          └─ a new worker has nothing; a worker that refuses a field has all but that
+
+A change of a field is one assignment of the record. So an interrupt leaves either the one or the other, and whoever
+looks at it next makes up for what was not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+from batchopt.backends.process.channel import HasDescriptor
+
+
+class Activity(Enum):
+    """The activities of a worker, in the words of error messages."""
+
+    STARTING = "starting"
+    PRECODE = "running precode"
+    INSTALLING = "receiving the module"
+    HOOKS = "receiving hooks"
+    TORCH = "receiving torch's settings"
+    BATCH = "receiving the batch"
+    TASK = "receiving the function"
+    CUT = "receiving the cut"
+    MEMORY = "receiving memory"
+    EVALUATING = "evaluating"
+    FUNCTION = "running a function"
+
+
+class SessionCall(NamedTuple):
+    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor is sent with it."""
+
+    activity: Activity
+    body: bytes
+    block: HasDescriptor | None = None
+
+
+class Told(NamedTuple):
+    """The calls by which a worker gets a field, and the value that they were made of."""
+
+    calls: tuple[SessionCall, ...] = ()
+    value: object = None
+
+
+# A worker has no more of a field than its calls made; this one is empty.
+NOTHING = Told()
+
+
+class Wanted(NamedTuple):
+    """All that a worker must have. Fields are sent in this order: a field may need those before it."""
+
+    process: Told = NOTHING
+    devices: Told = NOTHING
+    torch: Told = NOTHING
+    precode: Told = NOTHING
+    parameters: Told = NOTHING
+    world: Told = NOTHING
+    memory: Told = NOTHING  # of the module's tensors
+    module: Told = NOTHING
+    hooked: Told = NOTHING
+    weights: Told = NOTHING
+    batch_0: Told = NOTHING
+    batch_1: Told = NOTHING
+    cut: Told = NOTHING
+    file_0: Told = NOTHING
+    file_1: Told = NOTHING
+    outputs: Told = NOTHING
+    aside: Told = NOTHING  # the memory of the batch of a task
+    task: Told = NOTHING
+    task_cut: Told = NOTHING
+
+
+# With a field, these are dropped: they are sent again.
+AFTER = {"module": ("hooked", "weights", "batch_0", "batch_1", "cut", "outputs", "task", "task_cut")}
+
+
+def lacking(have: Wanted, want: Wanted) -> Iterator[str]:
+    """Yield the names of the fields that a worker lacks, in the order in which it is to get them."""
+    dropped: set[str] = set()
+    for name, has, needs in zip(Wanted._fields, have, want, strict=True):
+        if has is not needs or (name in dropped and needs.calls):
+            dropped.update(AFTER.get(name, ()))
+            yield name
+
+
+def having(have: Wanted, name: str, told: Told) -> Wanted:
+    """Return what a worker has once it was sent a field."""
+    changed: dict[str, Any] = {name: told, **dict.fromkeys(AFTER.get(name, ()), NOTHING)}
+    return have._replace(**changed)

@@ -1,0 +1,94 @@
+"""The loop over the chunks of an order, and what every kind of work has in common.
+
+All work on a batch goes through `run`: f and its gradient, losses alone, functions whose results are collected or
+summed; in this process, in a worker and on a node. What it guarantees:
+
+- A chunk sees the state of the start of the step, and draws seeded by (seed, step, chunk) alone. So it does not matter
+  which process evaluates it, in which order, or how often.
+- What it leaves behind is put back, or refused, before its result counts (`Walk`).
+- Its result goes to a row that nothing refers to; it counts once it is added to the sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.map.chunk import LoadedBatch, Walk
+from batchopt_workers.map.sums import PartialSum, Report, Rows, Sums
+from batchopt_workers.process import faults
+from batchopt_workers.process.messages import Order
+from batchopt_workers.tasks.forms import Form
+
+
+class ChunkDone(NamedTuple):
+    """The chunks of an order before `next` are done; they began at `began`, and took `seconds`. `results`: what the
+    posthook returned for the last one, None if there is none; `form`: that of its result, if rows are written."""
+
+    sums: Sums
+    next: int
+    began: float
+    seconds: float  # since `began`
+    drew: bool
+    results: Sequence[Any] | None
+    form: Form | None
+
+    @property
+    def says_nothing(self) -> bool:
+        """Tell whether the posthook returned nothing but None."""
+        return self.results is not None and all(result is None for result in self.results)
+
+    def report(self) -> Report:
+        """Return the report of the evaluation, valid until the next chunk is begun."""
+        return Report(self.next, self.began, self.seconds, self.drew, self.sums.partials)
+
+
+class Work(Protocol):
+    """A kind of work, as `run` does it with one chunk after the other."""
+
+    # Memory to sum in; None if there are no vectors to be summed.
+    rows: Rows | None
+    # Of the last chunk.
+    drew: bool
+    results: Sequence[Any] | None
+    form: Form | None
+
+    def begin(self, loaded: LoadedBatch, order: Order, chunk: int, row: int) -> None:
+        """Begin a chunk, whose sum is to be in that row."""
+
+    def piece(self, piece: Piece) -> None:
+        """Do it with a piece of the chunk."""
+
+    def end(self) -> PartialSum:
+        """Return the partial sum of the chunk, whose samples are as they were."""
+
+
+def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -> Iterator[ChunkDone]:
+    """Do this work with the chunks of `order`, one after the other.
+
+    Rows that were merged into others are reused only when the next chunk is requested. The rows may grow from order to
+    order, but must be the same for all chunks of one.
+    """
+    began, mode = time.perf_counter(), torch.is_grad_enabled()
+    for chunk in range(order.first, order.last):
+        row, failed = sums.free_row(), True
+        torch._C._set_grad_enabled(True)  # as in a process of its own
+        try:
+            work.begin(loaded, order, chunk, row)
+            for piece in walk.pieces(loaded, order.step, chunk):
+                work.piece(piece)
+            partial = work.end()
+            failed = False
+        finally:
+            torch._C._set_grad_enabled(mode)
+            if failed or walk.has_to_restore:
+                walk.restore(loaded, failed)
+        if faults.hook is not None:
+            faults.point("worker.merge", chunk)
+        sums.add(chunk, partial, work.rows)
+        walk.current = range(0)
+        yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, work.drew, work.results, work.form)
