@@ -99,7 +99,7 @@ def test_what_forwards_write_is_left_out_with_the_container_and_modes_never_are(
     one.learn()
     learned = one.digest
     module.cache[8], module.calls = 2, 2
-    one.follow()
+    one.resync()
     assert one.digest == learned
     module.eval()
     one.learn()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt_workers.data import mapping
+from batchopt_workers.data import mapping, memory
 from batchopt_workers.worker import Worker
 from tests.building import Child
 
@@ -191,7 +191,7 @@ def test_a_fork_in_another_thread_and_a_child_of_a_child() -> None:
         assert values(module) == before
 
 
-def test_children_have_one_copy_in_common_until_a_step_begins() -> None:
+def test_copies_for_children_do_not_stay() -> None:
     module = Net()
 
     def write() -> object:
@@ -202,28 +202,21 @@ def test_children_have_one_copy_in_common_until_a_step_begins() -> None:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    others = mapping._mappings()  # of modules that other tests keep, and which stay until the end of this one
     with build(module, 2) as opt:
         opt.step(X, Y)
         before, found = descriptors(), values(module)
         for _ in range(20):
             assert Child(write).said().count("7.0") == 15
-            copies = dict(mapping._copies)
             assert Child(lambda: values(module)).said() == repr(found)
-            assert mapping._copies == copies
-        assert len(mapping._copies) == len(others) + 2  # of X, and of what is frozen
+            assert not mapping._copies
         assert descriptors() == before
         module.get_buffer("offset").fill_(1.0)
         assert Child(lambda: values(module)).said() == repr(values(module))
-        opt.load(X, Y)
-        assert not mapping._copies
-        Child(lambda: None).said()
-    assert len(mapping._copies) == len(others)
 
 
 def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Net()
-    with build(module, 1):
+    with build(module, 2):
         before = values(module)
         monkeypatch.setattr(mapping, "free_memory", lambda: 0)
         with pytest.warns(
@@ -232,6 +225,18 @@ def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.Monkey
             child = Child(lambda: values(module))
         assert child.said() == repr(before)
         assert values(module) == before
+
+
+def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object) -> int:
+        raise AssertionError("shared memory")
+
+    monkeypatch.setattr(memory, "anonymous_file", refused)
+    module = Net()
+    with build(module, 1) as opt:
+        first = opt.step(X, Y)
+        assert opt.step(X, Y) < first
+        assert not shared_mapping(module.get_parameter("layer.weight"))
 
 
 # ---- after close
@@ -254,7 +259,7 @@ def test_close_gives_the_module_ordinary_memory(workers: int) -> None:
     opt.step(X, Y)
     aliases: dict[str, Any] = {name: tensor.view(-1) for name, tensor in module.state_dict().items()}
     before = values(module)
-    assert shared_mapping(module.get_parameter("layer.weight"))
+    assert shared_mapping(module.get_parameter("layer.weight")) == (workers > 1)
     opt.close()
     for tensor in module.state_dict().values():
         assert not shared_mapping(tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, WorkerError
-from batchopt_workers.map.buffers import LARGEST_STATISTIC
+from batchopt_workers.data.places import LARGEST_STATISTIC
 from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])

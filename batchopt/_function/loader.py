@@ -135,7 +135,7 @@ class BatchLoader:
         """Bring X up to date with the module. Raises `BatchoptError` after `close`, and if that is impossible."""
         if self._closed:
             raise closed()
-        self.subject.follow()
+        self.subject.resync()
 
     @property
     def is_closed(self) -> bool:
@@ -149,7 +149,7 @@ class BatchLoader:
     def follow(self) -> FlatModule:
         """Return the module with X up to date; after `close`, as it was then."""
         if not self._closed:
-            self.subject.follow()
+            self.subject.resync()
         return self.subject
 
     @property
@@ -161,7 +161,7 @@ class BatchLoader:
         """Return the step on the loaded batch, with X up to date. Raises `ValueError` for a parameter hook, too."""
         if self._closed:
             raise closed()
-        self.subject.follow()
+        self.subject.resync()
         check_hooks(self.subject.named)
         return self._step or self._loaded()
 
@@ -396,7 +396,6 @@ class BatchLoader:
             self._reporter.close()
             self.workers.backend.close()
             self._placed = self._outputs = None
-            self.subject.leave()
 
     def __enter__(self: Self) -> Self:
         return self

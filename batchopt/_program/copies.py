@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from batchopt._program.snapshot import names_of_globals
+from batchopt_workers.data.graph import names_of_globals
 from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.map.program import Program
 from batchopt_workers.process.interrupts import let_through

@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from operator import itemgetter
 from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -22,14 +23,13 @@ import numpy as np
 import torch
 
 from batchopt._program.program import roots_of, snapshot_of
-from batchopt._program.snapshot import Part, of_container
+from batchopt_workers.data.graph import CONTAINERS, Found, Part, of_container, parts_of, walk
 from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps
 from batchopt_workers.map.program import Program
 from batchopt_workers.process.interrupts import let_through
 
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.Size)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # among them the hooks, whose keys count those of the process
 # Their objects have inner state that differs between processes: caches, counters, handles.
 _OPAQUE = sys.stdlib_module_names | {"torch", "numpy"}
@@ -57,13 +57,13 @@ class ComparedProgram:
         inside = tuple(path + step for path in self._written for step in ".[")
         return {k: v for k, v in parts.items() if k not in self._written and not k.startswith(inside)}
 
-    def follow(self) -> None:
+    def resync(self) -> None:
         """Take over the user's changes."""
         if not self._snapshot.holds():
             self._take()
 
     def learn(self) -> None:
-        """Learn what forwards have written, which ran on the user's own objects since the last call of `follow`."""
+        """Learn what forwards have written, which ran on the user's own objects since the last call of `resync`."""
         if not self._snapshot.refers():
             before = self._parts
             self._take()
@@ -79,7 +79,7 @@ class ComparedProgram:
         ours, losses = set(map(id, trained)), (self._program.criterion, *self._program.loss_fns)
         modules = [m for m in (self._program.module, *losses) if isinstance(m, torch.nn.Module)]
         found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        found += [met.tensor for met in self._snapshot.tensors if not (met.in_module or met.in_class)]
+        found += [one.tensor for one in self._snapshot.tensors if not (one.in_module or one.in_class)]
         return [tensor for tensor in found if id(tensor) not in ours]
 
     @property
@@ -105,23 +105,19 @@ def _container(path: str) -> str:
 
 def describe(roots: Mapping[str, object]) -> Description:
     """Return what can be compared of everything that `roots` refer to, by path. Never raises."""
-    found: Description = {}
-    seen: dict[int, object] = {}
-    todo = deque((path, obj, 0) for path, obj in roots.items())
-    while todo:
-        path, obj, depth = todo.popleft()
-        if not isinstance(obj, (*_PLAIN, *_CONTAINERS)):
-            if id(obj) in seen:
-                continue
-            seen[id(obj)] = obj
+    described: Description = {}
+
+    def visit(found: Found) -> Iterable[Part]:
         try:
-            found[path] = _summary(obj)
-            parts = [*_parts(obj)] if depth < DEEPEST else []
+            described[found.path] = _summary(found.obj)
+            return sorted(_parts(found.obj), key=itemgetter(0)) if found.depth < DEEPEST else ()
         except Exception as error:  # raised by a class of the user that is inspected
             let_through(error)
-            continue
-        todo.extend((path + step, part, depth + 1) for step, part in sorted(parts, key=lambda part: part[0]))
-    return found
+            return ()
+
+    # equal containers are one object or several, as it happens in a process
+    walk(roots, visit, again=(*_PLAIN, *CONTAINERS))
+    return described
 
 
 def digest(description: Description) -> str:
@@ -174,10 +170,8 @@ def _parts(obj: Any) -> Iterator[Part]:
             yield f".{name}", cell.cell_contents
         yield from ((f".default[{i}]", value) for i, value in enumerate(obj.__defaults__ or ()))
         yield from ((f".{name}", value) for name, value in (obj.__kwdefaults__ or {}).items())
-    elif isinstance(obj, MethodType):
-        yield from ((".func", obj.__func__), (".self", obj.__self__))
-    elif isinstance(obj, functools.partial):
-        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
+    elif isinstance(obj, (MethodType, functools.partial)):
+        yield from parts_of(obj)
     elif isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items() if isinstance(key, _PLAIN))
     elif isinstance(obj, (list, tuple, deque)):

@@ -12,7 +12,7 @@ import torch
 
 from batchopt._program.flatten import check_hooks, check_registrations, flatten, registrations
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.module_state import ModuleState
 
 
 class Gradient:
@@ -38,25 +38,6 @@ class Gradient:
         return torch.frombuffer(memory, dtype=self.vector.dtype)
 
 
-class Gradients:
-    """The memory of df/dX: `current`, and earlier ones that are, or until recently were, lent."""
-
-    def __init__(self, x: torch.Tensor, layout: Layout) -> None:
-        self._x, self._layout = x, layout
-        self.current = Gradient(x, layout)
-        self._others: list[Gradient] = []
-
-    def renew(self) -> Gradient:
-        """Make `current` one that is not lent, if possible one that was returned, since new memory is slow."""
-        if self.current.loan is None or not self.current.lent:
-            return self.current
-        lent = [self.current, *(other for other in self._others if other.lent)]
-        free = (other for other in self._others if not other.lent)
-        self.current = next(free, None) or Gradient(self._x, self._layout)
-        self._others = lent
-        return self.current
-
-
 class FlatModule:
     """A module whose trainable `parameters` are views of `flat.vector` (X), and whose gradients are views of `gradient`
     (df/dX); `buffers` is its state during a step."""
@@ -65,11 +46,11 @@ class FlatModule:
         """Raise `TypeError` or `ValueError` for a module that cannot be flattened, before it is changed."""
         self.module = module
         self.flat, self.parameters = flatten(module)
-        self.flat.enter(self)
         self.named = [(slot.name, p) for slot, p in zip(self.flat.layout.slots, self.parameters, strict=True)]
         self._registrations = registrations(module, self.parameters)
-        self._gradients = Gradients(self.flat.vector, self.flat.layout)
-        self.buffers = StepBuffers(module)
+        # the memory of df/dX, and earlier ones that are, or until recently were, lent
+        self._gradients = [Gradient(self.flat.vector, self.flat.layout)]
+        self.buffers = ModuleState(module)
 
     @property
     def x(self) -> torch.Tensor:
@@ -79,24 +60,29 @@ class FlatModule:
     @property
     def gradient(self) -> torch.Tensor:
         """df/dX: shape `(n,)`."""
-        return self._gradients.current.vector
+        return self._gradients[0].vector
 
     def lend_gradient(self) -> torch.Tensor:
         """Return df/dX as a tensor that no later evaluation overwrites: those use other memory as long as a tensor uses
         this."""
-        return self._gradients.current.lend()
+        return self._gradients[0].lend()
 
     def renew_gradient(self) -> Gradient:
-        """Return memory for df/dX that is not lent, whose vector is then `gradient`."""
-        return self._gradients.renew()
+        """Return memory for df/dX that is not lent, whose vector is then `gradient`; if possible memory that was
+        returned, since new memory is slow."""
+        if self._gradients[0].lent:
+            lent = [gradient for gradient in self._gradients if gradient.lent]
+            free = next((gradient for gradient in self._gradients if not gradient.lent), None)
+            self._gradients = [free or Gradient(self.flat.vector, self.flat.layout), *lent]
+        return self._gradients[0]
 
-    def follow(self) -> None:
+    def resync(self) -> None:
         """Copy into X the values of parameters that were given other memory.
 
         Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before.
         """
         check_registrations(self._registrations)
-        self.flat.follow(self.module, self.parameters)
+        self.flat.resync(self.module, self.parameters)
 
     def check(self) -> None:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook, which
@@ -115,14 +101,14 @@ class FlatModule:
 
     def show_gradients(self, used: bytes | None = None) -> None:
         """Make every parameter's `.grad` the view of df/dX; None if its entry in `used` is 0."""
-        for i, (parameter, view) in enumerate(zip(self.parameters, self._gradients.current.views, strict=True)):
+        for i, (parameter, view) in enumerate(zip(self.parameters, self._gradients[0].views, strict=True)):
             parameter.grad = view if used is None or used[i] else None
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
         """Restore each `.grad` after the body, even if it is df/dX, which the body writes."""
         gradients = [parameter.grad for parameter in self.parameters]
-        for i, (gradient, view) in enumerate(zip(gradients, self._gradients.current.views, strict=True)):
+        for i, (gradient, view) in enumerate(zip(gradients, self._gradients[0].views, strict=True)):
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 gradients[i] = gradient.clone()
         try:
@@ -130,7 +116,3 @@ class FlatModule:
         finally:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
-
-    def leave(self) -> None:
-        """Make X memory of this process alone, unless others still share it: no workers are needed any more."""
-        self.flat.leave(self)

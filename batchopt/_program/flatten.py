@@ -1,4 +1,8 @@
-"""Flattening: a module's trainable parameters become views of one vector X in shared memory."""
+"""Flattening: a module's trainable parameters become views of one vector X.
+
+X is memory of this process alone, and becomes memory that others can map, at the same address, as long as there are
+workers.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from batchopt.errors import IN_TRAINERS, BatchoptError
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.mapping import forget_copies
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.map.buffers import Place, tensors_of
+from batchopt_workers.data.places import Place, tensors_of
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
@@ -56,8 +59,8 @@ def check_registrations(found: list[Registration]) -> None:
 
 
 class Flat:
-    """X and its layout. The module's parameters are views of `vector`; `block` is the memory that workers map (None for
-    a module on an accelerator)."""
+    """X and its layout. The module's parameters are views of `vector`; `block` is its memory, which workers map (None
+    for a module on an accelerator)."""
 
     def __init__(self, layout: Layout, vector: torch.Tensor, block: SharedBlock | None) -> None:
         self.layout = layout
@@ -73,22 +76,23 @@ class Flat:
         self._given: dict[int, StorageWeakRef] = {}
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def enter(self, user: object) -> None:
-        """Make X memory that workers can map as long as `user` exists, or until it leaves."""
+    def share(self, user: object) -> None:
+        """Make X memory that workers can map as long as `user` exists, or until it releases X. Raise `MemoryError` and
+        `OSError`."""
+        self._users.add(user)
         if self.block is not None:
             self.block.make_shared()
-        self._users.add(user)
 
-    def leave(self, user: object) -> None:
-        """Note that `user` needs no workers. Without users, X becomes memory of this process, at the same address."""
+    def release(self, user: object) -> None:
+        """Note that `user` has no workers any more. Without users, X becomes memory of this process alone."""
         self._users.discard(user)
         if self.block is not None and not self._users:
             self.block.make_private()
 
     def bind(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make those of `parameters` that are not views of X such views again, whatever they hold."""
-        if strayed := self._strayed(parameters):
-            self._bind(parameters, strayed, self.layout.views(self.vector))
+        if rebound := self._rebound(parameters):
+            self._bind(parameters, rebound, self.layout.views(self.vector))
 
     def _bind(self, parameters: list[torch.nn.Parameter], which: list[int], views: list[torch.Tensor]) -> None:
         for i in which:
@@ -96,7 +100,7 @@ class Flat:
             if self.block is not None:
                 self._given[i] = StorageWeakRef(views[i].untyped_storage())  # type: ignore[no-untyped-call]
 
-    def _strayed(self, parameters: list[torch.nn.Parameter]) -> list[int]:
+    def _rebound(self, parameters: list[torch.nn.Parameter]) -> list[int]:
         """Return the indices of those that are no longer the views of X; in less than a microsecond each."""
         found = []
         for i, (p, (address, shape, dtype)) in enumerate(zip(parameters, self._forms, strict=True)):
@@ -112,9 +116,9 @@ class Flat:
 
     def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Tell whether each of `parameters` still is its view of X."""
-        return not self._strayed(parameters)
+        return not self._rebound(parameters)
 
-    def follow(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
+    def resync(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
         """Copy into X the values of parameters that were given other memory (p.data = ...), and make them views of X
         again.
 
@@ -126,12 +130,12 @@ class Flat:
                 "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory "
                 "that workers read; send a clone of it, and build a new BatchOptimizer"
             )
-        if strayed := self._strayed(parameters):
-            self._take_over(module, parameters, strayed)
+        if rebound := self._rebound(parameters):
+            self._take_over(module, parameters, rebound)
 
-    def _take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], strayed: list[int]) -> None:
+    def _take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], rebound: list[int]) -> None:
         slots, device = self.layout.slots, self.vector.device
-        for i in strayed:
+        for i in rebound:
             was = *self._forms[i][1:], device
             now = tuple(parameters[i].shape), parameters[i].dtype, parameters[i].device
             if was != now:
@@ -144,9 +148,9 @@ class Flat:
             _check_memory([(slot.name, p) for slot, p in zip(slots, parameters, strict=True)], module)
         except ValueError as error:
             raise BatchoptError(f"parameters were given other memory, and {error}") from None
-        for i in strayed:  # they may have been swapped with each other
+        for i in rebound:  # they may have been swapped with each other
             parameters[i].data = parameters[i].data.clone()
-        for i in strayed:
+        for i in rebound:
             if self._is_viewed(i):
                 raise BatchoptError(
                     f"parameter '{slots[i].name}' was given other memory (p.data = ...), and another tensor still "
@@ -155,9 +159,9 @@ class Flat:
                     "torch.no_grad() needs neither"
                 )
         views = self.layout.views(self.vector)
-        for i in strayed:
+        for i in rebound:
             views[i].copy_(parameters[i].data)
-        self._bind(parameters, strayed, views)
+        self._bind(parameters, rebound, views)
 
     def _is_viewed(self, i: int) -> bool:
         """Tell whether the earlier storage of parameter `i` still is a part of X and used by tensors."""
@@ -175,8 +179,7 @@ class Flat:
 
     def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
         """Check at the beginning of a step. Raise `BatchoptError` unless X still is what the module trains: its
-        trainable `parameters`; and `follow` them."""
-        forget_copies()
+        trainable `parameters`; and `resync` them."""
         ours = set(map(id, parameters))
         for owner in module.modules():  # without names, which are slow to build
             for parameter in owner._parameters.values():
@@ -186,7 +189,7 @@ class Flat:
                         f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new "
                         "one"
                     )
-        self.follow(module, parameters)
+        self.resync(module, parameters)
 
 
 def _form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
@@ -213,12 +216,10 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         instead = f": {IN_TRAINERS}" if isinstance(module, (Iterator, list)) else ""  # of parameters
         raise TypeError(f"`module` must be a torch.nn.Module instance; got {type(module).__name__}{instead}")
     everything = list(module.named_parameters())
-    for name, parameter in everything:
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"parameter '{name}' is uninitialised (a lazy module): run one forward pass first")
-    for name, buffer in module.named_buffers():
-        if isinstance(buffer, UninitializedBuffer):
-            raise ValueError(f"buffer '{name}' is uninitialised (a lazy module): run one forward pass first")
+    for kind, found in (("parameter", everything), ("buffer", module.named_buffers())):
+        for name, tensor in found:
+            if is_lazy(tensor):
+                raise ValueError(f"{kind} '{name}' is uninitialised (a lazy module): run one forward pass first")
     named = [(name, p) for name, p in everything if p.requires_grad]
     if not named:
         raise ValueError(f"`module` has no parameter with requires_grad=True ({len(everything)} frozen)")
@@ -345,8 +346,7 @@ def flatten(module: torch.nn.Module) -> tuple[Flat, list[torch.nn.Parameter]]:
         return before, parameters
     block = None
     if device.type == "cpu":
-        block = SharedBlock.create(layout.size * dtype.itemsize)
-        block.keep_apart()
+        block = SharedBlock(-1, nbytes=layout.size * dtype.itemsize)
         vector = block.tensor(dtype, (layout.size,))
     else:
         vector = torch.empty(layout.size, dtype=dtype, device=device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from batchopt._program.snapshot import Met, Snapshot
-from batchopt._program.unpicklable import blame
+from batchopt._program.unpicklable import can_be_packed, unsendable
 from batchopt_workers.data.packing import Packed, Placement, pack
 from batchopt_workers.map.program import Program
+from batchopt_workers.map.record import FoundTensor, Record
 from batchopt_workers.process.interrupts import let_through
 
 # Parts that do not belong to f: they may keep tensors of their own, and write them.
@@ -31,7 +32,7 @@ class PickledProgram:
         self.program, self._parameters = program, parameters
         self._take(_packed(program, parameters))
 
-    def follow(self, program: Program) -> bool:
+    def resync(self, program: Program) -> bool:
         """Take over the user's changes in `program` or in what it refers to; elements of tensors are not compared.
         Return whether `packed` is a new one; its `data` is a new object only if the workers need it.
 
@@ -52,27 +53,28 @@ class PickledProgram:
         self._snapshot = snapshot_of(self.program)
         _check_apart(self._snapshot, self._parameters)
         # tensors made by pickling, from an object that cannot be inspected: only pickling again shows a change
-        self._derived = not all(self._snapshot.knows(tensor) for tensor in packed.tensors)
+        known = {id(found.tensor) for found in self._snapshot.tensors}
+        self._derived = not known.issuperset(map(id, packed.tensors))
 
     @property
     def read_only(self) -> dict[int, str]:
         """The names of the tensors that f depends on, by their index among the packed ones."""
-        names = {id(met.tensor): met.path for met in tensors_of_f(self._snapshot)}
+        names = {id(found.tensor): found.path for found in tensors_of_f(self._snapshot)}
         return {i: names[id(tensor)] for i, tensor in enumerate(self.packed.tensors) if id(tensor) in names}
 
 
-def _check_apart(snapshot: Snapshot, parameters: Sequence[torch.Tensor]) -> None:
+def _check_apart(snapshot: Record, parameters: Sequence[torch.Tensor]) -> None:
     ours = {id(parameter) for parameter in parameters}
     extents = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.numel()]
     first, last = min(extents)[0], max(extents)[1]
-    for met in snapshot.tensors:
-        tensor = met.tensor
+    for found in snapshot.tensors:
+        tensor = found.tensor
         if id(tensor) in ours or tensor.layout is not torch.strided or not first <= tensor.data_ptr() < last:
             continue
         if any(start <= tensor.data_ptr() < end for start, end in extents):
             raise ValueError(
-                f"'{met.path}' is a tensor over the memory of a parameter (p.data, p.detach(), a view): workers would "
-                "have what it is now, and not follow the parameter; keep the Parameter itself, or a clone"
+                f"'{found.path}' is a tensor over the memory of a parameter (p.data, p.detach(), a view): workers "
+                "would have what it is now, and not follow the parameter; keep the Parameter itself, or a clone"
             )
 
 
@@ -86,29 +88,17 @@ def _packed(program: Program, parameters: Sequence[torch.Tensor]) -> Packed:
         return pack(program, parameters, expanded=True)
     except Exception as error:
         let_through(error)
-        what, blamed = "the module, the criterion or a `loss_fn`", blame(program)
-        for field, name in _BESIDE.items():
-            found = getattr(program, field)
-            if found and not _can_be_packed(found, parameters):
-                what, blamed = name, blame(found)
-                break
-        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
-        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
+        what: tuple[str, Any] = "the module, the criterion or a `loss_fn`", program
+        beside = ((name, getattr(program, field)) for field, name in _BESIDE.items())
+        guilty = (hook for hook in beside if hook[1] and not can_be_packed(hook[1], parameters))
+        name, obj = next(guilty, what)
+        raise unsendable(name, error, obj) from error
 
 
-def _can_be_packed(obj: object, parameters: Sequence[torch.Tensor]) -> bool:
-    try:
-        pack(obj, parameters)
-    except Exception as error:
-        let_through(error)
-        return False
-    return True
-
-
-def snapshot_of(program: Program, hooks: bool = True) -> Snapshot:
-    """Return a snapshot of everything that the program refers to, with or without its hooks."""
+def snapshot_of(program: Program, hooks: bool = True) -> Record:
+    """Return a record of everything that the program refers to, with or without its hooks."""
     beside = {name: getattr(program, name) for name in _BESIDE} if hooks else {}
-    return Snapshot(beside | roots_of(program))
+    return Record(beside | roots_of(program), functions=True)
 
 
 def roots_of(program: Program) -> dict[str, object]:
@@ -118,9 +108,9 @@ def roots_of(program: Program) -> dict[str, object]:
     return {"module": program.module, "criterion": program.criterion, **losses}
 
 
-def tensors_of_f(snapshot: Snapshot) -> list[Met]:
+def tensors_of_f(snapshot: Record) -> list[FoundTensor]:
     """Return the tensors that f depends on, without those that only hooks refer to."""
-    return [met for met in snapshot.tensors if not met.path.startswith(tuple(_BESIDE))]
+    return [found for found in snapshot.tensors if not found.path.startswith(tuple(_BESIDE))]
 
 
 def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -128,18 +118,14 @@ def check_trained(program: Program, parameters: Sequence[torch.nn.Parameter]) ->
     not among X's `parameters`: any parameter, or another tensor that requires grad and is captured outside of modules
     (inside, it may be left over from a forward)."""
     ours = {id(parameter) for parameter in parameters}
-    for met in snapshot_of(program, hooks=False).tensors:
-        if met.in_class:  # attributes of a class belong to its other instances too
-            continue
-        if met.tensor.requires_grad and id(met.tensor) not in ours and (_is_parameter(met) or not met.in_module):
+    for path, tensor, in_module, in_class in snapshot_of(program, hooks=False).tensors:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        # attributes of a class belong to its other instances too
+        if tensor.requires_grad and id(tensor) not in ours and not in_class and (is_parameter or not in_module):
             raise ValueError(
-                f"'{met.path}' is a {'parameter' if _is_parameter(met) else 'tensor'} of shape "
-                f"{tuple(met.tensor.shape)} that requires grad and is not among the parameters of `module`: it would "
+                f"'{path}' is a {'parameter' if is_parameter else 'tensor'} of shape {tuple(tensor.shape)} that "
+                "requires grad and is not among the parameters of `module`: it would "
                 "never be trained. Hold both in one module (torch.nn.ModuleDict, register_parameter) and pass that; "
                 "or, if it is not to be trained, call requires_grad_(False) on it, and requires_grad_() on a "
                 "detached copy inside the loss where it is differentiated by"
             )
-
-
-def _is_parameter(met: Met) -> bool:
-    return isinstance(met.tensor, torch.nn.Parameter)

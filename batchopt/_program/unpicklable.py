@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections import deque
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MethodType
@@ -14,102 +13,99 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt._program.snapshot import Part, of_class, of_container, of_descriptor, of_function
 from batchopt_workers.data.batch import Batch, Columns, Samples
+from batchopt_workers.data.graph import CONTAINERS, OF_MODULES, Found, Part, is_imported, of_container, parts_of, walk
 from batchopt_workers.data.items import Items
-from batchopt_workers.data.packing import DEVICES, SCRIPTED, pack
+from batchopt_workers.data.packing import DEVICES, SCRIPTED, Packer, pack
 from batchopt_workers.process.interrupts import let_through
 
-# Depth and seconds after which the search ends with the best result so far.
-DEPTH = 24
-SECONDS = 2.0
+_WRAPPED = (MethodType, functools.partial, staticmethod, classmethod, property)
 
-_PLAIN = (dict, list, tuple, set, frozenset, deque)
-# Steps that the user did not write: they are omitted from the path.
-_CONTAINERS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+class _Trail(Packer):
+    """Pickles an object, and notes what it comes to: the last of it could not be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.met: dict[int, object] = {}
+
+    def persistent_id(self, obj: object) -> Any:
+        self.met[id(obj)] = obj
+        return super().persistent_id(obj)
 
 
 def blame(obj: object) -> str | None:
-    """Return the part of `obj` that cannot be pickled, as in `'module.encoder.lock' (_thread.lock)`. The search goes
+    """Return the part of `obj` that cannot be pickled, as in `'module.encoder.lock' (_thread.lock)`: the path goes
     through captured variables, attributes and items.
 
     Return None if `obj` can be pickled, or if no part of it is to blame. Never raises.
     """
+    trail = _Trail()
     try:
-        found = None if _fault(obj) is None else _Search(time.monotonic() + SECONDS).inside(obj, "", DEPTH)
-    except Exception as error:  # raised by a class of the user that is inspected
-        let_through(error)
-        return None
-    if found is None or found[0] == "":
-        return None
-    path, culprit = found
-    return f"'{path.removeprefix('.')}' ({_kind_of(culprit)})"
-
-
-def _fault(obj: object) -> Exception | None:
-    """Return the error that pickling `obj` raises; None if it can be pickled."""
-    try:
-        pack(obj)
+        trail.dump(obj)
     except Exception as error:
         let_through(error)
-        return error
+        is_deep = isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
+        try:
+            found = _culprit(obj, trail.met, is_deep)
+        except Exception as another:  # raised by a class of the user that is inspected
+            let_through(another)
+            return None
+        if found is not None and found.path:
+            return f"'{found.path.removeprefix('.')}' ({_kind_of(found.obj)})"
     return None
 
 
-class _Search:
-    """A search for the first part that cannot be pickled although all of its own parts can."""
+def _culprit(obj: object, met: dict[int, object], is_deep: bool) -> Found | None:
+    """Return what could not be pickled, of all that was `met`; or, if that `is_deep`, the part of `obj` that holds
+    it."""
+    reached: dict[int, Found] = {}
+    anew: tuple[type, ...] = ()  # containers that may be made anew for pickling
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-        self._seen: dict[int, object] = {}  # by identity; kept alive, so that no identity is reused
+    def visit(found: Found) -> Iterable[Part]:
+        reached[id(found.obj)] = found
+        return [part for part in _parts(found.obj) if id(part[1]) in met or type(part[1]) in anew]
 
-    def inside(self, obj: object, path: str, depth: int) -> Part | None:
-        """Return the path to the part of `obj`, which cannot be pickled, that is to blame, and the part; None if all of
-        its faulty parts were seen before: then it is part of a cycle."""
-        self._seen[id(obj)] = obj
-        if depth == 0:
-            return path, obj
-        only_seen = False
-        for step, part in _parts(obj):
-            if time.monotonic() > self._deadline:
-                return path, obj
-            if id(part) in self._seen:
-                only_seen = True
-                continue
-            fault = _fault(part)
-            if fault is None:
-                continue
-            if isinstance(fault, RecursionError) or isinstance(fault.__cause__, RecursionError):
-                return path + step, part
-            found = self.inside(part, path + step, depth - 1)
-            if found is not None:
-                return found
-            only_seen = True
-        return None if only_seen else (path, obj)
+    seen = walk({"": obj}, visit)
+    if next(reversed(met)) not in reached:
+        anew = CONTAINERS
+        seen = walk({"": obj}, visit)
+    for identity in reversed(met):
+        found = reached.get(identity)
+        if found is None or seen[identity] is not met[identity]:
+            continue
+        if is_deep:
+            while found.above is not None and found.above.path:
+                found = found.above
+            return found
+        if not can_be_packed(found.obj):
+            return found
+    return None
 
 
-def _parts(obj: Any) -> Iterator[Part]:
-    """Return the objects that pickling `obj` descends to, each with its path."""
-    if isinstance(obj, SCRIPTED):
-        return iter(())
-    if isinstance(obj, FunctionType):
-        return of_function(obj)
-    if isinstance(obj, (MethodType, BuiltinMethodType)):
-        return iter([(".self", obj.__self__), ("", getattr(obj, "__func__", None))])
-    if isinstance(obj, functools.partial):
-        given = ((f".args{step}", value) for step, value in of_container(obj.args))
-        return chain([("", obj.func)], given, _attributes(obj.keywords))
-    if isinstance(obj, (staticmethod, classmethod, property)):
-        return of_descriptor(obj)
-    if isinstance(obj, type):
-        return of_class(obj)
+def can_be_packed(obj: object, parameters: Sequence[torch.Tensor] = ()) -> bool:
+    """Tell whether an object can be pickled around these parameters of X."""
+    try:
+        pack(obj, parameters)
+    except Exception as error:
+        let_through(error)
+        return False
+    return True
+
+
+def _parts(obj: Any) -> Iterable[Part]:
+    """Return the objects that pickling `obj` descends to, each with its step."""
+    if isinstance(obj, SCRIPTED) or (isinstance(obj, (FunctionType, type)) and is_imported(obj)):
+        return ()
+    if isinstance(obj, (FunctionType, type, *_WRAPPED)) or type(obj) in CONTAINERS:
+        return parts_of(obj)
+    if isinstance(obj, BuiltinMethodType):
+        return ((".self", obj.__self__),)
     if isinstance(obj, torch.Tensor):
-        return _attributes(vars(obj)) if obj.device.type in DEVICES else iter(())
+        return _attributes(vars(obj)) if obj.device.type in DEVICES else ()
     if isinstance(obj, Batch):
-        return iter([("" if part.name is None else f".{part.name}", part) for part in obj.parts])
-    if isinstance(obj, _PLAIN):
-        return chain(of_container(obj), () if type(obj) in _PLAIN else _of_instance(obj))
-    return _of_instance(obj)
+        return [("" if part.name is None else f".{part.name}", part) for part in obj.parts]
+    return chain(of_container(obj) if isinstance(obj, CONTAINERS) else (), _of_instance(obj))
 
 
 def _attributes(state: dict[str, Any]) -> Iterator[Part]:
@@ -144,7 +140,7 @@ def _of_state(obj: Any, state: Any) -> Iterator[Part]:
         yield "", state
         return
     for step, value in chain.from_iterable(_attributes(part or {}) for part in both):
-        if isinstance(obj, torch.nn.Module) and step[1:] in _CONTAINERS_OF_MODULES:
+        if isinstance(obj, torch.nn.Module) and step[1:] in OF_MODULES:
             yield from _attributes(value)
         else:
             yield "" if isinstance(obj, (Columns, Samples, Items)) else step, value
@@ -156,6 +152,13 @@ def _kind_of(obj: object) -> str:
     return f"{name} on {obj.device}" if isinstance(obj, torch.Tensor) else name
 
 
+def unsendable(what: str, error: Exception, *objects: Any) -> TypeError:
+    """Return the error that names `what`, which could not be pickled, and what one of the `objects` captures."""
+    blamed = next((found for found in map(blame, objects) if found), None)
+    reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
+    return TypeError(f"{what} cannot be sent to worker processes: {reason}")
+
+
 @contextmanager
 def sending(what: str, *objects: Any) -> Iterator[None]:
     """Turn an error of pickling `objects` into a `TypeError` that names `what`, and what it captures."""
@@ -163,9 +166,7 @@ def sending(what: str, *objects: Any) -> Iterator[None]:
         yield
     except Exception as error:
         let_through(error)
-        blamed = next((found for found in map(blame, objects) if found), None)
-        reason = str(error) if blamed is None else f"it captures {blamed}: {error}"
-        raise TypeError(f"{what} cannot be sent to worker processes: {reason}") from error
+        raise unsendable(what, error, *objects) from error
 
 
 def check_module(module: torch.nn.Module) -> None:

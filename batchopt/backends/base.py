@@ -16,7 +16,7 @@ from batchopt._mapreduce.reduce import Answers
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
 from batchopt_workers.data.batch import Batch
-from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.tasks.forms import Column
@@ -70,7 +70,7 @@ class Setup:
     program: Program
     flat: Flat
     parameters: list[torch.nn.Parameter]
-    buffers: StepBuffers
+    buffers: ModuleState
     compression: Compression | None = None
     ranks: tuple[int, ...] | None = None
     world: int | None = None

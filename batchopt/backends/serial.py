@@ -26,7 +26,7 @@ from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.watch import StateWritten, Watch
+from batchopt_workers.map.watch import StateWritten
 from batchopt_workers.map.work import ChunkDone
 from batchopt_workers.process.failures import kinds_of, message_of
 from batchopt_workers.process.interrupts import let_through
@@ -57,7 +57,7 @@ class SerialBackend(Backend):
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
-        self._evaluator.walk.watch = self._make_watch()
+        self._watch()
         self._output, self._keeps_outputs = MemoryOutput(), False
         self._rows = self._make_rows(1)
         self._over: tuple[Gradient, Rows] | None = None  # the rows over df/dX
@@ -86,17 +86,16 @@ class SerialBackend(Backend):
     def include_state(self, names: Collection[str]) -> None:
         self._rebuild()
 
-    def _make_watch(self) -> Watch:
-        variable = (*self._setup.parameters, *self._setup.buffers.tensors)
-        others = [(met.path, met.tensor) for met in tensors_of_f(self._snapshot)]
-        return Watch(self._setup.program.module, others, variable)
+    def _watch(self) -> None:
+        others = [(found.path, found.tensor) for found in tensors_of_f(self._snapshot)]
+        self._setup.buffers.watch(others, self._setup.parameters)
 
     def _make_rows(self, count: int) -> Rows:
         return Rows(self._setup.flat.layout, self._setup.buffers.size, count, device=self._worker.device)
 
     def _rebuild(self) -> None:
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
-        self._evaluator.walk.watch = self._make_watch()
+        self._watch()
         self._evaluator.look_again()
         if self._rows.changes != self._setup.buffers.size:
             self._rows, self._over = self._make_rows(len(self._rows)), None

@@ -28,14 +28,14 @@ from batchopt.backends.serial import answer_of, carry_out, run_precode
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble
-from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.watch import StateWritten, Watch
+from batchopt_workers.map.watch import StateWritten
 from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings
 from batchopt_workers.tasks.forms import Column, MemoryOutput
@@ -54,16 +54,16 @@ class Copy:
         parameters = [torch.nn.Parameter(view) for view in setup.flat.layout.views(setup.flat.vector)]
         program: Program = assemble(packed.data, tensors, parameters)
         worker.module, worker.criterion = program.module, program.criterion
-        self._buffers = StepBuffers(program.module, state=program.state)
+        self._state = ModuleState(program.module, state=program.state)
         constants = [(name, tensors[i]) for i, name in source.read_only.items()]
-        watch = Watch(program.module, constants, (*parameters, *self._buffers.tensors))
-        self.evaluator = Evaluator(program, worker, parameters, self._buffers, watch)
-        self.rows = Rows(setup.flat.layout, self._buffers.size, 1)
+        self._state.watch(constants, parameters)
+        self.evaluator = Evaluator(program, worker, parameters, self._state)
+        self.rows = Rows(setup.flat.layout, self._state.size, 1)
 
     def begin_step(self, source: PickledProgram) -> None:
         """Take over what the user has written to tensors."""
         source.packed.place(self._block)
-        self._buffers.begin_step()
+        self._state.begin_step()
 
 
 class ThreadBackend(Backend):
@@ -121,7 +121,7 @@ class ThreadBackend(Backend):
         self._begin_step()
 
     def _begin_step(self) -> bool:
-        changed = self._source.follow(self._program)
+        changed = self._source.resync(self._program)
         if changed or len(self._copies) != len(self._workers):
             self._copies = [Copy(self._source, self._setup, worker) for worker in self._workers]
         for copy in self._copies:

@@ -12,9 +12,9 @@ from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.items import Collate
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.map import sums
-from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.sums import Report, Rows
@@ -47,7 +47,8 @@ class Bench:
     ) -> None:
         self.module, self.criterion, self.evaluations = module, criterion, 0
         self.parameters = list(module.parameters())
-        buffers = StepBuffers(module)
+        buffers = ModuleState(module)
+        buffers.watch((), self.parameters)
         worker = Worker(0, 1, CPU, module, criterion)
         self.evaluator = Evaluator(Program(module, criterion, (loss_fn,), seed), worker, self.parameters, buffers)
         self.layout = Layout.of(module.named_parameters(), next(module.parameters()).dtype)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,22 +16,10 @@ PAGE = os.sysconf("SC_PAGESIZE")
 def numbered(pages: int) -> tuple[SharedBlock, torch.Tensor]:
     """A block, and its memory: numbers from 0 on."""
     block = SharedBlock.create(pages * PAGE)
-    block.keep_apart()
+    block.copy_on_fork()
     tensor = block.tensor(torch.int32, (pages * PAGE // 4,))
     tensor.copy_(torch.arange(len(tensor)))
     return block, tensor
-
-
-@pytest.fixture(params=["moved", "copied"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where the system can move memory, and where it cannot."""
-    libc = mapping._libc()
-    if request.param == "copied":
-        without = SimpleNamespace(mmap=libc.mmap, munmap=libc.munmap, memcmp=libc.memcmp)
-        monkeypatch.setattr(mapping, "_libc", lambda: without)
-    elif not hasattr(libc, "mremap"):
-        pytest.skip("memory cannot be moved here")
-    yield
 
 
 @pytest.mark.parametrize("pages", [1, 2, 7])
@@ -64,6 +50,22 @@ def test_private_memory_may_be_shared_again() -> None:
         assert theirs.eq(expected).all()
         theirs.fill_(-expected)
         assert tensor.eq(-expected).all()
+
+
+def test_memory_that_is_private_from_the_start_may_be_shared() -> None:
+    block = SharedBlock(-1, nbytes=3 * PAGE - 1)
+    tensor = block.tensor(torch.uint8, (3 * PAGE,))
+    assert not tensor.any()
+    block.make_private()
+    tensor.fill_(5)
+    block.make_shared()
+    theirs = SharedBlock(os.dup(block.fd)).tensor(torch.uint8, (3 * PAGE,))
+    assert theirs.eq(5).all()
+    tensor.fill_(6)
+    assert theirs.eq(6).all()
+    block.make_private()
+    tensor.fill_(7)
+    assert theirs.eq(0).all()  # its file was emptied
 
 
 def test_without_memory_to_copy_to_it_is_private_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

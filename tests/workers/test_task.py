@@ -13,9 +13,9 @@ from torch import nn
 
 from batchopt_workers.data.batch import Batch, Columns, Part, Piece
 from batchopt_workers.data.layout import Layout, Slot
-from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients
 from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.map.weighting import Weighting
@@ -224,7 +224,9 @@ def carried_out(bounds: tuple[int, ...], kind: Kind, function: Any, runs: Sequen
     """What is collected, or summed, if these runs of chunks are ordered one after the other."""
     module = nn.Linear(3, 2)
     program, worker = Program(module, None, (None,), 0), Worker(0, 1, torch.device("cpu"), module, None)
-    evaluator = Evaluator(program, worker, list(module.parameters()), StepBuffers(module))
+    state = ModuleState(module)
+    state.watch((), module.parameters())
+    evaluator = Evaluator(program, worker, list(module.parameters()), state)
     tasks, output = evaluator.tasks, MemoryOutput()
     part = Part(Columns(ROWS), None, None, Weighting("mean", SIZE))
     tasks.begin(Task(Applied(function), aside=True), Batch((part,)))

@@ -34,7 +34,7 @@ from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble, dumps
-from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.process.messages import TASKS, Cut, Order, versions
 from batchopt_workers.process.torch_settings import TorchSettings
@@ -204,7 +204,7 @@ class NodeSession:
             program=loaded,
             flat=Flat(layout, self._vector, block),
             parameters=self._parameters,
-            buffers=StepBuffers(loaded.module, state=loaded.state),
+            buffers=ModuleState(loaded.module, state=loaded.state),
             ranks=tuple(ranks),
             world=world,
         )
@@ -238,7 +238,7 @@ class NodeSession:
             return
         loaded = self._rebuilt(found)
         self._module_hooks = loaded.module_hooks
-        self._workers.replace_program(loaded, StepBuffers(loaded.module, state=loaded.state))
+        self._workers.replace_program(loaded, ModuleState(loaded.module, state=loaded.state))
 
     def load(self, batch: PackedBytes, weights: tuple[float, ...]) -> None:
         """Begin a step on a batch, of which these rows are sent."""

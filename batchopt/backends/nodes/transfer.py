@@ -228,7 +228,7 @@ class ProgramVersions:
 
     def follow(self, program: Program) -> None:
         """Take over the user's changes. Raises `TypeError` for a program that can no longer be sent."""
-        self._source.follow(program)
+        self._source.resync(program)
         self.latest = self._version(self.latest)
 
     def _version(self, before: ProgramVersion | None) -> ProgramVersion:

@@ -53,7 +53,7 @@ from batchopt.backends.process.worker import WorkerProcess, call, call_with_bloc
 from batchopt_workers.data.batch import Batch, Numbering
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed
-from batchopt_workers.map.buffers import StepBuffers
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.process import faults
@@ -109,6 +109,7 @@ class WorkerGroup:
         self._proven = False  # whether any forward of this program, with its hooks, has succeeded
         self._repeat: Repeat | None = None  # of the last evaluation
         shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
+        setup.flat.share(self)
         self._board, self._waker = Board.create(max(PAGES, setup.workers)), Waker()
         self._pool = Pool(self._make, setup.restarts_of(setup.workers), self._allowance, self._waker.fd)
         self.results = Results(self._pool)
@@ -214,7 +215,7 @@ class WorkerGroup:
         """Let evaluations change these tensors of the module, too."""
         self._program.change(state=self._program.program.state | set(names))
 
-    def replace_program(self, program: Program, buffers: StepBuffers) -> None:
+    def replace_program(self, program: Program, buffers: ModuleState) -> None:
         """Evaluate another program from the next step on."""
         self._program.program, self._setup = program, replace(self._setup, program=program, buffers=buffers)
 
@@ -439,5 +440,6 @@ class WorkerGroup:
         """End the workers."""
         self._pool.close()
         self._program.close()
+        self._setup.flat.release(self)
         # This object and its pool refer to each other: memory is released now, not when Python's collector runs.
         self._repeat, self._stragglers = None, Stragglers(self._paces)

@@ -16,7 +16,7 @@ from batchopt.backends.process.wanted import Activity
 from batchopt.backends.process.worker import call, call_with_block
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed, copy_into
-from batchopt_workers.map.buffers import tensors_of
+from batchopt_workers.data.places import tensors_of
 from batchopt_workers.map.program import Program
 from batchopt_workers.process.session import Session
 from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
@@ -54,7 +54,7 @@ class SharedProgram:
 
         Raises `TypeError` for a program that can no longer be sent.
         """
-        self.source.follow(program)
+        self.source.resync(program)
         now, placed = self.source.packed, self._placed
         if now is placed:
             self._refresh()
@@ -168,7 +168,7 @@ class SentProgram:
 
 def _new_block(packed: Packed) -> SharedBlock:
     block = SharedBlock.create(packed.nbytes)
-    block.keep_apart()
+    block.copy_on_fork()
     return block
 
 

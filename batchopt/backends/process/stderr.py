@@ -11,7 +11,7 @@ import sys
 import weakref
 from contextlib import suppress
 
-from batchopt_workers.data.mapping import give_back
+from batchopt_workers.data.mapping import punch_hole
 from batchopt_workers.data.memory import anonymous_file
 from batchopt_workers.process.failures import BEGUN, MARKED, Warned
 
@@ -51,7 +51,7 @@ class Stderr:
         self._tail = (self._tail + new)[-TAIL:]
         before, self._passed_on = self._passed_on, self._passed_on + len(new)
         if self._passed_on // _PIECE > before // _PIECE:
-            give_back(self.fd, 0, self._passed_on)  # not the end, where a worker may be writing
+            punch_hole(self.fd, 0, self._passed_on)  # not the end, where a worker may be writing
         text = self._held + self._decoder.decode(new)
         begun = BEGUN.search(text)
         text, self._held = (text, "") if begun is None else (text[: begun.start()], text[begun.start() :])

@@ -188,7 +188,7 @@ class RanksBackend(CompressingBackend):
         self._digests |= {"weights of terms": weights}
 
     def _follow(self) -> None:
-        self._compared.follow()
+        self._compared.resync()
         self._looks = True
 
     def _in_full(self, calls: list[Call]) -> list[Call]:

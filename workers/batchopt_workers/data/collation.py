@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchopt_workers.data.structures import put_together, same_values, taken_apart
+from batchopt_workers.data.packing import assemble, taken_apart
+from batchopt_workers.data.structures import same_values
 from batchopt_workers.process.interrupts import let_through
 
 # Bytes that a worker may keep; the size of the batch itself, if that is larger.
@@ -48,7 +49,7 @@ class _Kept:
     def fresh(self) -> Any:
         """Return the piece with new leaves."""
         leaves = [tensor.detach().requires_grad_(requires_grad) for tensor, requires_grad in self.tensors]
-        return put_together(self.data, leaves)
+        return assemble(self.data, leaves)
 
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Replaces a memory mapping by another with the same content at the same address: shared by private, or back.
 
-So every tensor over it stays valid. In a forked process, memory that was shared becomes a copy from the time of the
-fork: private, like all memory that is not shared.
+So every tensor over it stays valid. What must hold: a forked process has memory of its own, as at the time of the fork.
+The kernel sees to that where memory is private; of what is shared a copy is made before each fork, and the child moves
+it there. All of this is for processes with workers, and so for Linux.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-_FIXED = 0x10  # MAP_FIXED, on Linux and macOS
+_FIXED = 0x10  # MAP_FIXED
 _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # A private mapping of a file, without reserved swap, since it is rarely written.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-_PUNCH_HOLE = 3  # Linux: FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
 # The highest bits of a page's entry in /proc/self/pagemap: it is present, swapped out, of a file.
 _STATE, _PRESENT, _OF_FILE = np.uint64(61), np.uint64(4), np.uint64(1)
 # Bytes that are copied at a time, and released before the next.
@@ -39,9 +40,7 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
     libc.munmap.argtypes = (pointer, size)
     libc.mprotect.argtypes = (pointer, size, number)
-    libc.memcmp.argtypes = (pointer, pointer, size)
-    if hasattr(libc, "mremap"):
-        libc.mremap.argtypes, libc.mremap.restype = (pointer, size, size, number, pointer), pointer
+    libc.mremap.argtypes, libc.mremap.restype = (pointer, size, size, number, pointer), pointer
     return libc
 
 
@@ -86,25 +85,19 @@ class PrivateView:
 
 def _copy(address: int, nbytes: int) -> int:
     """Return the address of new memory of this process, with the content of that at `address`. Raise `OSError`."""
-    copy = _checked(_libc().mmap(None, nbytes, _WRITABLE, _PRIVATE, -1, 0))
+    copy = _checked(_libc().mmap(None, nbytes, _WRITABLE, PRIVATE, -1, 0))
     ctypes.memmove(copy, address, nbytes)
     return copy
 
 
 def _move(source: int, nbytes: int, target: int) -> None:
-    """Replace the memory at `target` by that at `source`; atomically, if the system can."""
-    if hasattr(_libc(), "mremap"):
-        _checked(_libc().mremap(source, nbytes, nbytes, _MOVE, target))
-        return
-    _checked(_libc().mmap(target, nbytes, _WRITABLE, _PRIVATE | _FIXED, -1, 0))
-    ctypes.memmove(target, source, nbytes)
-    _libc().munmap(source, nbytes)
+    """Replace the memory at `target` by that at `source`, atomically."""
+    _checked(_libc().mremap(source, nbytes, nbytes, _MOVE, target))
 
 
-def give_back(fd: int, offset: int, nbytes: int) -> None:
-    """Release the file's memory for these bytes, which become zero; its length stays. Does nothing if the system
-    cannot."""
-    with suppress(AttributeError):
+def punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    """Release the file's memory for these bytes, which become zero; its length stays."""
+    with suppress(AttributeError):  # a C library without it
         ctypes.CDLL(None).fallocate(fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
 
 
@@ -113,7 +106,6 @@ def make_private(mapping: mmap.mmap, fd: int) -> None:
     a piece more than before, since the file is emptied on the way."""
     start, nbytes = address_of(mapping), len(mapping)
     with _lock:
-        _forget(start)
         for offset in reversed(range(0, nbytes, _PIECE)):
             length = min(_PIECE, nbytes - offset)
             try:
@@ -121,7 +113,7 @@ def make_private(mapping: mmap.mmap, fd: int) -> None:
             except OSError:  # no memory: the rest stays in the file until a page of it is written
                 _checked(_libc().mmap(start, offset + length, _WRITABLE, mmap.MAP_PRIVATE | _FIXED, fd, 0))
                 break
-            give_back(fd, offset, length)
+            punch_hole(fd, offset, length)
         _shared.pop(start, None)
 
 
@@ -133,20 +125,19 @@ def make_shared(mapping: mmap.mmap, fd: int) -> None:
         while done < nbytes:
             done += os.pwrite(fd, content[done:], done)
     _checked(_libc().mmap(start, nbytes, _WRITABLE, mmap.MAP_SHARED | _FIXED, fd, 0))
-    keep_apart(mapping)
+    copy_on_fork(mapping)
 
 
 # Mappings, by address, that tensors of the user view and that a child must not share with this process. They live as
 # long as such a tensor.
 _shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-# Copies of such mappings for children, and their lengths, by address: processes that are forked one after the other
-# share the pages of one copy until one writes them.
+# Copies of such mappings for the child that is being forked, and their lengths, by address.
 _copies: dict[int, tuple[int, int]] = {}
-# Held while copies are made and released, and while this process forks.
+# Held while a mapping is replaced, and while this process forks.
 _lock = threading.RLock()
 
 
-def keep_apart(mapping: mmap.mmap) -> None:
+def copy_on_fork(mapping: mmap.mmap) -> None:
     """Give each process that is forked from now on its own copy of this shared mapping."""
     _shared[address_of(mapping)] = mapping
 
@@ -154,26 +145,6 @@ def keep_apart(mapping: mmap.mmap) -> None:
 def is_shared(mapping: mmap.mmap) -> bool:
     """Tell whether forked processes get a copy of it, and it is not such a copy itself."""
     return _shared.get(address_of(mapping)) is mapping
-
-
-def forget_copies() -> None:
-    """Release the copies made for the last fork, which the next one could share: the shared memory will change."""
-    if _copies and _lock.acquire(blocking=False):
-        try:
-            for address in [*_copies]:
-                _forget(address)
-        finally:
-            _lock.release()
-
-
-def _forget(address: int) -> None:
-    copy, nbytes = _copies.pop(address, (0, 0))
-    if copy:
-        _libc().munmap(copy, nbytes)
-
-
-def _mappings() -> list[mmap.mmap]:
-    return [mapping for reference in _shared.valuerefs() if (mapping := reference()) is not None]
 
 
 _forks = 0
@@ -189,45 +160,33 @@ def _before_fork() -> None:
     global _forks
     _lock.acquire()
     _forks += 1
-    for address in [*_copies]:
-        if address not in _shared:
-            _forget(address)
-    for mapping in _mappings():
-        _copy_for_child(address_of(mapping), len(mapping))
-
-
-def _copy_for_child(address: int, nbytes: int) -> None:
-    copy, copied = _copies.get(address, (0, 0))
-    if copied == nbytes and not _libc().memcmp(copy, address, nbytes):
-        return
-    _forget(address)
-    free = free_memory()
-    try:
-        if free is not None and nbytes > free:  # the kernel would grant it, and kill a process for it later
-            raise OSError(f"{free / 1e6:.1f} MB are free")
-        _copies[address] = _copy(address, nbytes), nbytes
-    except OSError as error:
-        warnings.warn(
-            f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers could "
-            f"not be allocated ({error}): the process that is forked here shares them with this one, and must not "
-            "write them; fork it before the BatchOptimizer is built or after it is closed, or give the machine or the "
-            "container more memory",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    for mapping in [*_shared.values()]:
+        address, nbytes, free = address_of(mapping), len(mapping), free_memory()
+        try:
+            if free is not None and nbytes > free:  # the kernel would grant it, and kill a process for it later
+                raise OSError(f"{free / 1e6:.1f} MB are free")
+            _copies[address] = _copy(address, nbytes), nbytes
+        except OSError as error:
+            warnings.warn(
+                f"{nbytes / 1e6:.1f} MB for a copy of the parameters that a BatchOptimizer shares with its workers "
+                f"could not be allocated ({error}): the process that is forked here shares them with this one, and "
+                "must not write them; fork it before the BatchOptimizer is built or after it is closed, or give the "
+                "machine or the container more memory",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _after_fork_in_parent() -> None:
+    while _copies:
+        _libc().munmap(*_copies.popitem()[1])
     _lock.release()
 
 
 def _after_fork_in_child() -> None:
-    for mapping in _mappings():
-        copy, nbytes = _copies.pop(address_of(mapping), (0, 0))
-        if copy:
-            _move(copy, nbytes, address_of(mapping))
-    for address in [*_copies]:
-        _forget(address)
+    while _copies:
+        address, (copy, nbytes) = _copies.popitem()
+        _move(copy, nbytes, address)
     _shared.clear()
     _lock.release()
 

@@ -9,6 +9,8 @@ import os
 import resource
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def _in_pages(nbytes: int) -> int:
+    return max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+
+
 def octets(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of its elements in row-major order, shape `(bytes,)`; a view if they are stored so."""
     flat = tensor.detach().contiguous().view(-1)
@@ -37,7 +43,7 @@ def anonymous_file() -> int:
     """Return a descriptor of a new, empty file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("batchopt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:  # macOS: a file that has lost its name before anyone could open it
+    with tempfile.TemporaryFile() as file:  # for a Python that was built on an older Linux
         return os.dup(file.fileno())
 
 
@@ -49,30 +55,33 @@ def _shortage(nbytes: int, free: int | None) -> str:
     )
 
 
-def _explained(error: Exception, nbytes: int, free: int | None) -> Exception:
-    """Return the error to raise in place of `error`, which occurred when `nbytes` were requested."""
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return OSError(
-            errno.EMFILE,
-            f"shared memory needs 2 open files a block, and this process may have no more than {limit}: raise the "
-            "limit (`ulimit -n`), use fewer workers, or close each BatchOptimizer that is done",
-        )
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return OSError(
-            errno.EFBIG,
-            f"a block of shared memory needs {nbytes} bytes, and files of this process may have no more than {limit}: "
-            "raise the limit (`ulimit -f`); parameters lie there with parallelize=1, too",
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-        return OSError(
-            error.errno,
-            f"this system does not let the process make shared memory ({error}): parameters lie there, also with "
-            "parallelize=1; allow memfd_create, fallocate and ftruncate, which a container's seccomp profile may "
-            "forbid",
-        )
-    return MemoryError(f"{_shortage(nbytes, free)} ({error})")
+@contextmanager
+def _explained(nbytes: int) -> Iterator[None]:
+    """Raise errors that say what to do for those of the system in the body, which requests `nbytes`."""
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number == errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            why = (
+                f"shared memory needs 2 open files a block, and this process may have no more than {limit}: raise the "
+                "limit (`ulimit -n`), use fewer workers, or close each BatchOptimizer that is done"
+            )
+        elif number == errno.EFBIG:
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            why = (
+                f"a block of shared memory needs {nbytes} bytes, and files of this process may have no more than "
+                f"{limit}: raise the limit (`ulimit -f`), or use parallelize=1"
+            )
+        elif number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            why = (
+                f"this system does not let the process make shared memory ({error}): allow memfd_create, fallocate "
+                "and ftruncate, which a container's seccomp profile may forbid, or use parallelize=1"
+            )
+        else:
+            raise MemoryError(f"{_shortage(nbytes, free_memory())} ({error})") from error
+        raise OSError(number, why) from error
 
 
 def _take(fd: int, offset: int, nbytes: int) -> None:
@@ -80,10 +89,7 @@ def _take(fd: int, offset: int, nbytes: int) -> None:
     free = free_memory()
     if free is not None and nbytes > free:  # the kernel would take what is free, then kill a process for the rest
         raise MemoryError(_shortage(nbytes, free))
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, offset, nbytes)
-    else:
-        os.ftruncate(fd, max(os.fstat(fd).st_size, offset + nbytes))
+    os.posix_fallocate(fd, offset, nbytes)
 
 
 def _seal(fd: int) -> None:
@@ -95,19 +101,14 @@ def _seal(fd: int) -> None:
 
 def _new_file(nbytes: int) -> int:
     """Return the descriptor of a file without a name, of `nbytes` zero bytes and fixed length."""
-    try:
+    with _explained(nbytes):
         fd = anonymous_file()
-    except OSError as error:
-        raise _explained(error, nbytes, free_memory()) from error
-    try:
-        _take(fd, 0, nbytes)
-        _seal(fd)
-    except (OSError, OverflowError) as error:
-        os.close(fd)
-        raise _explained(error, nbytes, free_memory()) from error
-    except BaseException:
-        os.close(fd)
-        raise
+        try:
+            _take(fd, 0, nbytes)
+            _seal(fd)
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 
@@ -117,10 +118,8 @@ class GrowingFile:
     def __init__(self, fd: int | None = None) -> None:
         """Create a new one; or use that behind `fd`, which this object owns from here on."""
         if fd is None:
-            try:
+            with _explained(0):
                 fd = anonymous_file()
-            except OSError as error:
-                raise _explained(error, 0, free_memory()) from error
             if hasattr(fcntl, "F_ADD_SEALS"):
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.fd = fd
@@ -129,39 +128,31 @@ class GrowingFile:
     def write(self, elements: memoryview, offset: int) -> None:
         """Write these bytes from `offset` on. Raise `MemoryError` and `OSError`."""
         done = 0
-        try:
+        with _explained(offset + len(elements)):
             while done < len(elements):
                 done += os.pwrite(self.fd, elements[done : done + _MOST], offset + done)
-        except OSError as error:
-            raise _explained(error, offset + len(elements), free_memory()) from error
 
     def shared(self) -> torch.Tensor:
         """Return all of its bytes, mapped as long as the tensor lives. Raise `MemoryError` and `OSError`."""
         nbytes = os.fstat(self.fd).st_size
-        try:
+        with _explained(nbytes):
             return torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        except OSError as error:
-            raise _explained(error, nbytes, free_memory()) from error
 
     def private(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return the first bytes of the file, mapped as long as the array lives; writes to it stay in this process.
         Takes no descriptor, of which a process may have few. Raise `MemoryError` and `OSError`."""
         self.lengthen(nbytes, sparse=True)
-        try:
+        with _explained(nbytes):
             return np.asarray(mapping.PrivateView(self.fd, max(nbytes, 1)))
-        except OSError as error:
-            raise _explained(error, nbytes, free_memory()) from error
 
     def lengthen(self, nbytes: int, sparse: bool = False) -> None:
         """Make it at least `nbytes` long, in full pages, allocated unless it is `sparse`. Raise `MemoryError`."""
         present = os.fstat(self.fd).st_size
-        nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        nbytes = _in_pages(nbytes)
         if nbytes <= present:
             return
-        try:
+        with _explained(nbytes):
             os.ftruncate(self.fd, nbytes) if sparse else _take(self.fd, present, nbytes - present)
-        except OSError as error:
-            raise _explained(error, nbytes, free_memory()) from error
 
 
 class SharedBlock:
@@ -171,15 +162,17 @@ class SharedBlock:
     so a container's small /dev/shm does not limit it.
     """
 
-    def __init__(self, fd: int, private: bool = False) -> None:
-        """Map the memory behind `fd`, which this object owns from here on. `private`: writes stay in this process."""
+    def __init__(self, fd: int, private: bool = False, nbytes: int = 0) -> None:
+        """Map the memory behind `fd`, which this object owns from here on. `private`: writes stay in this process. With
+        `fd` -1 it is new memory of this process, of at least `nbytes` zero bytes, which can be shared later."""
         self.fd, self._close = fd, weakref.finalize(self, os.close, fd)
-        self.nbytes = os.fstat(fd).st_size
-        try:
-            self._map = mmap.mmap(fd, self.nbytes, flags=mapping.UNRESERVED if private else mmap.MAP_SHARED)
-        except (OSError, OverflowError) as error:
-            self._close()
-            raise _explained(error, self.nbytes, free_memory()) from error
+        if fd < 0:
+            self._close.detach()
+            self.nbytes, flags = _in_pages(nbytes), mapping.PRIVATE
+        else:
+            self.nbytes, flags = os.fstat(fd).st_size, mapping.UNRESERVED if private else mmap.MAP_SHARED
+        with _explained(self.nbytes):
+            self._map = mmap.mmap(fd, self.nbytes, flags=flags)
         # What tensors hold: it ends before the mapping does.
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
@@ -191,7 +184,7 @@ class SharedBlock:
         killing a process that accesses a page later. Raise `OSError` if this process may open no more files, or may not
         create such memory.
         """
-        return cls(_new_file(max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE))
+        return cls(_new_file(_in_pages(nbytes)))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """Return the memory from byte `offset` on as a contiguous tensor; it keeps the mapping alive."""
@@ -209,10 +202,10 @@ class SharedBlock:
         """Drop what was written to a private mapping, so that it shows the shared content again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def keep_apart(self) -> None:
+    def copy_on_fork(self) -> None:
         """Give each process that is forked from now on its own copy, as at the time of the fork: for memory that
         tensors of the user view."""
-        mapping.keep_apart(self._map)
+        mapping.copy_on_fork(self._map)
 
     def make_private(self) -> None:
         """Turn it into memory of this process, at the same address: tensors over it stay valid. Call it when no other
@@ -222,7 +215,8 @@ class SharedBlock:
             self.release()
 
     def make_shared(self) -> None:
-        """Turn it into memory that others can map again, at the same address. Raise as `create` does."""
+        """Turn it into memory that others can map, at the same address, and of which forked processes get copies.
+        Raise as `create` does."""
         if self._close.alive:
             return
         fd = _new_file(self.nbytes)

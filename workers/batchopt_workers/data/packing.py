@@ -13,7 +13,7 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,6 +24,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from batchopt_workers.data.memory import SharedBlock, aligned
+from batchopt_workers.data.structures import PLAIN, is_record, map_tensors
 from batchopt_workers.process.interrupts import let_through
 
 
@@ -169,20 +170,25 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class _Packer(_Pickler):
-    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
+class Packer(_Pickler):
+    """Pickles everything but tensors, which it lists, and `parameters`, which it names by their index. `any_kind`: also
+    tensors that cannot be placed in shared memory are listed."""
+
+    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor] = (), any_kind: bool = False) -> None:
         super().__init__(file)
+        self._any_kind = any_kind
         self._parameter_index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._tensor_index: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, obj: object) -> tuple[str, int, bool, dict[str, object]] | None:
+        """Return what stands for a tensor; None for anything that is pickled itself."""
         if not isinstance(obj, torch.Tensor):
             return None
         index = self._parameter_index.get(id(obj))
         if index is not None:
             return "parameter", index, obj.requires_grad, vars(obj)
-        if not can_be_placed(obj):
+        if not self._any_kind and not can_be_placed(obj):
             return None
         if id(obj) not in self._tensor_index:
             self._tensor_index[id(obj)] = len(self.tensors)
@@ -230,7 +236,7 @@ def pack(obj: object, parameters: Sequence[torch.Tensor] = (), expanded: bool = 
     Raise `TypeError` for a tensor on an accelerator, and whatever else pickling `obj` raises.
     """
     file = io.BytesIO()
-    packer = _Packer(file, parameters)
+    packer = Packer(file, parameters)
     packer.dump(obj)
     placements, offset = [], 0
     for tensor in packer.tensors:
@@ -257,3 +263,31 @@ def unpack(
 ) -> Any:
     """Build the object that was passed to `pack`, with its tensors as views of `block` (None: there are none)."""
     return assemble(data, [] if block is None else views(placements, block), parameters)
+
+
+def taken_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the object pickled without its tensors, and the tensors; `assemble` makes it again. Raise whatever
+    pickling it raises."""
+    file = io.BytesIO()
+    packer = Packer(file, any_kind=True)
+    packer.dump(obj)
+    return file.getvalue(), packer.tensors
+
+
+def copy_of(data: Any) -> Any:
+    """Return a copy with its own tensors (leaves), containers and other objects; an object that cannot be pickled is
+    not copied."""
+    return map_tensors(_own, data, lambda item: not (isinstance(item, (tuple, list, Mapping)) or is_record(item)))
+
+
+def _own(item: Any) -> Any:
+    if type(item) in PLAIN:
+        return item
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().requires_grad_(item.requires_grad)
+    try:
+        data, tensors = taken_apart(item)
+    except Exception as error:  # whatever the user's classes raise
+        let_through(error)
+        return item
+    return assemble(data, [_own(tensor) for tensor in tensors])

@@ -13,11 +13,11 @@ from batchopt_workers.data.batch import Batch, Columns, Piece
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Unreadable
 from batchopt_workers.data.structures import same_values
-from batchopt_workers.map.buffers import StepBuffers
-from batchopt_workers.map.contents import Contents, Undo
+from batchopt_workers.map.module_state import ModuleState
+from batchopt_workers.map.record import Record, Undo
 from batchopt_workers.map.seeding import generator_states, seed_draws
 from batchopt_workers.map.side_effects import HOOKS, SideEffects
-from batchopt_workers.map.watch import BatchWatch, ParameterWatch, StateWritten, Watch, version
+from batchopt_workers.map.watch import BatchWatch, ParameterWatch, StateWritten, version
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.worker import Worker
 
@@ -81,7 +81,7 @@ class LoadedBatch:
             return False
         self.batch = batch
         for chunk in self._chunks[1].values():
-            chunk.watch.follow(batch)
+            chunk.watch.rebind(batch)
         return True
 
     @property
@@ -120,10 +120,8 @@ class Walk:
     attributes, in state and, by version counters, in constants; once one has been seen to write, in all again.
     """
 
-    def __init__(
-        self, worker: Worker, seed: int, buffers: StepBuffers, watch: Watch, parameters: Sequence[torch.Tensor]
-    ) -> None:
-        self.watch, self._parameters, self.protected = watch, parameters, False
+    def __init__(self, worker: Worker, seed: int, state: ModuleState, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters, self.protected = parameters, False
         self.place: Callable[[Piece], Piece] | None = None  # moves a piece to the module's device
         self.current = range(0)
         self.chunk = -1
@@ -132,15 +130,15 @@ class Walk:
         self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
         self._looks = False  # the running chunk is compared
         self._hooks_write = False  # whether a hook was seen to change anything
-        self._contents: Contents | None = None
+        self._contents: Record | None = None
         self._undo: list[Undo] = []  # at the end of the piece
-        self.worker, self._seed, self._buffers = worker, seed, buffers
+        self.worker, self._seed, self.state = worker, seed, state
         self._device = worker.device if worker.device.type == "cuda" else None
 
     def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
         """Yield the pieces of chunk `number`; after the last one was evaluated, check what they have written.
 
-        Raise what `Watch.check` and `BatchWatch.check` raise.
+        Raise what `Constants.check` and `BatchWatch.check` raise.
         """
         chunk = loaded.chunk(number)
         watch, self.chunk = chunk.watch, number
@@ -156,7 +154,7 @@ class Walk:
             if reads_batch:
                 watch.look(mapped=self.protected)
             if self.place is None:
-                self.watch.compare()
+                self.state.constants.compare()
         elif self.has_hooks:
             self._now()
         if torch._C._is_any_autocast_enabled():
@@ -174,7 +172,9 @@ class Walk:
             watch.check()
         if self.has_hooks and not looks:
             self._check_hooks()
-        self.watch.check()
+        constants = self.state.constants
+        if constants.held or constants.examines or [*map(version, constants.counted)] != constants.begun:
+            constants.check()
         if looks:
             self.looked.add(key)
 
@@ -203,7 +203,7 @@ class Walk:
     @property
     def has_to_restore(self) -> bool:
         """Tell whether `restore` has anything to do after a chunk that has not failed."""
-        return bool(self._undo or self._buffers.places or self._device is not None)
+        return bool(self._undo or self.state.statistics or self._device is not None)
 
     def restore(self, loaded: LoadedBatch, failed: bool) -> None:
         """Clean up after a chunk: the module's state is then that of the start of the step; `failed`: an exception was
@@ -211,26 +211,26 @@ class Walk:
         try:
             if failed:
                 loaded.collation.forget()
-                self.watch.put_back()
+                self.state.constants.put_back()
             elif self._device is not None:  # the work must be finished before it is reported
                 torch.cuda.synchronize(self._device)
         finally:
             if self._undo:
                 self._put_back()
-            self._buffers.restore()
+            self.state.restore()
 
     def _put_back(self) -> None:
         while self._undo:
             self._undo.pop()()
 
-    def _now(self) -> Contents:
+    def _now(self) -> Record:
         """Return what module and criterion hold now, cached until they change."""
         if self._contents is None or self._contents.changes():
-            self._contents = Contents((self.worker.module, self.worker.criterion))
+            self._contents = Record({"module": self.worker.module, "criterion": self.worker.criterion}, functions=False)
         return self._contents
 
     def _effects(self) -> SideEffects:
-        return SideEffects(self._now(), self.watch, self._buffers)
+        return SideEffects(self._now(), self.state)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -244,13 +244,13 @@ class Walk:
 
     def hooked(self, name: str, hook: Callable[[], T]) -> T:
         """Call a hook, whose changes last for its piece only. Raise `ValueError` if it changes a parameter."""
-        if not (self._looks or self._hooks_write or HOOKS in self._buffers.state):
-            constants, modes, state = self.watch.versions, _modes(), self._buffers.copies()
+        if not (self._looks or self._hooks_write or HOOKS in self.state.state):
+            constants, modes, state = self.state.constants.versions, _modes(), self.state.copies()
             found = hook()
-            if self.watch.versions != constants:
-                self.watch.refuse_unless_restored(f"`{name}`")
+            if self.state.constants.versions != constants:
+                self.state.constants.refuse_unless_restored(f"`{name}`")
                 raise StateWritten((HOOKS,))
-            if _modes() != modes or not all(map(same_values, self._buffers.copies(), state)):
+            if _modes() != modes or not all(map(same_values, self.state.copies(), state)):
                 raise StateWritten((HOOKS,))
             return found
         assert self.worker.module is not None
@@ -268,7 +268,7 @@ class Walk:
     def _check_hooks(self) -> None:
         """Raise `StateWritten` if something has changed attributes in a chunk that is not compared in detail: it is
         evaluated again, and then compared."""
-        if self._hooks_write or HOOKS in self._buffers.state or self._contents is None:
+        if self._hooks_write or HOOKS in self.state.state or self._contents is None:
             return
         changes = self._contents.changes()
         if changes:

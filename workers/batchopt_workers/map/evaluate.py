@@ -8,14 +8,13 @@ import torch
 
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.gradient import GradientWork, PieceLoss
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.squares import squares_of
 from batchopt_workers.map.sums import Rows, Sums
 from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.watch import Watch
 from batchopt_workers.map.work import ChunkDone, run
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Output
@@ -35,19 +34,17 @@ class Evaluator:
         program: Program,
         worker: Worker,
         parameters: Sequence[torch.Tensor],
-        buffers: StepBuffers,
-        watch: Watch | None = None,
+        state: ModuleState,
     ) -> None:
         self.worker = worker
-        watch = watch or Watch(program.module, (), (*parameters, *buffers.tensors))
-        self.walk = Walk(worker, program.seed, buffers, watch, parameters)
+        self.walk = Walk(worker, program.seed, state, parameters)
         self.loss = PieceLoss(program, worker, self.walk)
         self.tasks = TaskRunner(self.walk, program.module, parameters)
-        self._gradient = GradientWork(self.loss, self.walk, parameters, buffers)
+        self._gradient = GradientWork(self.loss, self.walk, parameters, state)
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
         self._sums = self._cut, Sums(-1, 0)
-        self._module, self._parameters, self._buffers = program.module, parameters, buffers
+        self._module, self._parameters, self._state = program.module, parameters, state
         self._jacobians: dict[int, Jacobian] = {}  # by term
 
     @property
@@ -109,7 +106,7 @@ class Evaluator:
             if not loaded.is_of_columns:
                 loaded.collation.settle()
         self._gradient.rows = rows
-        self.walk.watch.begin()
+        self.walk.state.constants.begin()
         return run(self.walk, self._gradient, loaded, order, sums)
 
     def look_again(self) -> None:
@@ -138,11 +135,11 @@ class Evaluator:
         that is so much `later`. The posthook does not run."""
         is_cut_so = batch is None and self.loaded.cut.bounds == cut.bounds  # then its cache can be used
         loaded = self.loaded if is_cut_so else LoadedBatch(batch or self.loaded.batch, cut, keeps=False)
-        work = GradientWork(self.loss, self.walk, self._parameters, self._buffers, hooks=False)
+        work = GradientWork(self.loss, self.walk, self._parameters, self._state, hooks=False)
         if gradient:
             layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
             count = most_held(0, cut.chunks, cut.chunks)
-            work.rows = Rows(layout, self._buffers.size, count, device=self.worker.device)
+            work.rows = Rows(layout, self._state.size, count, device=self.worker.device)
         sums = Sums(-1, cut.chunks)
         for _ in run(self.walk, work, loaded, Order(-1, step + later, 0, cut.chunks), sums):
             pass

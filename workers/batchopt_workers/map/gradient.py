@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from batchopt_workers.data.batch import Piece
-from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch, Walk
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.sums import PartialSum, Row, Rows, collect, collecting, is_large
@@ -75,11 +75,11 @@ class GradientWork:
     drew = False
 
     def __init__(
-        self, loss: PieceLoss, walk: Walk, parameters: Sequence[torch.Tensor], buffers: StepBuffers, hooks: bool = True
+        self, loss: PieceLoss, walk: Walk, parameters: Sequence[torch.Tensor], state: ModuleState, hooks: bool = True
     ) -> None:
         self.rows: Rows | None = None
         self.outputs: Output | None = None
-        self._loss, self._walk, self._parameters, self._buffers = loss, walk, parameters, buffers
+        self._loss, self._walk, self._parameters, self._state = loss, walk, parameters, state
         self._hooks, self._collects_early = hooks, is_large(parameters)
         self._looked: tuple[int, bool] | None = None  # the step, and `hooked`, for which `drew` was found out
         self._paired: tuple[LoadedBatch, bool] | None = None  # those for which outputs and targets were compared
@@ -134,8 +134,8 @@ class GradientWork:
         self._paired = loaded, hooked
         self.results = None if self._posthook is None else self._returned
         if row is not None:
-            if self._buffers.size:
-                self._buffers.changes(row.changes, loaded.chunk(self._chunk).share, self._chunk == 0)
+            if self._state.size:
+                self._state.changes(row.changes, loaded.chunk(self._chunk).share, self._chunk == 0)
             if 0 in self._used:
                 for view, was_used in zip(row.views, self._used, strict=True):
                     if not was_used:

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
+from batchopt_workers.data.places import compact
 from batchopt_workers.data.structures import same_values
-from batchopt_workers.map.buffers import StepBuffers, compact
-from batchopt_workers.map.contents import Contents, Undo
-from batchopt_workers.map.watch import Watch
+from batchopt_workers.map.module_state import ModuleState
+from batchopt_workers.map.record import Record, Undo
 from batchopt_workers.process.torch_settings import AmbientState
 
 # The name, among those of the state that forwards write, by which all workers learn that hooks write something that f
@@ -18,18 +18,18 @@ HOOKS = "what hooks write"
 
 
 class SideEffects:
-    """A record made before the code runs: attributes and items (`contents`), the elements of constants (`watch`) and of
-    state (`buffers`), and the modes of torch.
+    """A record made before the code runs: attributes and items (`contents`), the elements of a module's `state` and
+    constants, and the modes of torch.
 
     Elements are compared one by one: `.data` and NumPy write them without a trace.
     """
 
-    def __init__(self, contents: Contents, watch: Watch, buffers: StepBuffers) -> None:
-        self._contents, self._watch = contents, watch
+    def __init__(self, contents: Record, state: ModuleState) -> None:
+        self._contents, self._constants = contents, state.constants
         self._ambient = AmbientState()
-        self._state = [*zip(buffers.tensors, buffers.copies(), strict=True)]
-        watch.compare()
-        self._versions = watch.versions
+        self._state = [*zip(state.tensors, state.copies(), strict=True)]
+        self._constants.compare()
+        self._versions = self._constants.versions
 
     def undo(self) -> list[Undo]:
         """Return functions that take back what has changed since; the modes of torch are restored at once."""
@@ -38,7 +38,7 @@ class SideEffects:
         for own, before in self._state:
             if not same_values(compact(own), before):
                 found.append(partial(_put_back, own, before, compact(own).detach().clone()))
-        excused = self._watch.excuse(self._versions)
+        excused = self._constants.excuse(self._versions)
         return found if excused is None else [*found, excused]
 
 

@@ -15,12 +15,11 @@ from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement, assemble, unpack, views
-from batchopt_workers.map.buffers import StepBuffers
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.sums import Rows, SharedTotals
-from batchopt_workers.map.watch import Watch
 from batchopt_workers.map.work import ChunkDone
 from batchopt_workers.process.device import HOST, Mirror, pin
 from batchopt_workers.process.messages import Cut, Order, Start
@@ -56,7 +55,7 @@ class Session:
         self._torch: TorchSettings | None = None
         self._hooks = 0  # of the module and its parts, as they arrived
         self._parameters: list[torch.nn.Parameter] = []
-        self._buffers: StepBuffers | None = None  # of the module
+        self._state: ModuleState | None = None  # of the module
         self._evaluator: Evaluator | None = None
         self._totals: SharedTotals | None = None
         self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
@@ -172,17 +171,13 @@ class Session:
             self._mirror.adopt((program.module, program.criterion, *program.loss_fns), originals)
         self.worker.module, self.worker.criterion = program.module, program.criterion
         self._hooks = _hooks(program.module)
-        self._buffers = StepBuffers(program.module, self._mirror is None, program.state, originals)
-        if self.rows is not None and self.rows.changes != self._buffers.size:
+        discard = self._private["program"].discard if self._mirror is None else None
+        self._state = ModuleState(program.module, self._mirror is None, program.state, originals, discard)
+        self._state.watch([(name, tensors[i]) for i, name in read_only.items()], self._parameters)
+        if self.rows is not None and self.rows.changes != self._state.size:
             self.rows = None
-        watch = Watch(
-            program.module,
-            [(name, tensors[i]) for i, name in read_only.items()],
-            (*self._parameters, *self._buffers.tensors, *self._buffers.replaced),
-            *((originals, self._private["program"].discard) if self._mirror is None else ()),
-        )
         looked = self._evaluator.walk.looked if self._evaluator is not None and not examine else None
-        self._evaluator = Evaluator(program, self.worker, self._parameters, self._buffers, watch)
+        self._evaluator = Evaluator(program, self.worker, self._parameters, self._state)
         self._start = None
         self._evaluator.walk.protected = self._mirror is None
         if looked is not None:
@@ -206,8 +201,8 @@ class Session:
             self.evaluator.loaded = self._loaded[name]
         if self._mirror is not None:
             self._mirror.begin_step()
-        assert self._buffers is not None
-        self._buffers.begin_step()
+        assert self._state is not None
+        self._state.begin_step()
         self._start = start
 
     def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
@@ -275,15 +270,15 @@ class Session:
 
     def add_rows(self, first: int, count: int, terms: int) -> None:
         """Also sum in the `count` rows of block "rows", which replace all rows after the `first` ones."""
-        assert self._layout is not None and self._buffers is not None
+        assert self._layout is not None and self._state is not None
         pin(self._blocks["rows"], self.worker.device)
         if self.rows is None:
-            self.rows = Rows(self._layout, self._buffers.size, count, self._blocks["rows"], terms=terms)
+            self.rows = Rows(self._layout, self._state.size, count, self._blocks["rows"], terms=terms)
         else:
             self.rows.cut(first)
             self.rows.grow(count, self._blocks["rows"])
         if self._mirror is not None:
-            self._mirror.make_rows(first + count, self._buffers.size)
+            self._mirror.make_rows(first + count, self._state.size)
 
     def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
         """Set the number of workers to `size`, use the threads of this worker's rank, and stay awake for `awake`

@@ -11,8 +11,9 @@ import torch
 
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.structures import copy_of, map_tensors
-from batchopt_workers.map.contents import Contents
+from batchopt_workers.data.packing import copy_of
+from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.map.record import Record
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.tasks.jacobian import PieceResiduals
 from batchopt_workers.worker import Worker
@@ -148,7 +149,7 @@ class Modes:
         self._module, self._train = module, train
         self._parts = [*module.modules()]
         self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
-        self._contents: Contents | None = None
+        self._contents: Record | None = None
         self._own = [part.training for part in self._parts]
 
     def __enter__(self) -> None:
@@ -158,7 +159,7 @@ class Modes:
         if self.plain:
             self._set([self._train] * len(self._parts))
             return
-        self._contents = Contents((self._module,))
+        self._contents = Record({"module": self._module}, functions=False)
         try:
             self._module.train(self._train)
         except BaseException:

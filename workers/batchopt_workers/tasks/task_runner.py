@@ -105,7 +105,7 @@ class TaskRunner:
         work.needed = most_held(order.first, order.last, loaded.cut.chunks, tuple(node for node, _ in sums.partials))
         watch = None if task.writes else ParameterWatch(self.module, self.parameters, self.walk.protected)
         modes = work.modes = self._modes = Modes(self.module, task.train)
-        self.walk.watch.begin(compares=task.is_users or not modes.plain)
+        self.walk.state.constants.begin(compares=task.is_users or not modes.plain)
         with grads_kept(self.parameters):
             try:
                 for done in run(self.walk, work, loaded, order, sums):

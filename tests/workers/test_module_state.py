@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.map.buffers import LARGEST_STATISTIC, StepBuffers, statistics
+from batchopt_workers.data.places import LARGEST_STATISTIC
+from batchopt_workers.map.module_state import ModuleState, places_of_state
 
 
 class Holder(nn.Module):
@@ -35,22 +36,22 @@ SHARED = pytest.mark.parametrize("shared", [False, True])
 Change = Callable[[nn.Module, str, float], None]
 
 
-def changes_of(buffers: StepBuffers, share: float = 1.0, first: bool = True) -> torch.Tensor:
+def changes_of(buffers: ModuleState, share: float = 1.0, first: bool = True) -> torch.Tensor:
     out = torch.full((buffers.size,), torch.nan, dtype=torch.float64)
     buffers.changes(out, share, first)
     return out
 
 
-def values_and_flags(buffers: StepBuffers, share: float = 1.0, first: bool = True) -> tuple[list[float], list[float]]:
+def values_and_flags(buffers: ModuleState, share: float = 1.0, first: bool = True) -> tuple[list[float], list[float]]:
     values, flags = changes_of(buffers, share, first).view(2, -1).tolist()
     return values, flags
 
 
-def unchanged(buffers: StepBuffers) -> bool:
+def unchanged(buffers: ModuleState) -> bool:
     return not any(values_and_flags(buffers)[1])
 
 
-def end_step(buffers: StepBuffers) -> None:
+def end_step(buffers: ModuleState) -> None:
     """One chunk has changed them, and the step takes that over."""
     changes = changes_of(buffers)
     buffers.restore()
@@ -64,15 +65,15 @@ def test_statistics_are_the_buffers_with_all_their_places_but_for_what_cannot_be
         Holder(b=torch.empty(LARGEST_STATISTIC), a=tied, c=tied, spectrum=torch.zeros(2, dtype=torch.complex64)),
         Holder(wide=torch.zeros(1).expand(3)),
     )
-    found = [[(place.owner, place.name) for place in places] for places in statistics(module)]
+    found = [[(place.owner, place.name) for place in places] for places in places_of_state(module)]
     assert found == [[(module[0], "a"), (module[1], "a"), (module[1], "c")], [(module[1], "b")]]
-    assert StepBuffers(module[0]).size == 2 * 2 and StepBuffers(module[2]).size == 0
+    assert ModuleState(module[0]).size == 2 * 2 and ModuleState(module[2]).size == 0
 
 
 def test_there_is_a_value_and_a_flag_for_each_element_or_nothing_to_report() -> None:
-    assert StepBuffers(Holder(a=torch.zeros(2, 3), b=torch.tensor(0), c=torch.zeros(0), d=None)).size == 2 * 7
+    assert ModuleState(Holder(a=torch.zeros(2, 3), b=torch.tensor(0), c=torch.zeros(0), d=None)).size == 2 * 7
     for module in (nn.Linear(2, 2), Holder(a=torch.zeros(0))):
-        buffers = StepBuffers(module)
+        buffers = ModuleState(module)
         assert buffers.size == 0
         end_step(buffers)
         buffers.begin_step()
@@ -82,7 +83,7 @@ def test_there_is_a_value_and_a_flag_for_each_element_or_nothing_to_report() -> 
 @SHARED
 def test_restore_puts_the_values_of_the_steps_start_back(change: Change, shared: bool) -> None:
     module = Holder(mean=torch.ones(2), count=torch.tensor(3))
-    buffers = StepBuffers(module, shared)
+    buffers = ModuleState(module, shared)
     own = module.get_buffer("mean")
     for _ in range(2):
         change(module, "mean", 1.0)
@@ -97,7 +98,7 @@ def test_restore_puts_the_values_of_the_steps_start_back(change: Change, shared:
 @WAYS
 def test_values_are_weighted_for_statistics_and_those_of_the_first_chunk_for_counters(change: Change) -> None:
     module = Holder(mean=torch.tensor([1.0, 2.0]), count=torch.tensor(3), flag=torch.tensor(False))
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     change(module, "mean", 4.0)
     change(module, "count", 5)
     module.get_buffer("flag").logical_not_()
@@ -110,7 +111,7 @@ def test_values_are_weighted_for_statistics_and_those_of_the_first_chunk_for_cou
 def test_only_elements_that_differ_from_the_start_are_flagged() -> None:
     start = torch.tensor([1.0, torch.inf, torch.nan, -torch.inf, torch.nan, 0.0])
     module = Holder(mean=start, count=torch.tensor([3, 4]))
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     assert unchanged(buffers)
     module.get_buffer("mean")[3:] = torch.tensor([torch.inf, 0.0, torch.nan])
     module.get_buffer("count")[1] = 5
@@ -124,7 +125,7 @@ def test_a_step_takes_over_the_weighted_mean_of_the_chunks_values(
 ) -> None:
     size = sum(samples for samples, _ in chunks)
     module = Holder(mean=torch.tensor([1.0, -2.0], dtype=torch.float64), count=torch.tensor(7))
-    buffers = StepBuffers(module, shared)
+    buffers = ModuleState(module, shared)
     summed = torch.zeros(buffers.size, dtype=torch.float64)
     for i, (samples, by) in enumerate(chunks):
         in_place(module, "mean", by)
@@ -144,7 +145,7 @@ def test_one_chunk_leaves_batch_norm_bit_for_bit_as_one_process_does(
 ) -> None:
     module = nn.BatchNorm1d(3, momentum=momentum, dtype=dtype)
     reference = copy.deepcopy(module)
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     inputs = torch.linspace(-2, 5, 24, dtype=dtype).view(4, 2, 3)
     for step in inputs.sin():
         buffers.begin_step()
@@ -162,7 +163,7 @@ def test_one_chunk_leaves_batch_norm_bit_for_bit_as_one_process_does(
 @WAYS
 def test_a_step_starts_from_what_the_module_has_then(change: Change) -> None:
     module = Holder(mean=torch.zeros(1))
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     change(module, "mean", 5.0)
     buffers.begin_step()
     assert unchanged(buffers)
@@ -175,7 +176,7 @@ def test_a_step_starts_from_what_the_module_has_then(change: Change) -> None:
 def test_shared_values_are_read_at_the_steps_start_and_never_written() -> None:
     start = torch.ones(2)
     module = Holder(mean=start)
-    buffers = StepBuffers(module, shared=True)
+    buffers = ModuleState(module, shared=True)
     in_place(module, "mean", 1.0)
     buffers.take_over(changes_of(buffers))
     assert start.tolist() == [1.0, 1.0]
@@ -194,7 +195,7 @@ def test_a_tied_buffer_that_changes_in_one_place_is_seen_and_restored_in_all(
 ) -> None:
     tied = torch.ones(2)
     module = nn.Sequential(Holder(a=tied), Holder(a=tied, none=None))
-    buffers = StepBuffers(module, shared)
+    buffers = ModuleState(module, shared)
     own = module[0].get_buffer("a")
     assert (own is tied) != shared
     change(module[place], "a", 1.0)
@@ -207,7 +208,7 @@ def test_a_tied_buffer_that_changes_in_one_place_is_seen_and_restored_in_all(
     assert own.tolist() == [2.0, 2.0]
 
 
-def summed_over(buffers: StepBuffers, chunks: int, change: Callable[[int], object]) -> torch.Tensor:
+def summed_over(buffers: ModuleState, chunks: int, change: Callable[[int], object]) -> torch.Tensor:
     """The changes of equal chunks, of which each does `change(chunk)`."""
     summed = torch.zeros(buffers.size, dtype=torch.float64)
     for chunk in range(chunks):
@@ -223,7 +224,7 @@ def test_what_a_mean_would_spoil_stays_while_a_neighbour_changes(chunks: int) ->
     large = [2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)]
     module = Holder(mean=torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]), counts=torch.tensor([*large, 0]))
     mean, counts = module.get_buffer("mean"), module.get_buffer("counts")
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     buffers.take_over(summed_over(buffers, chunks, lambda i: (mean[3:].add_(6.0), counts[4:].add_(i + 1))))
     torch.testing.assert_close(mean, torch.tensor([torch.inf, -torch.inf, torch.nan, 7.0]), equal_nan=True)
     assert counts.tolist() == [*large, 1]
@@ -232,7 +233,7 @@ def test_what_a_mean_would_spoil_stays_while_a_neighbour_changes(chunks: int) ->
 @pytest.mark.parametrize("start", [torch.inf, -torch.inf, torch.nan])
 def test_what_was_no_finite_number_becomes_the_one_that_a_chunk_made_of_it(start: float) -> None:
     module = Holder(least=torch.tensor([start, 0.0]))
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     module.get_buffer("least")[0] = 1.0
     end_step(buffers)
     assert module.get_buffer("least").tolist() == [1.0, 0.0]
@@ -241,7 +242,7 @@ def test_what_was_no_finite_number_becomes_the_one_that_a_chunk_made_of_it(start
 def test_elements_that_no_chunk_changed_keep_their_bits() -> None:
     start = torch.linspace(-3, 3, 50, dtype=torch.float64).exp()
     module = Holder(mean=start.clone())
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     buffers.take_over(summed_over(buffers, 7, lambda chunk: module.get_buffer("mean")[0].add_(chunk)))
     assert module.get_buffer("mean")[0].item() == pytest.approx(start[0].item() + 3)
     assert torch.equal(module.get_buffer("mean")[1:], start[1:])
@@ -251,7 +252,7 @@ def test_elements_that_no_chunk_changed_keep_their_bits() -> None:
 def test_buffers_whose_memory_is_in_another_order_keep_their_elements_in_place(change: Change) -> None:
     start = torch.arange(6.0).view(2, 3).t()
     module = Holder(mean=start.clone())
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     change(module, "mean", 1.0)
     end_step(buffers)
     assert torch.equal(module.get_buffer("mean"), start + 1)
@@ -263,7 +264,7 @@ def test_a_buffer_that_changed_its_shape_or_became_none_is_named(
     new: torch.Tensor | None, words: str, shared: bool
 ) -> None:
     module = Holder(mean=torch.zeros(2))
-    buffers = StepBuffers(module, shared)
+    buffers = ModuleState(module, shared)
     module.register_buffer("mean", new)
     with pytest.raises(ValueError, match=f"buffer 'mean' of Holder {words}"):
         changes_of(buffers)
@@ -275,7 +276,7 @@ def test_an_update_with_autograd_history_is_a_value_and_no_graph_outlives_the_ch
     module = nn.Linear(2, 2)
     module.register_buffer("mean", torch.zeros(2))
     mean = module.get_buffer("mean")
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     mean.mul_(0.5).add_(module.weight.sum(0))
     found = changes_of(buffers)
     assert torch.equal(found[:2].float(), module.weight.sum(0)) and found[2:].all()
@@ -286,7 +287,7 @@ def test_an_update_with_autograd_history_is_a_value_and_no_graph_outlives_the_ch
 def test_a_buffer_replaced_between_steps_is_the_one_that_counts_and_tied_no_more() -> None:
     shared, new = torch.zeros(3), torch.ones(5, dtype=torch.int64)
     module: Any = nn.Sequential(Holder(value=shared), Holder(value=shared))
-    buffers = StepBuffers(module)
+    buffers = ModuleState(module)
     module[1].value = new
     buffers.begin_step()
     assert module[0].value is shared and module[1].value is new
@@ -299,7 +300,7 @@ def test_what_is_named_as_state_is_restored_and_reported_whatever_it_is() -> Non
     module: Any = Holder(spectrum=torch.ones(2, dtype=torch.complex64), wide=torch.zeros(1).expand(3))
     module.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     module.count = torch.zeros(1)
-    buffers = StepBuffers(module, state=("spectrum", "wide", "frozen", "count"))
+    buffers = ModuleState(module, state=("spectrum", "wide", "frozen", "count"))
     buffers.begin_step()
     module.spectrum.mul_(1j)
     module.wide[0] += 2
