@@ -68,7 +68,7 @@ def resample(
     if arguments.read_count("samples", samples) > size:
         raise ValueError(f"`samples` must be at most the number of candidates, {size}; got {samples}")
     k, c = _read_factor("k", k), _read_factor("c", c)
-    number = _seed_of(opt, term) if seed is None else arguments.read_seed(seed)
+    number = _seed_of(opt, term) if seed is None else arguments.read("seed", seed)
     weights = _weights(_sizes(opt, term, entry), k, c, term)
     if int((weights > 0).sum()) < samples:
         raise ValueError(
@@ -136,7 +136,7 @@ def _draw(weights: torch.Tensor, samples: int, seed: int) -> torch.Tensor:
 
 def _seed_of(opt: BatchOptimizer, term: str | None) -> int:
     function = opt._function
-    key = struct.pack("<QQ", function.settings.seed % 2**64, function.past.counters.steps) + repr(term).encode()
+    key = struct.pack("<QQ", function.settings.seed % 2**64, function.history.counters.steps) + repr(term).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
 
 

@@ -14,8 +14,12 @@ import torch
 from torch.utils.data import Dataset
 
 from batchopt._data.batches import samples_of
-from batchopt._function.function import BatchFunction
+from batchopt._function.checks import cut_differences
+from batchopt._function.engine import Engine
+from batchopt._function.step import EXAMINED, Counters
+from batchopt._mapreduce.plan import make_plan
 from batchopt._program.copies import copied
+from batchopt._program.flat_module import FlatModule
 from batchopt_workers.data.structures import map_tensors
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.tasks.inspection import normalises_by_chunk, written
@@ -102,7 +106,7 @@ class Value(NamedTuple):
     gradient: torch.Tensor
 
 
-def _value(function: BatchFunction, evaluate: Evaluate | None = None) -> Value:
+def _value(function: Engine, evaluate: Evaluate | None = None) -> Value:
     loss = (evaluate or function.evaluate)().item()
     return Value(loss, function.subject.gradient.double().clone())
 
@@ -137,7 +141,7 @@ class Verdict(NamedTuple):
     uncertain: float
 
 
-def judge(stencils: Sequence[Stencil]) -> Verdict:
+def best_slope(stencils: Sequence[Stencil]) -> Verdict:
     """Return the verdict of steps of several lengths, by those whose result is most certain. Rounding makes short steps
     less certain, and curvature long ones."""
     fine = stencils[:FINE]
@@ -161,18 +165,22 @@ def judge(stencils: Sequence[Stencil]) -> Verdict:
 class Examination:
     """The checks of one function on one batch, each made on request."""
 
-    def __init__(self, function: BatchFunction, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> None:
+    def __init__(self, function: Engine, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> None:
         """Load the batch in `function`, cut into fixed chunks; `evaluate` evaluates it."""
         self._function, self._evaluate, self._batch = function, evaluate, (inputs, targets, options)
         function.load(inputs, targets, options)
-        self.size, self._chunk_size = function.cut_in_chunks(CHUNKS)
+        step, workers = function.ready(), function.workers
+        self.size = step.batch.size
+        self._chunk_size = step.chunk_size or math.ceil(self.size / max(CHUNKS, len(workers.infos)))
+        plan = make_plan(self.size, self._chunk_size, workers.speeds)
+        function.step = step._replace(chunk_size=self._chunk_size, plan=plan)
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else function.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
         self.undecided = False  # a cut could not be judged
         self._imprecision = 0.0  # of f and its gradient, relative, as found by the slope
 
-    def _twin(self, hooks: bool = True, **changes: Any) -> BatchFunction:
+    def _twin(self, hooks: bool = True, **changes: Any) -> Engine:
         """Return a serial function of a copy of the module, in float64 where the module can be evaluated in it."""
         program = copied(self._function.workers.program)
         if self._doubles:
@@ -181,9 +189,15 @@ class Examination:
                 program.criterion._apply(_double)  # type: ignore[no-untyped-call]
         if not hooks:
             program = replace(program, prehook=None, posthook=None)
-        return self._function.twin(program, **changes)
+        function = self._function
+        serial: dict[str, Any] = dict.fromkeys(("speeds", "devices", "precode", "compress"))
+        serial |= dict.fromkeys(("check_cut", "automatic"), False)
+        serial |= {"backend": "serial", "parallelize": 1, "options": {}, "verbose": 0}
+        settings = replace(function.settings, **serial, terms=function.reader.terms).having(program)
+        counters = Counters(steps=function.history.counters.steps - 1)  # so its first step has the same draws
+        return Engine(FlatModule(program.module), replace(settings, **changes), counters)
 
-    def _load(self, twin: BatchFunction) -> None:
+    def _load(self, twin: Engine) -> None:
         inputs, targets, options = self._batch
         if self._doubles:
             inputs, targets = _doubled(inputs), _doubled(targets)
@@ -201,7 +215,7 @@ class Examination:
         return True
 
     @contextmanager
-    def _loaded(self, dropout: bool = True, **changes: Any) -> Iterator[BatchFunction]:
+    def _loaded(self, dropout: bool = True, **changes: Any) -> Iterator[Engine]:
         """Load the batch in a twin, with or without dropout."""
         with self._twin(**changes) as twin:
             if not dropout:
@@ -238,7 +252,7 @@ class Examination:
             size = max(1.0, start.norm().item())
             for step in STEPS if self._doubles else [100 * step for step in STEPS]:
                 stencils.append(_stencil(twin, start, direction, here, step * size))
-                verdict = judge(stencils)
+                verdict = best_slope(stencils)
                 if verdict.sure and verdict.passed:
                     break
         off = abs(verdict.claimed - verdict.measured) / (abs(verdict.claimed) or 1.0)
@@ -261,7 +275,7 @@ class Examination:
 
     def _cut_of_few(self, question: str, **changes: Any) -> Check:
         with self._loaded(dropout=False, chunk_size=self.size, **changes) as twin:
-            found = twin.cut_differences(self.size)
+            found = cut_differences(twin, self.size)
         self.undecided = not all(difference.decided for difference in found)
         drawn = "it draws random numbers, so of a few samples: "
         if self.undecided:
@@ -282,14 +296,14 @@ class Examination:
         return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
 
 
-def examine(function: BatchFunction, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> Diagnosis:
+def examine(function: Engine, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> Diagnosis:
     """Check `function`, as `evaluate` evaluates it, on a batch; stop at the first check that fails."""
-    with function.under_examination(), warnings.catch_warnings():
+    with function.apart("check()", **EXAMINED), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _examine(function, Examination(function, evaluate, inputs, targets, options))
 
 
-def _examine(function: BatchFunction, examination: Examination) -> Diagnosis:
+def _examine(function: Engine, examination: Examination) -> Diagnosis:
     checks: list[Check] = []
 
     def failed(check: Check) -> bool:
@@ -318,7 +332,7 @@ def _examine(function: BatchFunction, examination: Examination) -> Diagnosis:
     return found(Culprit.NONE)
 
 
-def _stencil(twin: BatchFunction, start: torch.Tensor, direction: torch.Tensor, here: Value, step: float) -> Stencil:
+def _stencil(twin: Engine, start: torch.Tensor, direction: torch.Tensor, here: Value, step: float) -> Stencil:
     """Evaluate five points along `direction` (shape `(n,)`, length 1); the middle one is `start`, where f is `here`."""
     values = []
     for i in (-2, -1, 0, 1, 2):

@@ -24,7 +24,7 @@ from typing import Any
 _NO_TERMS: Mapping[str, range] = MappingProxyType({})
 
 # Advice where a library wants a `torch.optim.Optimizer`: that is passed closures, never the batch, which workers need.
-IN_TRAINERS = "a trainer or scheduler gets `opt.optimizer`, and `opt.loss()` in place of its loss (docs/recipes.md)"
+TRAINER_ADVICE = "a trainer or scheduler gets `opt.optimizer`, and `opt.loss()` in place of its loss (docs/recipes.md)"
 
 
 class BatchoptError(RuntimeError):
@@ -200,7 +200,7 @@ class CheckpointError(BatchoptError):
     """
 
 
-def tell_rows(error: BatchoptError, rows: Sequence[int] | None) -> None:
+def add_data_indices(error: BatchoptError, rows: Sequence[int] | None) -> None:
     """Add to the message the indices in the data of the samples that it names; `rows` has them for the full batch."""
     samples = getattr(error, "samples", None)
     if samples and rows is not None and not getattr(error, "terms", None):

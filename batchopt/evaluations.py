@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from batchopt._data import arguments
+from batchopt._data.terms import reweighed
 from batchopt._function.closure import Closure, loss_with_graph
-from batchopt._function.derivatives import evaluate_many, full_gradient, hessian_products, input_gradients
-from batchopt._function.function import BatchFunction
+from batchopt._function.derivatives import check_exact, evaluate_many, full_gradient, hessian_products, input_gradients
+from batchopt._function.engine import Engine
 from batchopt._function.hogwild import HogwildResult, hogwild
 from batchopt._function.least_squares import (
     LARGEST,
@@ -37,7 +38,7 @@ from batchopt_workers.tasks.hogwild import Factory
 class Evaluations:
     """f(X), df/dX and other functions of a loaded batch, evaluated by workers; a `BatchOptimizer` adds the steps."""
 
-    _function: BatchFunction
+    _function: Engine
     _owner: Owner
 
     # ---- f
@@ -306,16 +307,17 @@ class Evaluations:
         This needs a criterion, which is given the output: with `loss_fn`, `terms` or a module that returns its loss,
         setting it raises `ValueError`.
         """
-        return self._function.keeps_outputs
+        return self._function.workers.keeps_outputs
 
     @keep_outputs.setter
+    @exclusive
     def keep_outputs(self, keep: bool) -> None:
         if arguments.read_bool("keep_outputs", keep) and self.criterion is None:
             raise ValueError(
                 "outputs are seen only where a criterion is given them, and here the loss is made by a function: use "
                 "opt.collect(lambda module, inputs, targets: module(inputs))"
             )
-        self._function.keep_outputs(keep)
+        self._function.workers.keep_outputs(keep)
 
     def predict(self, inputs: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """Return the module's outputs for all of `inputs`, in order: in evaluation mode, without graph and targets.
@@ -393,7 +395,7 @@ class Evaluations:
     def losses(self) -> dict[str, float]:
         """The mean (or sum) of each term by name, without its weight, at the evaluation of `output`; empty without
         terms and before the first evaluation."""
-        return dict(self._function.past.counters.terms)
+        return dict(self._function.history.counters.terms)
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -402,41 +404,43 @@ class Evaluations:
         Assigning a dict with a weight for each term takes effect with the batch loaded next. Raises `TypeError` or
         `ValueError` unless it has exactly the terms' names, and each weight is finite and >= 0.
         """
-        return MappingProxyType({name: term.weight for name, term in (self._function.terms or {}).items()})
+        return MappingProxyType({name: term.weight for name, term in (self._function.reader.terms or {}).items()})
 
     @weights.setter
+    @exclusive
     def weights(self, weights: Mapping[str, float]) -> None:
-        self._function.set_weights(weights)
+        reader = self._function.reader
+        reader.terms = reweighed(reader.terms, weights)
 
     @property
     def hook_results(self) -> list[Any]:
         """Results of the posthook in the last evaluation, in sample order."""
-        return self._function.past.hook_results
+        return self._function.history.hook_results
 
     @property
     def output(self) -> float:
         """The loss of the parameters after the last step if evaluated, else that of the last evaluation; 0 at first."""
-        return self._function.past.counters.loss
+        return self._function.history.counters.loss
 
     @property
     def eval_counter(self) -> int:
         """The number of evaluations so far."""
-        return self._function.past.counters.evaluations
+        return self._function.history.counters.evaluations
 
     @property
     def batch_counter(self) -> int:
         """The number of batches stepped on so far."""
-        return self._function.past.counters.batches
+        return self._function.history.counters.batches
 
     @property
     def sample_counter(self) -> int:
         """The number of samples of the batches stepped on so far."""
-        return self._function.past.counters.samples
+        return self._function.history.counters.samples
 
     @property
     def product_counter(self) -> int:
         """The number of Hessian-vector products so far."""
-        return self._function.past.counters.products
+        return self._function.history.counters.products
 
     @property
     def closure(self) -> Closure:
@@ -484,7 +488,7 @@ class Evaluations:
         >>> abs(opt.evaluate().item() - found.fun) < 1e-9
         True
         """
-        self._function.check_exact("objective()")
+        check_exact(self._function, "objective()")
         return FlatObjective(self._function, self.evaluate)
 
     def hogwild(
@@ -527,11 +531,11 @@ class Evaluations:
         >>> sorted(timeline.utilisation)
         [0, 1]
         """
-        return self._function.observers.timeline()
+        return self._function.observers.including(Timeline())
 
     def fingerprint(self) -> str:
         """Return the sha256, in hexadecimal, of the parameters, the counters and all losses so far.
 
         It is equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
-        return self._function.past.counters.fingerprint(self.parameters)
+        return self._function.history.counters.fingerprint(self.parameters)

@@ -12,12 +12,11 @@ import torch
 from batchopt._checkpoint import file
 from batchopt._data import arguments
 from batchopt._data.terms import Term
-from batchopt._function.auto import AutoFunction
+from batchopt._function.attempt import Attempt
 from batchopt._function.closure import of_second_derivatives
-from batchopt._function.function import BatchFunction
-from batchopt._function.loader import undone_if_it_fails
+from batchopt._function.engine import Engine
 from batchopt._function.observer import Trial, Trials
-from batchopt._function.prepared import PreparedBatch
+from batchopt._function.prepared import PreparedBatch, prepared
 from batchopt._function.resumption import resume, state_of
 from batchopt._function.settings import Settings
 from batchopt._function.workers import anticipate
@@ -27,7 +26,7 @@ from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
 from batchopt.doctor import Diagnosis, examine
-from batchopt.errors import IN_TRAINERS, CheckpointError
+from batchopt.errors import TRAINER_ADVICE, CheckpointError
 from batchopt.evaluations import Evaluations
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt.optim.minimizer import Minimizer
@@ -137,7 +136,7 @@ class BatchOptimizer(Evaluations):
     BatchOptimizer(Sequential of 25 parameters, MSELoss(), optimizer=LBFGS, parallelize=2, 0 batches, 0 evaluations)
     """
 
-    @arguments.called_here
+    @arguments.suggest_arguments
     def __init__(
         self,
         module: torch.nn.Module,
@@ -177,7 +176,7 @@ class BatchOptimizer(Evaluations):
         self.optimizer = choose_optimizer(optimizer, subject.parameters)
         if settings.compress is not None:
             check_goes_by_any_gradient(self.optimizer)
-        self._function = (AutoFunction if settings.automatic else BatchFunction)(subject, settings)
+        self._function = Engine(subject, settings)
         self._owner = self._function.owner
         self._rollback = Rollback(subject.x, self.optimizer)
 
@@ -210,15 +209,16 @@ class BatchOptimizer(Evaluations):
         try:
             rollback.take()
             try:
-                with function.observers.doing("step"), undone_if_it_fails(function):
+                with Attempt(function, "step"):
                     load()
-                    trials = Trials(function.subject.x, function.subject.parameters, self._tells)
+                    reports = self._optimizer_reports
+                    trials = Trials(function.subject.x, function.subject.parameters, reports)
                     outer, function.observers.trials = function.observers.trials, trials
                     try:
                         self.optimize()
                     finally:
                         function.observers.trials = outer
-                    left = self._left(trials)
+                    left = self._left(trials) if reports else trials.left(rollback.start)
                     function.end_step()
                     function.stepped(left)
             except BaseException:
@@ -227,16 +227,16 @@ class BatchOptimizer(Evaluations):
                 raise
         finally:
             owner.doing = outer_work
-        return function.past.counters.loss
+        return function.history.counters.loss
 
     @property
-    def _tells(self) -> bool:
+    def _optimizer_reports(self) -> bool:
         """Tell whether the optimizer identifies the evaluation of the final parameters, as `Minimizer` does."""
         return isinstance(self.optimizer, Minimizer) and type(self).optimize is BatchOptimizer.optimize
 
     def _left(self, trials: Trials) -> Trial | None:
-        """Return the evaluation at the parameters after the step, if there was one."""
-        if self._tells and isinstance(self.optimizer, Minimizer) and self.optimizer.result is not None:
+        """Return the evaluation at the parameters after the step, if there was one, as the optimizer identifies it."""
+        if isinstance(self.optimizer, Minimizer) and self.optimizer.result is not None:
             return trials.number(self.optimizer.result.number, self.optimizer.result.evaluations)
         return trials.left(self._rollback.start)
 
@@ -273,7 +273,7 @@ class BatchOptimizer(Evaluations):
         `BatchoptError`. `len(batch)` is its number of samples. A batch of `Batches` counts when its step is complete,
         when it is loaded, or when the loop continues without it.
         """
-        return self._function.prepared(batches)
+        return prepared(self._function, batches)
 
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch, or evaluate once without one; a subclass may override
@@ -451,15 +451,16 @@ class BatchOptimizer(Evaluations):
         """The seed of all random draws in the workers."""
         return self._function.settings.seed
 
+    @exclusive
     def once(self, function: Callable[[], T]) -> T:
         """Call `function` and return its result; with `backend="ranks"` rank 0 calls it, and all ranks return its
         result, or raise its exception. It is for what depends on a clock, or writes files."""
-        return self._function.once(function)
+        return self._function.workers.backend.once(function)
 
     @property
     def is_main(self) -> bool:
         """Tell whether this process prints and writes files: always, or with `backend="ranks"` only on rank 0."""
-        return self._function.is_main
+        return self._function.workers.backend.is_main
 
     def close(self) -> None:
         """Stop the workers; may be called repeatedly. The module keeps its parameters, in memory of this process alone
@@ -482,16 +483,20 @@ class BatchOptimizer(Evaluations):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            advice = f": {IN_TRAINERS}" if name == "param_groups" or hasattr(torch.optim.Optimizer, name) else ""
+            advice = f": {TRAINER_ADVICE}" if name == "param_groups" or hasattr(torch.optim.Optimizer, name) else ""
             raise AttributeError(f"BatchOptimizer has no attribute '{name}'{advice}", name=name, obj=self)
 
     def __repr__(self) -> str:
-        function, subject, past = self._function, self._function.subject, self._function.past.counters
+        function, subject, past = self._function, self._function.subject, self._function.history.counters
         loss = self.criterion or getattr(function.settings.loss_fn, "residual", function.settings.loss_fn)
         parts = [f"{type(subject.module).__name__} of {subject.x.numel():,} parameters"]
-        parts += [f"terms={[*function.terms]}"] if function.terms else [arguments.short(loss)] * (loss is not None)
+        parts += (
+            [f"terms={[*function.reader.terms]}"]
+            if function.reader.terms
+            else [arguments.short(loss)] * (loss is not None)
+        )
         parts.append(f"optimizer={None if self.optimizer is None else type(self.optimizer).__name__}")
-        parts.append("closed" if function.is_closed else f"parallelize={len(function.workers.infos)}")
+        parts.append("closed" if function.workers.closed else f"parallelize={len(function.workers.infos)}")
         parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
         parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
         return f"BatchOptimizer({', '.join(parts)})"

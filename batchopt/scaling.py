@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchopt._function.choice import Configuration, coordination
-from batchopt._function.function import BatchFunction
+from batchopt._function.engine import Engine
+from batchopt._function.step import EXAMINED
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.plan import make_plan
 from batchopt._mapreduce.speeds import Speeds
@@ -134,9 +135,7 @@ class Scaling:
         return figure
 
 
-def measure_scaling(
-    function: BatchFunction, evaluate: Callable[[], object], seconds: float, bandwidth: float
-) -> Scaling:
+def measure_scaling(function: Engine, evaluate: Callable[[], object], seconds: float, bandwidth: float) -> Scaling:
     """Time evaluations of the loaded batch; documented at `BatchOptimizer.scaling`."""
     step, workers, cores = function.ready(), function.workers, usable_cores()
     if function.settings.backend not in ("process", "serial") or function.settings.devices is not None:
@@ -149,18 +148,18 @@ def measure_scaling(
     before, speeds = workers.configuration, workers.speeds
     bytes_of_gradient = function.subject.x.numel() * function.subject.x.element_size()
     rows = []
-    with function.under_examination():
+    with function.apart("scaling()", **EXAMINED):
         try:
             for configuration in configurations:
                 function.use(*configuration)
-                function.begin(workers.backend.prepare(step.batch))
+                function.begin(workers.prepare(step.batch))
                 took = _median(evaluate, seconds / len(configurations))
                 pids = [info.pid for info in workers.infos]
                 memory = None if configuration.workers == 1 else max(map(_private_bytes, pids))
                 threads = configuration.threads or cores
                 rows.append(ScalingRow(configuration.workers, threads, took, memory=memory))
             function.use(1, 1)
-            function.begin(workers.backend.prepare(step.batch))
+            function.begin(workers.prepare(step.batch))
             fixed, whole = _model(function, step.batch, step.chunk_size)
         finally:
             function.use(*before)
@@ -180,7 +179,7 @@ def _median(evaluate: Callable[[], object], seconds: float) -> float:
     return statistics.median(found)
 
 
-def _model(function: BatchFunction, batch: Batch, chunk_size: int | None) -> tuple[float, float]:
+def _model(function: Engine, batch: Batch, chunk_size: int | None) -> tuple[float, float]:
     """Return the seconds that a worker's evaluation takes whatever its samples, and those of all samples, by one
     thread."""
     workers, step = function.workers, function.ready()

@@ -17,16 +17,11 @@ import torch
 
 from batchopt import BatchOptimizer
 from batchopt._data.arguments import (
+    check_callable,
     check_criterion,
-    check_hooks,
-    read_on_nonfinite,
-    read_optional_count,
+    read,
     read_parallelize,
-    read_restarts,
-    read_seed,
     read_speeds,
-    read_timeout,
-    read_verbose,
 )
 from batchopt._function.settings import Settings
 from batchopt._machine.cores import usable_cores
@@ -39,25 +34,28 @@ GIVEN = Speeds((1.0, 2.5, 0.0), fixed=True)
 
 
 @pytest.mark.parametrize(
-    "read, values",
+    "reader, values",
     [
         (read_parallelize, {1: 1, 17: 17, "auto": usable_cores()}),
         (backend_class("process").read_workers, {3: 3}),
         (backend_class("serial").read_workers, {1: 1}),
-        (read_timeout, {value: float(value) for value in (1, 0.5, 1e-9, 10**6, np.float32(2.5), np.int64(3))}),
-        (read_timeout, {Fraction(1, 4): 0.25, None: None}),
-        (read_restarts, {value: value for value in (None, 0, 1, 100)}),
-        (functools.partial(read_optional_count, "chunk_size"), {None: None, 1: 1}),
-        (read_seed, {0: 0, 2**63: 2**63}),
-        (read_on_nonfinite, {"raise": "raise", "return": "return"}),
-        (read_verbose, {level: level for level in range(4)}),
+        (
+            functools.partial(read, "timeout"),
+            {value: float(value) for value in (1, 0.5, 1e-9, 10**6, np.float32(2.5), np.int64(3))},
+        ),
+        (functools.partial(read, "timeout"), {Fraction(1, 4): 0.25, None: None}),
+        (functools.partial(read, "max_restarts"), {value: value for value in (None, 0, 1, 100)}),
+        (functools.partial(read, "chunk_size"), {None: None, 1: 1}),
+        (functools.partial(read, "seed"), {0: 0, 2**63: 2**63}),
+        (functools.partial(read, "on_nonfinite"), {"raise": "raise", "return": "return"}),
+        (functools.partial(read, "verbose"), {level: level for level in range(4)}),
         (lambda speeds: read_speeds(speeds and list(speeds), 3), {None: None, (1, 2.5, 0): GIVEN}),
         (lambda speeds: read_speeds(speeds, 3), {(np.int64(1), np.float32(2.5), Fraction(0)): GIVEN}),
     ],
 )
-def test_what_is_given_is_read_as_a_plain_value(read: Callable[[Any], Any], values: dict[Any, Any]) -> None:
+def test_what_is_given_is_read_as_a_plain_value(reader: Callable[[Any], Any], values: dict[Any, Any]) -> None:
     for value, expected in values.items():
-        assert (type(read(value)), read(value)) == (type(expected), expected)
+        assert (type(reader(value)), reader(value)) == (type(expected), expected)
 
 
 def test_a_worker_may_be_replaced_four_times_by_default() -> None:
@@ -119,7 +117,9 @@ HOOKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_whatever_can_be_called_so_is_a_hook(hook: Any) -> None:
-    check_hooks(precode=lambda worker: None, prehook=hook, posthook=hook)
+    check_callable("precode", lambda worker: None)
+    check_callable("prehook", hook)
+    check_callable("posthook", hook)
 
 
 def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

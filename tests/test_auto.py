@@ -16,7 +16,6 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._function import choice
-from batchopt._function.auto import AutoFunction
 from batchopt._function.choice import Choice, Configuration, Phase
 from tests.workloads import Mlp, mlp, reference
 
@@ -47,8 +46,8 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def choice_of(opt: BatchOptimizer) -> Choice:
     """How far the choice has come."""
-    assert isinstance(opt._function, AutoFunction)
-    return opt._function._choice
+    assert opt._function.auto is not None
+    return opt._function.auto.choice
 
 
 def parts(module: nn.Module) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def test_it_is_chosen_again_when_times_change_by_a_factor_ever_more_seldom() -> 
     for seconds in (1.2e-3, 5e-3):
         for _ in range(choice.OFTEN + 1):
             found.took(seconds)
-        looks.append((found.phase, found._looks_after))
+        looks.append((found.phase, found.drift.often))
     assert looks == [(Phase.CHOSEN, choice.OFTEN), (Phase.TIME, 2 * choice.OFTEN)]
 
 
@@ -235,7 +234,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
     case = mlp()
     hooked: dict[str, Any] = {"prehook": lambda worker, sample: None}
     with BatchOptimizer(**parts(Mlp().double()), **hooked) as opt:
-        assert not isinstance(opt._function, AutoFunction)
+        assert opt._function.auto is None
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         opt.load(case.inputs, case.targets)
         expected = opt.evaluate()

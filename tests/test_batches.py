@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt import BatchOptimizer
-from batchopt._data.batches import Reading, read_part
+from batchopt._data.batches import BatchSpec, read_part
 from batchopt_workers.data.batch import Columns, Part, Samples
 from batchopt_workers.data.items import Collate
 from batchopt_workers.data.structures import tensors_in
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 
 def read(inputs: Any, targets: Any = None, options: Any = None, collate: Collate | None = None) -> Part:
-    return read_part(inputs, targets, options, Reading(collate, "mean", None, None))
+    return read_part(inputs, targets, options, BatchSpec(collate, "mean", None, None))
 
 
 def concatenate(samples: list[Any]) -> Any:
@@ -157,14 +157,14 @@ WEIGHTED = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
 @pytest.mark.parametrize("reduction, weight", [("mean", 0.25), ("sum", 1.0)])
 def test_the_batch_knows_how_much_its_losses_count(reduction: str, weight: float) -> None:
     targets = torch.tensor([0, 1])
-    batch = read_part(torch.rand(2, 2), targets, None, Reading(None, reduction, WEIGHTED, None))
+    batch = read_part(torch.rand(2, 2), targets, None, BatchSpec(None, reduction, WEIGHTED, None))
     assert batch.weighting.of(0, 1) == weight
 
 
 @pytest.mark.parametrize("criterion", [None, WEIGHTED], ids=["no criterion", "a criterion with its own"])
 def test_denominators_that_are_given_are_the_ones_that_count(criterion: Any) -> None:
-    reading = Reading(None, "mean", criterion, lambda inputs, targets: inputs[:, 0] + targets)
-    batch = read_part(torch.tensor([[1.0], [6.0]]), torch.tensor([0, 1]), None, reading)
+    spec = BatchSpec(None, "mean", criterion, lambda inputs, targets: inputs[:, 0] + targets)
+    batch = read_part(torch.tensor([[1.0], [6.0]]), torch.tensor([0, 1]), None, spec)
     assert [batch.weighting.of(0, 1), batch.weighting.of(1, 2)] == [0.125, 0.875]
 
 
@@ -176,8 +176,8 @@ def test_denominators_are_given_the_data_as_they_were_passed() -> None:
         return [1, 1, 1]
 
     inputs, targets = [X, X, X], [0, 1, 2]
-    read_part(inputs, targets, None, Reading(concatenate, "mean", None, ones))
-    read_part(inputs, None, None, Reading(concatenate, "mean", None, ones))
+    read_part(inputs, targets, None, BatchSpec(concatenate, "mean", None, ones))
+    read_part(inputs, None, None, BatchSpec(concatenate, "mean", None, ones))
     assert [id(item) for item in seen] == [id(inputs), id(targets), id(inputs), id(None)]
 
 
@@ -185,16 +185,16 @@ def test_a_sum_asks_for_no_denominators() -> None:
     def never(inputs: Any, targets: Any) -> Any:
         raise AssertionError
 
-    batch = read_part(X, None, None, Reading(None, "sum", None, never))
+    batch = read_part(X, None, None, BatchSpec(None, "sum", None, never))
     assert batch.weighting.of(0, 1) == 1.0
 
 
 def test_the_batch_has_the_rows_of_a_criterion_that_weighs_each_sample() -> None:
     rows = torch.rand(3, 2)
-    reading = Reading(None, "mean", torch.nn.BCELoss(weight=rows), None)
-    found = read_part(X, torch.rand(3, 2), None, reading).criterion_rows
+    spec = BatchSpec(None, "mean", torch.nn.BCELoss(weight=rows), None)
+    found = read_part(X, torch.rand(3, 2), None, spec).criterion_rows
     assert list(found) == ["weight"] and torch.equal(found["weight"], rows)
-    assert read_part(X[:2], torch.rand(2, 2), None, reading).criterion_rows == {}
+    assert read_part(X[:2], torch.rand(2, 2), None, spec).criterion_rows == {}
     assert read(X, torch.rand(3, 2)).criterion_rows == {}
 
 
@@ -267,16 +267,16 @@ def on_an_accelerator() -> torch.Tensor:
     ids=["alone", "tuple", "dict", "list"],
 )
 def test_a_batch_is_where_the_workers_are(wrap: Callable[[torch.Tensor], Any], path: str) -> None:
-    reading = Reading(None, "mean", None, None, torch.device("cpu"))
+    spec = BatchSpec(None, "mean", None, None, torch.device("cpu"))
     data = wrap(on_an_accelerator())
     with pytest.raises(ValueError) as caught:
-        read_part(data, None, None, reading)
+        read_part(data, None, None, spec)
     message = "is on cuda:1; workers run on cpu: call .to('cpu') on it, or use parallelize=1"
     assert str(caught.value) == f"`{path}` {message}"
-    assert read_part(data, None, None, Reading(None, "mean", None, None)).size == 3
-    assert read_part(wrap(X), None, None, reading).size == 3
+    assert read_part(data, None, None, BatchSpec(None, "mean", None, None)).size == 3
+    assert read_part(wrap(X), None, None, spec).size == 3
     with pytest.raises(ValueError, match=r"^`targets` is on cuda:1; workers run on cpu"):
-        read_part(X, on_an_accelerator(), None, reading)
+        read_part(X, on_an_accelerator(), None, spec)
 
 
 def inputs_of(data: Any) -> Columns | Samples:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
-from batchopt._function.checks import Drawn, differs, judge
+from batchopt._function.checks import Drawn, decide_random, differs
 from batchopt_workers.tasks.cut_losses import SAMPLES, split, spread
 from tests.building import loaded
 from tests.workloads import Mlp, mlp, size
@@ -304,7 +304,7 @@ def test_a_random_sum_is_told_from_a_mean(options: dict[str, Any]) -> None:
 
 def test_a_random_loss_is_judged_by_its_errors() -> None:
     def off_by(*off: float) -> bool | None:
-        return judge([Drawn(1.0 - value, 0.5, 0.5) for value in off])
+        return decide_random([Drawn(1.0 - value, 0.5, 0.5) for value in off])
 
     assert off_by(*[0.5, 0.52] * 4) is True
     assert off_by(*[0.01, -0.01] * 4) is False

@@ -139,7 +139,9 @@ def test_a_mean_over_nothing_in_one_chunk_says_what_to_do(ignored: int, options:
     given: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "check_cut": False, **options}
     with BatchOptimizer(torch.nn.Linear(3, 4), **given) as opt:
         opt.load(x, y)
-        with pytest.raises(NonFiniteError, match=rf"mean over nothing.*`denominators`.*\(sample {ignored}\)"):
+        with pytest.raises(
+            NonFiniteError, match=rf"mean over no counted targets.*`denominators`.*\(sample {ignored}\)"
+        ):
             opt.evaluate()
         y[ignored + 1] = 0
         x[ignored + 1] = math.nan

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt._mapreduce.plan import DETERMINISTIC_CHUNKS, NEW, choose_chunk_size, follow, make_plan
+from batchopt._mapreduce.plan import DETERMINISTIC_CHUNKS, NEW, choose_chunk_size, make_plan, replan
 from batchopt._mapreduce.speeds import Speeds
 from batchopt_workers.process.messages import Order
 
@@ -71,7 +71,7 @@ def test_a_plan_made_by_the_present_speeds_is_followed_unchanged(
     plan = make_plan(n, chunk_size, speeds)
     ages = [0]
     for _ in range(10):
-        after = follow(plan, chunk_size, speeds)
+        after = replan(plan, chunk_size, speeds)
         assert (after.cut, after.shares) == (plan.cut, plan.shares)
         plan = after
         ages.append(plan.age)
@@ -82,21 +82,21 @@ def test_what_only_parts_of_chunks_could_save_does_not_make_a_plan_new() -> None
     """Nine chunks of two for two workers: five for one of them, though a half of 17 samples is less than ten."""
     plan = make_plan(17, 2, Speeds.unknown(2))
     for _ in range(NEW):
-        plan = follow(plan, 2, Speeds.unknown(2))
+        plan = replan(plan, 2, Speeds.unknown(2))
     assert plan.samples() == [10, 7] and plan.age == NEW
-    assert follow(plan, 2, Speeds.unknown(2)) is plan
+    assert replan(plan, 2, Speeds.unknown(2)) is plan
 
 
 def test_fixed_speeds_and_one_worker_change_nothing_fixed_chunks_change_hands_and_free_ones_are_cut_anew() -> None:
     for chunk_size in (None, 5):
         plan = make_plan(100, chunk_size, Speeds.unknown(2))
-        assert follow(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) is plan
+        assert replan(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) is plan
     plan = make_plan(100, 30, Speeds.unknown(1))
-    assert follow(plan, 30, Speeds((10.0,))) is plan
+    assert replan(plan, 30, Speeds((10.0,))) is plan
     plan = make_plan(100, 10, Speeds.unknown(2))
-    after = follow(plan, 10, Speeds((1.0, 4.0)))
+    after = replan(plan, 10, Speeds((1.0, 4.0)))
     assert after.cut is plan.cut and (plan.shares, after.shares) == ((5, 5), (2, 8))
-    after = follow(make_plan(100, None, Speeds.unknown(2)), None, Speeds((1.0, 4.0)))
+    after = replan(make_plan(100, None, Speeds.unknown(2)), None, Speeds((1.0, 4.0)))
     assert after == make_plan(100, None, Speeds((1.0, 4.0))) and after.samples() == [20, 80]
 
 
@@ -104,7 +104,7 @@ def test_a_plan_that_is_new_gives_way_only_to_one_that_is_much_better() -> None:
     plan = make_plan(100, None, Speeds((1.0, 1.0)))
     shares = []
     for _ in range(6):
-        plan = follow(plan, None, Speeds((1.0, 1.1)))  # 5 % to gain
+        plan = replan(plan, None, Speeds((1.0, 1.1)))  # 5 % to gain
         shares.append(plan.samples())
     assert shares == [[50, 50]] * 4 + [[48, 52]] * 2
-    assert follow(make_plan(100, None, Speeds((1.0, 1.0))), None, Speeds((1.0, 1.3))).samples() == [43, 57]
+    assert replan(make_plan(100, None, Speeds((1.0, 1.0))), None, Speeds((1.0, 1.3))).samples() == [43, 57]

@@ -16,7 +16,7 @@ from torch import nn
 
 import batchopt.backends.process.repeat
 from batchopt import BatchOptimizer, Sample, Term, Weighted, Worker
-from batchopt._data.batches import Reading, read_part
+from batchopt._data.batches import BatchSpec, read_part
 from batchopt._data.forms import with_form
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends.process.repeat import Repeat
@@ -312,7 +312,7 @@ def test_forms_of_batches() -> None:
     a, b, c = (torch.ones(4, 3) for _ in range(3))
 
     def formed(inputs: Any, targets: Any, collate: Any = None) -> Batch:
-        return with_form(Batch((read_part(inputs, targets, None, Reading(collate, "mean", None, None)),)))
+        return with_form(Batch((read_part(inputs, targets, None, BatchSpec(collate, "mean", None, None)),)))
 
     def form(*given: Any) -> Any:
         found = formed(*given)
@@ -464,12 +464,12 @@ def of_minibatch(parallelize: int) -> int:
 
 def test_frames_of_evaluations_and_minibatches_that_repeat(rings: list[int]) -> None:
     alone, two, four, chunks = of_evaluation(1), of_evaluation(2), of_evaluation(4), of_evaluation(1, 16)
-    assert alone <= 85
-    assert two <= 50
+    assert alone <= 80
+    assert two <= 45
     assert (four - two) / 2 <= 1
     assert (chunks - alone) / 3 <= 32
-    assert of_minibatch(1) <= 215
-    assert of_minibatch(2) <= 190
+    assert of_minibatch(1) <= 182
+    assert of_minibatch(2) <= 164
 
 
 def test_frames_of_a_worker_that_is_rung_for(rings: list[int]) -> None:

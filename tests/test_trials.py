@@ -15,7 +15,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
-from batchopt._function.observer import BLOCK, Evaluated, Trials, checksum
+from batchopt._function.observer import BLOCK, Trials, checksum
 from tests.building import handling
 from tests.workloads import Mlp, misfit, mlp, size
 
@@ -139,10 +139,10 @@ def test_wherever_it_was_evaluated_in_the_step(places: list[float], to: float) -
 
 def test_one_evaluation_costs_nothing() -> None:
     x = torch.zeros(3, device="meta")  # which cannot be looked at
-    trials = Trials(x, [x], told=False)
+    trials = Trials(x, [x], reported=False)
     trials.begins()
     trials.busy()
-    trials.evaluated(Evaluated(1, 1, 1.0, {}, [], [0, 1], 0.0, 0.0, 0.0))
+    trials.evaluated(1.0, {})
     assert trials.left(x) is None
 
 

@@ -18,7 +18,8 @@ from batchopt._mapreduce.speeds import Speeds
 P = ParamSpec("P")
 
 
-def _integer(name: str, value: Any, least: int) -> int:
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """Return an int that is `least` or more. Raise `TypeError` or `ValueError`, like all readers."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"`{name}` must be an int, got {type(value).__name__} {value!r}")
     if value < least:
@@ -28,22 +29,7 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 def read_parallelize(value: Any) -> int:
     """Return the number of workers; `"auto"` is one per usable core."""
-    return usable_cores() if value == "auto" else _integer("parallelize", value, 1)
-
-
-def read_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an int that is `least` or more."""
-    return _integer(name, value, least)
-
-
-def read_optional_count(name: str, value: Any) -> int | None:
-    """Return a positive int, or None."""
-    return None if value is None else _integer(name, value, 1)
-
-
-def read_seed(value: Any) -> int:
-    """Return a seed: any non-negative int."""
-    return _integer("seed", value, 0)
+    return usable_cores() if value == "auto" else read_count("parallelize", value)
 
 
 def read_count_of_state(name: str, value: Any) -> int:
@@ -53,47 +39,11 @@ def read_count_of_state(name: str, value: Any) -> int:
     return value
 
 
-def read_on_nonfinite(value: Any) -> str:
-    """Check `on_nonfinite`: "raise" or "return"."""
-    if value not in ("raise", "return"):
-        raise ValueError(f"`on_nonfinite` must be 'raise' or 'return', got {value!r}")
-    return str(value)
-
-
-def read_nonfinite_errors(value: Any) -> tuple[type[Exception], ...]:
-    """Return classes of exceptions: one, or a tuple or list of them."""
-    kinds = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise TypeError(f"`nonfinite_errors` must be classes of exceptions, as (ArithmeticError,), got {kind!r}")
-    return kinds
-
-
-def read_verbose(value: Any) -> int:
-    """Return the verbosity, 0 to 3."""
-    if type(value) is not int or value not in (0, 1, 2, 3):
-        raise ValueError(f"`verbose` must be 0, 1, 2 or 3, got {value!r}")
-    return value
-
-
 def read_bool(name: str, value: Any) -> bool:
     """Return True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__} {value!r}")
     return value
-
-
-def read_optional_bool(name: str, value: Any) -> bool | None:
-    """Return True, False or None."""
-    return None if value is None else read_bool(name, value)
-
-
-def read_timeout(value: Any) -> float | None:
-    """Return a positive finite number of seconds, or None.
-
-    Raise `TypeError` for anything but a number, `ValueError` for any other number.
-    """
-    return None if value is None else read_positive("timeout", value, "number of seconds or None")
 
 
 def read_positive(name: str, value: Any, what: str = "number") -> float:
@@ -106,9 +56,56 @@ def read_positive(name: str, value: Any, what: str = "number") -> float:
     return float(value)
 
 
-def read_restarts(value: Any) -> int | None:
-    """Return the number of workers that may be replaced, >= 0; None: four for each worker."""
-    return None if value is None else _integer("max_restarts", value, 0)
+def read_floating(name: str, value: Any, form: str = "") -> torch.Tensor:
+    """Return a tensor of floating-point numbers; `form`: its shape in words, for errors."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value
+    kind = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise TypeError(f"`{name}` must be a tensor of floating-point numbers{form}; got {kind}")
+
+
+def read_columns(v: torch.Tensor, size: int) -> torch.Tensor:
+    """Return `v` if it is a vector of this size, or has columns of this size."""
+    if v.shape[:1] != (size,) or v.dim() > 2:
+        raise ValueError(f"`v` must have shape ({size},), as `parameters`, or ({size}, k); got {tuple(v.shape)}")
+    return v
+
+
+def _read_classes(name: str, value: Any) -> tuple[type[Exception], ...]:
+    kinds = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError(f"`{name}` must be classes of exceptions, as (ArithmeticError,), got {kind!r}")
+    return kinds
+
+
+def _one_of(*values: str | int) -> Reader:
+    def read(name: str, value: Any) -> Any:
+        if type(value) is not type(values[0]) or value not in values:
+            needed = f"{', '.join(map(repr, values[:-1]))} or {values[-1]!r}"
+            raise ValueError(f"`{name}` must be {needed}, got {value!r}")
+        return value
+
+    return read
+
+
+Reader = Callable[[str, Any], Any]
+# Arguments that may be None, and those that may not.
+_OPTIONAL: dict[str, Reader] = {
+    **dict.fromkeys(("chunk_size", "threads_per_worker", "batch_size"), read_count),
+    **{"timeout": functools.partial(read_positive, what="number of seconds or None"), "train": read_bool},
+    **{"max_restarts": functools.partial(read_count, least=0)},
+}
+_NEEDED: dict[str, Reader] = {
+    **dict.fromkeys(("cache", "check_cut", "shuffle", "drop_last"), read_bool),
+    **{"seed": functools.partial(read_count, least=0), "verbose": _one_of(0, 1, 2, 3)},
+    **{"on_nonfinite": _one_of("raise", "return"), "nonfinite_errors": _read_classes},
+}
+
+
+def read(name: str, value: Any) -> Any:
+    """Return the argument of this name as a plain value."""
+    return _NEEDED[name](name, value) if name in _NEEDED else None if value is None else _OPTIONAL[name](name, value)
 
 
 def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
@@ -191,7 +188,7 @@ _ELSEWHERE = {
 }
 
 
-def called_here(init: Callable[P, None]) -> Callable[P, None]:
+def suggest_arguments(init: Callable[P, None]) -> Callable[P, None]:
     """Wrap a constructor: for an unknown argument it raises `TypeError`, which tells the argument's name here, or where
     to look instead."""
     known = inspect.signature(init).parameters
@@ -202,14 +199,14 @@ def called_here(init: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
         for name in kwargs.keys() - known.keys():
-            found = _instead(name, known)
+            found = _advice(name, known)
             raise TypeError(f"{owner} has no argument `{name}`" + (f": {found}" if found else ""))
         init(*args, **kwargs)
 
     return checked
 
 
-def _instead(name: str, known: Collection[str]) -> str:
+def _advice(name: str, known: Collection[str]) -> str:
     """Return what to use instead of an argument that there is not, of those `known`; empty if nothing is like it."""
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
@@ -220,10 +217,21 @@ def _instead(name: str, known: Collection[str]) -> str:
     return f"it is {here[0]} here" if here else ""
 
 
-def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
-    """Raise `TypeError` unless `function` is None or can be called with `parameters`."""
+# The parameters with which functions of these names are called.
+_PARAMETERS = {
+    **{"precode": ("worker",), "collate_fn": ("samples",), "denominators": ("inputs", "targets")},
+    **dict.fromkeys(("prehook", "posthook"), ("worker", "sample")),
+    **dict.fromkeys(("loss_fn", "residual"), ("module", "inputs", "targets")),
+    **{"transform": ("outputs",), "optimizer": ("params",)},
+}
+
+
+def check_callable(name: str, function: Any, parameters: Sequence[str] = ()) -> None:
+    """Raise `TypeError` unless `function` is None or can be called with `parameters`, by default as any argument of
+    this name."""
     if function is None:
         return
+    parameters = parameters or _PARAMETERS[name]
     needed = f"`{name}` must be callable as {name}({', '.join(parameters)})"
     if not callable(function):
         raise TypeError(f"{needed}; got {type(function).__name__} {function!r}")
@@ -237,12 +245,6 @@ def check_callable(name: str, function: Any, parameters: Sequence[str]) -> None:
         raise TypeError(f"{needed}; got a function of {signature}{_place(function)}") from None
 
 
-def check_hooks(**hooks: Any) -> None:
-    """Raise `TypeError` unless each of precode, prehook and posthook is None or can be called as required."""
-    for name, hook in hooks.items():
-        check_callable(name, hook, ("worker",) if name == "precode" else ("worker", "sample"))
-
-
 def _place(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
@@ -252,7 +254,7 @@ def check_loss_fn(loss_fn: Any) -> None:
     """Raise `TypeError` unless it is None, or a callable with the right parameters and not a class."""
     if isinstance(loss_fn, type):
         raise TypeError(f"`loss_fn` must be a function of (module, inputs, targets); got the class {loss_fn.__name__}")
-    check_callable("loss_fn", loss_fn, ("module", "inputs", "targets"))
+    check_callable("loss_fn", loss_fn)
 
 
 def check_criterion(criterion: Any, loss_fn: Any) -> None:

@@ -22,7 +22,7 @@ from batchopt._data.denominators import (
     unread_denominators,
 )
 from batchopt._data.terms import Weighted, check_names, read_weights, refuse_weights
-from batchopt.errors import IN_TRAINERS
+from batchopt.errors import TRAINER_ADVICE
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.items import Collate, Items
 from batchopt_workers.data.structures import is_record, items_of, map_tensors, tensors_in
@@ -66,7 +66,7 @@ InMemory = Columns | Samples
 
 
 @dataclass(frozen=True)
-class Reading:
+class BatchSpec:
     """The rules for turning the user's data into a batch: how lists of samples are collated, and the loss of a batch.
 
     `device`: all tensors must be there, since the workers compute there; None: anywhere. `cache`: workers keep what
@@ -131,23 +131,23 @@ class Reading:
 
 
 # The reading of each term, by name; under None if there are no terms.
-Readings = Mapping[str | None, Reading]
+BatchSpecs = Mapping[str | None, BatchSpec]
 
 
-def reweighed(batch: Batch, readings: Readings) -> Batch:
-    """Return a batch that was read before, with the weightings by these readings."""
-    return Batch(tuple(readings[part.name].weighed(part) for part in batch.parts))
+def reweighed(batch: Batch, specs: BatchSpecs) -> Batch:
+    """Return a batch that was read before, with the weightings by these specs."""
+    return Batch(tuple(specs[part.name].weighed(part) for part in batch.parts))
 
 
-def read_batch(inputs: Any, targets: Any, options: Any, readings: Readings) -> Batch:
+def read_batch(inputs: Any, targets: Any, options: Any, specs: BatchSpecs) -> Batch:
     """Return the batch of `inputs`, `targets` (or None) and `options` (or None), each read as by `read_part`.
 
     With terms, `inputs` is a dict with an entry for each: its inputs, or a tuple of inputs, targets and options. Raise
     `TypeError` or `ValueError`, which names the term.
     """
-    if None in readings:
-        return Batch((read_part(inputs, targets, options, readings[None]),))
-    terms = {name: reading for name, reading in readings.items() if name is not None}
+    if None in specs:
+        return Batch((read_part(inputs, targets, options, specs[None]),))
+    terms = {name: spec for name, spec in specs.items() if name is not None}
     if targets is not None or options is not None:
         what = "targets" if targets is not None else "options"
         raise ValueError(
@@ -158,10 +158,10 @@ def read_batch(inputs: Any, targets: Any, options: Any, readings: Readings) -> B
             f"the batch must be a dict with an entry for each of {list(terms)}; got {type(inputs).__name__}"
         )
     check_names("the batch", inputs, terms)
-    return Batch(tuple(_read_term(name, inputs[name], reading) for name, reading in terms.items()))
+    return Batch(tuple(_read_term(name, inputs[name], spec) for name, spec in terms.items()))
 
 
-def _read_term(name: str, entry: Any, reading: Reading) -> Part:
+def _read_term(name: str, entry: Any, spec: BatchSpec) -> Part:
     given = entry if type(entry) is tuple else (entry,)
     try:
         if not 1 <= len(given) <= 3:
@@ -169,13 +169,13 @@ def _read_term(name: str, entry: Any, reading: Reading) -> Part:
                 f"a tuple must be (inputs,), (inputs, targets) or (inputs, targets, options); got {len(given)} items"
             )
         inputs, targets, options = (*given, None, None)[:3]
-        return replace(read_part(inputs, targets, options, reading), name=name)
+        return replace(read_part(inputs, targets, options, spec), name=name)
     except (TypeError, ValueError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"term {name!r}: {error}") from error
 
 
-def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part:
+def read_part(inputs: Any, targets: Any, options: Any, spec: BatchSpec) -> Part:
     """Return the data of `inputs`, `targets` (or None) and `options` (or None).
 
     A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list
@@ -187,18 +187,18 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     if isinstance(inputs, Weighted):
         if isinstance(inputs.inputs, Weighted):
             raise TypeError("`inputs` are Weighted twice: multiply the weights, and give them once")
-        part = read_part(inputs.inputs, targets, options, reading)
+        part = read_part(inputs.inputs, targets, options, spec)
         rows = {SAMPLE_WEIGHT: read_weights(inputs.sample_weight, part.size)}
-        return reading.weighed(replace(part, criterion_rows=rows))
+        return spec.weighed(replace(part, criterion_rows=rows))
     options = _read_options(options)
     if isinstance(inputs, Dataset):
-        inputs, targets = tensors_of(inputs, targets, reading.collate)
+        inputs, targets = tensors_of(inputs, targets, spec.collate)
         if isinstance(inputs, Dataset):
-            return _read_items(inputs, options, reading)
+            return _read_items(inputs, options, spec)
     try:
         inputs, targets = as_tensors(inputs), as_tensors(targets)
-        all_inputs = _readings("inputs", inputs, reading)
-        all_targets = _readings("targets", targets, reading) if targets is not None else [None]
+        all_inputs = _readings("inputs", inputs, spec)
+        all_targets = _readings("targets", targets, spec) if targets is not None else [None]
     except RecursionError:
         raise ValueError(
             "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or "
@@ -219,17 +219,17 @@ def read_part(inputs: Any, targets: Any, options: Any, reading: Reading) -> Part
     if len(chosen_inputs) == 0:
         raise ValueError("the batch has 0 samples")
     weighting = Weighting("sum", len(chosen_inputs))
-    return reading.weighed(Part(chosen_inputs, chosen_targets, options, weighting, reading.collate))
+    return spec.weighed(Part(chosen_inputs, chosen_targets, options, weighting, spec.collate))
 
 
-def _read_items(dataset: Dataset[Any], options: list[Any] | None, reading: Reading) -> Part:
+def _read_items(dataset: Dataset[Any], options: list[Any] | None, spec: BatchSpec) -> Part:
     size = samples_of(dataset)
     if size == 0:
         raise ValueError("the batch has 0 samples")
     if options is not None and len(options) != size:
         raise ValueError(f"`inputs` has {size} samples but `options` has {len(options)}")
-    items, weighting = Items(dataset, size, reading.cache), Weighting("sum", size)
-    return reading.weighed(Part(items, None, options, weighting, reading.collate or default_collate))
+    items, weighting = Items(dataset, size, spec.cache), Weighting("sum", size)
+    return spec.weighed(Part(items, None, options, weighting, spec.collate or default_collate))
 
 
 def _read_options(options: Any) -> list[Any] | None:
@@ -243,12 +243,12 @@ def _read_options(options: Any) -> list[Any] | None:
     return list(options)
 
 
-def _readings(name: str, data: Any, reading: Reading) -> list[InMemory]:
+def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
     """Return the possible readings of `data`: as columns, as samples or, for a list of tensors of one length, both."""
-    tensors = _check_tensors(name, data, reading.device)
+    tensors = _check_tensors(name, data, spec.device)
     if isinstance(data, list):
         found: list[InMemory] = [Samples(data)]
-        if reading.collate is None and data and all(isinstance(item, torch.Tensor) for item in data):
+        if spec.collate is None and data and all(isinstance(item, torch.Tensor) for item in data):
             lengths = {item.shape[0] if item.dim() else None for item in data}
             if len(lengths) == 1 and None not in lengths:
                 found.append(Columns(data))
@@ -256,7 +256,7 @@ def _readings(name: str, data: Any, reading: Reading) -> list[InMemory]:
     if not tensors:
         raise TypeError(
             f"`{name}` must be a tensor (torch.as_tensor makes one), a tuple or dict of tensors, or a list of samples; "
-            f"got {type(data).__name__}{_instead(data)}"
+            f"got {type(data).__name__}{_advice(data)}"
         )
     first_path, first = tensors[0]
     for path, tensor in tensors:
@@ -280,7 +280,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(array if usable else array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
-def _instead(data: Any) -> str:
+def _advice(data: Any) -> str:
     """Return advice for an object that holds samples but is not a batch."""
     if isinstance(data, torch.utils.data.DataLoader):
         return (
@@ -297,7 +297,7 @@ def _instead(data: Any) -> str:
             ": pass the list of graphs, data.to_data_list(), with collate_fn=Batch.from_data_list, so that it can be "
             "cut (and with targets: collate_fn=lambda pairs: (Batch.from_data_list([g for g, _ in pairs]), ...))"
         )
-    return f": {IN_TRAINERS}" if callable(data) else ""
+    return f": {TRAINER_ADVICE}" if callable(data) else ""
 
 
 def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tuple[str, torch.Tensor]]:
@@ -331,8 +331,8 @@ def _mismatch(inputs: Sequence[InMemory], targets: Sequence[InMemory | None], op
     return " but ".join(parts)
 
 
-def _counts(readings: Sequence[InMemory | None]) -> str:
-    return " or ".join(str(len(reading)) for reading in readings if reading is not None)
+def _counts(ways: Sequence[InMemory | None]) -> str:
+    return " or ".join(str(len(data)) for data in ways if data is not None)
 
 
 def _decide(fitting: list[tuple[InMemory, InMemory | None]]) -> tuple[InMemory, InMemory | None]:

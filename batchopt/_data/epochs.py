@@ -19,7 +19,7 @@ from batchopt_workers.data.items import Collate
 from batchopt_workers.data.structures import has_a_row_each, items_of, map_tensors
 
 
-class Turn(NamedTuple):
+class EpochBatch(NamedTuple):
     """A batch of an epoch: its `number` there, and whether it is the last one."""
 
     epoch: int
@@ -90,17 +90,15 @@ class Batches:
         drop_last: bool = False,
         collate_fn: Collate | None = None,
     ) -> None:
-        size = arguments.read_optional_count("batch_size", batch_size)
-        arguments.read_seed(seed)
-        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-            arguments.read_bool(name, value)
-        arguments.check_callable("collate_fn", collate_fn, ("samples",))
+        given = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        for name, value in given.items():
+            arguments.read(name, value)
+        arguments.check_callable("collate_fn", collate_fn)
         samples, pick = _picking(data, collate_fn)
         if pick is None:
-            given = {"batch_size": size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
             self._source: Source = LoaderSource(data, {**given, "collate_fn": collate_fn})
         else:
-            self._source = _Cut(samples, pick, size, seed if shuffle else None, drop_last)
+            self._source = _Cut(samples, pick, batch_size, seed if shuffle else None, drop_last)
         self._epoch = self._index = self._iteration = 0
 
     def __len__(self) -> int:
@@ -116,13 +114,13 @@ class Batches:
         made = ", ".join(f"{name}={value}" for name, value in self._source.identity().items())
         return f"Batches({made}; at batch {self._index} of epoch {self._epoch})"
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[EpochBatch]:
         """Yield the batches from the current position to the end of the epoch, without marking them as finished."""
         epoch, start = self._epoch, self._index
         for index, (batch, last) in enumerate(self._source.read(epoch, start), start):
-            yield Turn(epoch, index, last, batch)
+            yield EpochBatch(epoch, index, last, batch)
 
-    def finish(self, turn: Turn) -> None:
+    def finish(self, turn: EpochBatch) -> None:
         """Count this batch. Raise `RuntimeError` if it is not the next one: then something else moved the position."""
         if (turn.epoch, turn.number) != (self._epoch, self._index):
             raise RuntimeError(
@@ -133,7 +131,7 @@ class Batches:
         self._iteration += 1
         self._epoch, self._index = (turn.epoch + 1, 0) if turn.last else (turn.epoch, turn.number + 1)
 
-    def rows(self, turn: Turn) -> Sequence[int] | None:
+    def rows(self, turn: EpochBatch) -> Sequence[int] | None:
         """Return the samples of the data in this batch; None if unknown."""
         return self._source.rows(turn.epoch, turn.number)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from batchopt._data.batches import Reading
+from batchopt._data.batches import BatchSpec
 from batchopt._data.denominators import own_denominators
 from batchopt_workers.data.batch import Batch, Columns, Part, Plain
 from batchopt_workers.map.weighting import Weighting
@@ -27,7 +27,7 @@ class BatchForm:
     tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     found: dict[str, Any] = field(compare=False)  # the values of its `PROPERTIES`
 
-    def filled(self, inputs: Any, targets: Any, reading: Reading) -> Batch | None:
+    def filled(self, inputs: Any, targets: Any, spec: BatchSpec) -> Batch | None:
         """Return the batch of this form with these inputs and targets, without terms; None if they do not fit."""
         name, weighting, *counts = self.parts[0]
         tensors: list[torch.Tensor] = []
@@ -41,7 +41,7 @@ class BatchForm:
         if _forms(tensors) != self.tensors:
             return None
         columns = None if targets is None else Columns(targets)
-        if weighting.reduction == "mean" and own_denominators(reading.criterion, columns) is not None:
+        if weighting.reduction == "mean" and own_denominators(spec.criterion, columns) is not None:
             return None
         batch = Batch((Part(Columns(inputs), columns, None, weighting, name=name),), Plain(self, tensors))
         vars(batch).update(self.found)

@@ -125,7 +125,7 @@ class Term:
                 f"got {'None' if residual is None else 'both'}"
             )
         if residual is not None:
-            arguments.check_callable("residual", residual, ("module", "inputs", "targets"))
+            arguments.check_callable("residual", residual)
             object.__setattr__(self, "loss_fn", MeanSquare(residual, "mean", *_read_robust(self.loss, self.scale)))
         elif (self.loss, self.scale) != ("linear", 1.0) and not isinstance(self.loss_fn, MeanSquare):
             raise ValueError("`loss` and `scale` of a Term are those of its `residual`: a `loss_fn` has its own")
@@ -139,8 +139,8 @@ class Term:
                     "by batchopt.Weighted(inputs, sample_weight)"
                 )
             object.__setattr__(self, "loss_fn", replace(self.loss_fn, reduction=self.reduction))
-        arguments.check_callable("denominators", self.denominators, ("inputs", "targets"))
-        arguments.check_callable("collate_fn", self.collate_fn, ("samples",))
+        arguments.check_callable("denominators", self.denominators)
+        arguments.check_callable("collate_fn", self.collate_fn)
 
     def __repr__(self) -> str:
         of = self.loss_fn

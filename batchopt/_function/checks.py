@@ -7,22 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from batchopt._data.batches import Reading, Readings
+from batchopt._data.batches import BatchSpec
 from batchopt._data.denominators import is_torchs_own
-from batchopt._function.step import Counters
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
 from batchopt.backends.base import Backend
 from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
-from batchopt_workers.data.batch import Batch, Columns, Numbering, Part
+from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.structures import all_finite
+from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.cut_losses import CutLosses
 from batchopt_workers.tasks.inspection import counts_frequencies, name_of
+from batchopt_workers.tasks.task import Task
+
+if TYPE_CHECKING:
+    from batchopt._function.engine import Engine
 
 # Tolerances relative to the parts' magnitude: rounding of the parameters' dtype, or of a solver inside the loss.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4}
@@ -77,7 +81,7 @@ def differs(drawn: Drawn, tolerance: float) -> bool:
     return math.isfinite(drawn.off) and abs(drawn.off) > tolerance * drawn.scale
 
 
-def judge(draws: Sequence[Drawn]) -> bool | None:
+def decide_random(draws: Sequence[Drawn]) -> bool | None:
     """Tell whether a random loss is not the sum of its parts; None if the draws cannot decide."""
     off = [drawn.off for drawn in draws]
     error = stdev(off) / math.sqrt(len(draws))
@@ -87,31 +91,37 @@ def judge(draws: Sequence[Drawn]) -> bool | None:
     return False if SEEN * error < least else None
 
 
-# Evaluates `CutLosses` for rows of its inputs, a list of pairs.
-Losses = Callable[[CutLosses, list[tuple[int, int]]], torch.Tensor]
+def cut_differences(engine: Engine, largest: int) -> list[Difference]:
+    """Return the terms of the loaded batch whose loss depends on how it is cut, judged by some samples of each, as far
+    as those of the `largest` chunk show.
 
-
-def compare(losses: Losses, batch: Batch, readings: Readings, largest: int, dtype: torch.dtype) -> list[Difference]:
-    """Return the terms of the loaded batch whose loss depends on the cut, judged by some samples of each.
-
-    They are evaluated on one worker, without hooks (the caller has disabled them): in one forward and in two parts,
-    with the same random draws. If a random loss differs, several draws decide. The verdict stays open where they
-    cannot, or where so few samples cannot be evaluated. Losses that are not finite and torch's own criteria are
-    skipped.
+    They are evaluated on one worker, without hooks: in one forward and in two parts, with the same random draws. If a
+    random loss differs, several draws decide. The verdict stays open where they cannot, or where so few samples cannot
+    be evaluated. Losses that are not finite and torch's own criteria are skipped.
     """
-    tolerance, found = TOLERANCES.get(dtype, COARSE), []
-    for term, part in enumerate(batch.parts):
-        if part.size < 2 or not _is_asked(part, readings[part.name]):
-            continue
-        task = CutLosses.of(batch, term, largest)
-        try:
-            verdict, draws = _draw(partial(losses, task), tolerance)
-        except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs its hooks
-            verdict, draws = None, [Drawn(math.nan, math.nan, math.nan)]
-        if verdict is not False:
-            whole, parted = fmean(d.whole for d in draws), fmean(d.one + d.two for d in draws)
-            reduction, decided = part.weighting.reduction, verdict is not None
-            found.append(Difference(part.name, reduction, task.parts, whole, parted, decided))
+    tolerance, batch, specs = TOLERANCES.get(engine.subject.x.dtype, COARSE), engine.loaded().batch, engine.specs
+    found = []
+    with engine.owner.amid("a comparison of cuts"), engine.subject.keeping_gradients(), engine.workers.without_hooks():
+        for term, part in enumerate(batch.parts):
+            if part.size < 2 or not _is_asked(part, specs[part.name]):
+                continue
+            losses = CutLosses.of(batch, term, largest)
+            try:
+                verdict, draws = _draw(partial(_losses, engine, losses), tolerance)
+            except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs its hooks
+                verdict, draws = None, [Drawn(math.nan, math.nan, math.nan)]
+            if verdict is not False:
+                whole, parted = fmean(d.whole for d in draws), fmean(d.one + d.two for d in draws)
+                reduction, decided = part.weighting.reduction, verdict is not None
+                found.append(Difference(part.name, reduction, losses.parts, whole, parted, decided))
+    return found
+
+
+def _losses(engine: Engine, losses: CutLosses, rows: list[tuple[int, int]]) -> torch.Tensor:
+    """Evaluate `losses` for rows of its inputs."""
+    part = Part(Columns(torch.tensor(rows)), None, None, Weighting("mean", len(rows)))
+    use, cut = partial(engine.put_together, samples=len(rows)), Cut((0, len(rows)))
+    found: torch.Tensor = engine.work_on(Task(losses, aside=True), Batch((part,)), Kind.COLLECT, use, cut)
     return found
 
 
@@ -128,19 +138,19 @@ def _draw(losses: Callable[[list[tuple[int, int]]], torch.Tensor], tolerance: fl
         if not differs(Drawn(here.whole, draws[1].whole, 0.0), tolerance):
             return True, [here]
         draws += drawn(*[(later, apart) for later in range(2, DRAWS)])
-        verdict = judge(draws)
+        verdict = decide_random(draws)
         if verdict is not False:
             return verdict, draws
     return False, []
 
 
-def _is_asked(part: Part, reading: Reading) -> bool:
+def _is_asked(part: Part, spec: BatchSpec) -> bool:
     """Tell whether one forward covers several samples, and the loss or its batching is the user's own."""
     if not isinstance(part.inputs, Columns) and part.collate is None:
         return False
-    criterion = reading.criterion
+    criterion = spec.criterion
     is_known = is_torchs_own(criterion) and not criterion._forward_hooks and not criterion._forward_pre_hooks
-    return not is_known or reading.denominators is not None or reading.collate is not None
+    return not is_known or spec.denominators is not None or spec.collate is not None
 
 
 def refuse_frequencies(
@@ -150,7 +160,9 @@ def refuse_frequencies(
     several forwards."""
     forwards = chunks
     if batch is not None and not batch.is_of_columns:
-        forwards = max(chunks, _forwards(batch) - len(batch.parts) + 1)
+        listed = [not isinstance(part.inputs, Columns) and part.collate is None for part in batch.parts]
+        uncut = sum(part.size if one_each else 1 for part, one_each in zip(batch.parts, listed, strict=True))
+        forwards = max(chunks, uncut - len(batch.parts) + 1)
     part = None if workers == 1 and forwards == 1 else counts_frequencies(module)
     if part is not None:
         raise ValueError(
@@ -160,51 +172,22 @@ def refuse_frequencies(
         )
 
 
-def _forwards(batch: Batch) -> int:
-    """Return the number of forwards that an uncut batch takes."""
-    listed = [not isinstance(part.inputs, Columns) and part.collate is None for part in batch.parts]
-    return sum(part.size if one_each else 1 for part, one_each in zip(batch.parts, listed, strict=True))
+def locate_nonfinite(engine: Engine, kind: Kind, cut: Cut, batch: Batch, name: str = "gradient") -> NonFiniteError:
+    """Return the error for the evaluation or task that follows, which is not finite. Evaluates again, without hooks, to
+    find the origin. `name` describes the result other than the loss."""
+    counters, workers = engine.history.counters, engine.workers
+    with workers.without_hooks(), engine.at_start():
+        chunk, samples, what = _origin(workers.backend, cut, workers.number, counters.steps, kind, name)
+    where = batch.numbering.within(samples)
+    return NonFiniteError(what, chunk, samples, counters.steps, counters.evaluations + 1, where)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The first chunk that is not finite, the fewest of its samples that are not finite by themselves, and a
-    description of the value that is not finite."""
-
-    chunk: int
-    samples: range
-    what: str
-
-
-def explain(
-    backend: Backend,
-    cut: Cut,
-    numbering: Numbering,
-    number: Callable[[], int],
-    counters: Counters,
-    kind: Kind = Kind.EVALUATE,
-    name: str = "gradient",
-) -> NonFiniteError:
-    """Return the error for the non-finite evaluation or product that follows `counters`. Evaluates again, without hooks
-    (the caller has disabled them), to find the origin. `number` returns the number of the next evaluation. `name`
-    describes the result other than the loss."""
-    place = locate(backend, cut, number, counters.steps, kind, name)
-    beside = "" if kind is Kind.TOTAL else "loss or "
-    what = place.what if place is not None else f"{beside}{name} is not finite"
-    chunk, samples = (place.chunk, place.samples) if place is not None else (None, range(0))
-    return NonFiniteError(what, chunk, samples, counters.steps, counters.evaluations + 1, numbering.within(samples))
-
-
-def locate(
-    backend: Backend,
-    cut: Cut,
-    number: Callable[[], int],
-    step: int,
-    kind: Kind = Kind.EVALUATE,
-    name: str = "gradient",
-) -> Origin | None:
-    """Find the origin by evaluating halves of the chunks, then halves of the first bad chunk's samples. Return None if
-    every chunk is finite: a hook changed the result, or the sum is too large for the dtype."""
+def _origin(
+    backend: Backend, cut: Cut, number: Callable[[], int], step: int, kind: Kind, name: str
+) -> tuple[int | None, range, str]:
+    """Return the first chunk that is not finite, the fewest of its samples that are not finite by themselves, and a
+    description of the value that is not finite: found by evaluating halves of the chunks, then halves of the samples.
+    No chunk if all are finite: a hook changed the result, or the sum is too large for the dtype."""
 
     def what(cut: Cut, some: range) -> str:
         counts = split_batch(len(some), [1.0] * len(backend.workers))
@@ -223,7 +206,7 @@ def locate(
     chunks = _narrow(range(cut.chunks), lambda some: what(cut, some))
     reason = what(cut, chunks)
     if not reason or len(chunks) > 1:
-        return None
+        return None, range(0), f"{'' if kind is Kind.TOTAL else 'loss or '}{name} is not finite"
     samples = range(*cut.bounds[chunks.start : chunks.stop + 1])
 
     def what_of_samples(some: range) -> str:
@@ -235,10 +218,10 @@ def locate(
     found = _narrow(samples, what_of_samples)
     if kind is Kind.EVALUATE and reason == "loss is nan" and is_nothing(chunks.start):
         reason += (
-            " (and finite together with the chunk beside it: a mean over nothing, as of targets that are all ignored, "
-            "needs `denominators`, what each sample adds to what it divides by)"
+            " (and finite together with the chunk beside it: a mean over no counted targets is NaN: pass "
+            "`denominators`, each sample's contribution to the divisor)"
         )
-    return Origin(chunks.start, found, reason)
+    return chunks.start, found, reason
 
 
 def _narrow(items: range, what: Callable[[range], str]) -> range:

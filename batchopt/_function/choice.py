@@ -61,42 +61,37 @@ class Choice:
 
     def __init__(self, cores: int, threads: int | None, gradient_bytes: int) -> None:
         """`threads`: of each worker, also of this process, if the user or fixed bits determine it."""
-        self._cores, self._threads, self._bytes = cores, threads, gradient_bytes
-        self._looks_after, self._starting = OFTEN, FIRST
+        self._alone, self._bytes = Configuration(1, threads), gradient_bytes
+        self._others = [Configuration(cores // (threads or 1), threads or 1)]
+        if threads is None and cores >= 4:
+            self._others.append(Configuration(cores // 2, 2))
+        self.drift, self._starting = Drift(), FIRST
         self.begin()
 
     def begin(self) -> None:
         """Choose again."""
-        self.configuration = self._alone = Configuration(1, self._threads)
-        each = self._threads or 1
-        self._others = [Configuration(self._cores // each, each)]
-        if self._threads is None and self._cores >= 4:
-            self._others.append(Configuration(self._cores // 2, 2))
+        self.configuration = self._alone
         self.times: dict[Configuration, float] = {}
         self.phase, self.reason = Phase.TIME, "nothing was measured yet"
         self._expected, self._evaluations = 0.0, 0  # seconds by workers; evaluations timed so far
-        self._begin_trial()
+        self._seconds: list[float] = []  # of the evaluations of the present trial
         if self._others[0].workers < 2:
             self.choose("there is one core")
-
-    def _begin_trial(self) -> None:
-        self._seconds: list[float] = []
-        self._cold = 1 if self.configuration.workers == 1 else 4  # evaluations that warm up
 
     def took(self, seconds: float) -> None:
         """Note that an evaluation by `configuration` took this long, loading its batch included."""
         self._evaluations += 1
-        if self.phase is Phase.CHOSEN:
-            self._follow(seconds)
-        elif self.phase is Phase.TIME and self._cold:
-            self._cold -= 1
+        if self.phase is Phase.CHOSEN and self.drift.has_come(seconds) and self.times:
+            self.drift.often *= 2  # so that a load that changes all the time costs little
+            self.begin()
         elif self.phase is Phase.TIME:
             self._seconds.append(seconds)
+            warm = self._seconds[1 if self.configuration.workers == 1 else 4 :]
             best = self.times.get(self._alone, math.inf)
-            hopeless = self.configuration == _ONE and min(self._seconds) > HOPELESS * best
-            if hopeless or len(self._seconds) >= self._enough(seconds):
+            hopeless = self.configuration == _ONE and min(warm, default=0.0) > HOPELESS * best
+            if hopeless or len(warm) >= self._enough(seconds):
                 # not the least: several threads are fast at times, and slow when they wait for each other
-                self.times[self.configuration] = median(self._seconds)
+                self.times[self.configuration], self._seconds = median(warm), []
                 self._timed()
 
     def _enough(self, seconds: float) -> int:
@@ -104,21 +99,19 @@ class Choice:
         if seconds > 0.1:
             return 3
         # Trying one thread takes as long as some evaluations: a short program never does.
-        return MANY if self._threads is None and not self.times and seconds < SHORT else 6
+        return MANY if self._alone.threads is None and not self.times and seconds < SHORT else 6
 
     def _timed(self) -> None:
-        """Go on after a trial."""
+        """Decide what follows a trial."""
         if self.configuration.workers > 1:
             late = self.times[self.configuration] > 1.15 * self._expected
             rest = [other for other in self._others if other not in self.times]
             if late and rest:
                 self.configuration = rest[0]
-                self._begin_trial()
             else:
                 self.choose("measured")
-        elif _ONE not in self.times and self._threads is None and self.times[self._alone] < SHORT:
+        elif _ONE not in self.times and self._alone.threads is None and self.times[self._alone] < SHORT:
             self.configuration = _ONE
-            self._begin_trial()
         else:
             self.configuration, self.phase = self._best_alone, Phase.PROBE
 
@@ -158,7 +151,13 @@ class Choice:
     def try_workers(self) -> None:
         """Time workers, which can start now."""
         self.phase, self.configuration, self._starting = Phase.TIME, self._others[0], LATER
-        self._begin_trial()
+
+    def next(self, present: Configuration, movable: bool, ready: bool) -> Configuration | None:
+        """Return the configuration of the next evaluations, None for the present one. `movable`: whether it may change
+        now. `ready`: workers, which pay, can start."""
+        if ready:
+            self.try_workers()
+        return self.configuration if movable and self.configuration != present else None
 
     def choose(self, reason: str, configuration: Configuration | None = None) -> None:
         """Choose the given configuration or else the fastest one measured, for that reason."""
@@ -169,21 +168,26 @@ class Choice:
         self.configuration = configuration or self.configuration
         measured = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in found.items())
         self.phase, self.reason = Phase.CHOSEN, f"{reason} ({measured})" if measured else reason
-        self._usual = self._sum = 0.0  # seconds after the choice
+        self.drift = Drift(self.drift.often)
+
+
+class Drift:
+    """Compares the times of evaluations with those of the first ones: `often` at a time."""
+
+    def __init__(self, often: int = OFTEN) -> None:
+        self.often = often
+        self._usual = self._sum = 0.0  # seconds
         self._counted = 0
 
-    def _follow(self, seconds: float) -> None:
-        """Compare times with those after the choice; choose again if they have changed by a factor."""
+    def has_come(self, seconds: float) -> bool:
+        """Count an evaluation; tell whether times have changed by a factor."""
         self._sum += seconds
         self._counted += 1
-        if self._counted < self._looks_after:
-            return
+        if self._counted < self.often:
+            return False
         mean, self._sum, self._counted = self._sum / self._counted, 0.0, 0
-        if not self._usual:
-            self._usual = mean
-        elif not self._usual / FACTOR < mean < self._usual * FACTOR and self.times:
-            self._looks_after *= 2  # so that a load that changes all the time costs little
-            self.begin()
+        usual = self._usual = self._usual or mean
+        return not usual / FACTOR < mean < usual * FACTOR
 
 
 def _ms(seconds: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._function.function import BatchFunction
+from batchopt._function.engine import Engine
 from batchopt._function.least_squares import Normal, acceleration, gauss_newton_product, normal
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.layout import Layout
@@ -17,7 +17,7 @@ class Closure:
     """A closure that evaluates f and df/dX of the loaded batch. Where f is a sum of squares it also provides the normal
     equations, for `LevenbergMarquardt`."""
 
-    def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, function: Engine, evaluate: Callable[[], torch.Tensor]) -> None:
         """Evaluate the function by calling `evaluate`."""
         self._function, self._evaluate = function, evaluate
 
@@ -43,7 +43,7 @@ class Closure:
         return acceleration(self._function, v)
 
 
-def loss_with_graph(function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
+def loss_with_graph(function: Engine, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return f of the loaded batch: 0-dim, float64; its `backward` adds df/dX to each `.grad`."""
     subject = function.subject
     subject.renew_gradient()

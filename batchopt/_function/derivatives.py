@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from batchopt._data.arguments import read_bool
-from batchopt._data.batches import Reading
-from batchopt._function.function import BatchFunction
-from batchopt._function.prepared import whole
-from batchopt._function.tasks import collect, select, total
+from batchopt._data.arguments import read_bool, read_columns, read_floating
+from batchopt._data.batches import BatchSpec
+from batchopt._function.engine import Engine
+from batchopt._function.prepared import prepared, whole
+from batchopt._function.tasks import collect, of_each, select, total
 from batchopt._mapreduce.reduce import weighed
 from batchopt.backends.base import Prepared
 from batchopt_workers.data.batch import Batch, Columns, Part
@@ -25,52 +26,51 @@ from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.task import Task
 
 
-def hessian_products(function: BatchFunction, v: Any) -> torch.Tensor:
+def check_exact(function: Engine, what: str) -> None:
+    """Raise `ValueError` where gradients are compressed, since `what` needs exact ones."""
+    if function.rules.compresses:
+        raise ValueError(
+            f"{what} is exact, or compares gradients with each other, and here they are compressed: build another "
+            "BatchOptimizer without `compress` for it"
+        )
+
+
+def hessian_products(function: Engine, v: Any) -> torch.Tensor:
     """Return the Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
-    function.check_exact("hvp()")
+    check_exact(function, "hvp()")
     size = len(function.parameters)
-    if not isinstance(v, torch.Tensor) or not v.is_floating_point():
-        given = f"a tensor of {v.dtype}" if isinstance(v, torch.Tensor) else type(v).__name__
-        raise TypeError(f"`v` must be a tensor of floating-point numbers, shape ({size},) or ({size}, k); got {given}")
-    if v.shape[:1] != (size,) or v.dim() > 2:
-        raise ValueError(f"`v` must have shape ({size},), as `parameters`, or ({size}, k); got {tuple(v.shape)}")
+    read_columns(read_floating("v", v, f", shape ({size},) or ({size}, k)"), size)
     batch, x = function.ready().batch, function.subject.x
     directions = v.detach().to("cpu", x.dtype).reshape(size, -1).T.contiguous()
     products = torch.full_like(directions, math.nan)
     finite = directions.isfinite().all(dim=1)
     if finite.any():
-        task = Task(HessianProducts(directions[finite]), term=None)
-        with function.observers.doing("product"):
-            products[finite] = total(function, task, batch, "Hessian-vector product").to(x.dtype)
+        task, began = Task(HessianProducts(directions[finite]), term=None), time.perf_counter()
+        products[finite] = total(function, task, batch, "Hessian-vector product").to(x.dtype)
+        function.observers.did("product", began)
         function.count_products(int(finite.sum()))
     return products.T.reshape(v.shape).to(x.device)
 
 
-def input_gradients(function: BatchFunction, inputs: Any, targets: Any) -> Any:
+def input_gradients(function: Engine, inputs: Any, targets: Any) -> Any:
     """Return df/d(inputs) in sample order; by term where there are terms."""
-    readings = function.readings
-    selections = select(function, inputs, targets, readings)
-    tasks = [s.task(_input_gradients(readings[s.name], s.batch.parts[0])) for s in selections]
-    found = {
-        s.name: collect(function, task, function.with_denominators(s.batch))
-        for s, task in zip(selections, tasks, strict=True)
-    }
-    return found[None] if None in found else found
+    specs = function.specs
+    selections = select(function, inputs, targets, specs)
+    tasks = {s.name: s.task(_input_gradients(specs[s.name], s.batch.parts[0])) for s in selections}
+    return of_each(selections, lambda s: collect(function, tasks[s.name], function.weighed(Prepared(s.batch)).batch))
 
 
-def _input_gradients(reading: Reading, part: Part) -> InputGradients:
+def _input_gradients(spec: BatchSpec, part: Part) -> InputGradients:
     """Return the function to collect. Raises `ValueError` if `denominators` depends on the inputs differentiably."""
-    if reading.denominators is None or reading.reduction == "sum":
+    if spec.denominators is None or spec.reduction == "sum":
         return InputGradients()
     if isinstance(part.inputs, Items):
-        return InputGradients(reading.denominators)
-    refuse_varying(reading.denominators, part.inputs.slice(0, 1), part.targets and part.targets.slice(0, 1))
+        return InputGradients(spec.denominators)
+    refuse_varying(spec.denominators, part.inputs.slice(0, 1), part.targets and part.targets.slice(0, 1))
     return InputGradients()
 
 
-def evaluate_many(
-    function: BatchFunction, points: Any, gradients: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def evaluate_many(function: Engine, points: Any, gradients: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return f of the loaded batch at each of the `points` (shape `(K, n)`): shape `(K,)`, float64, infinity where it
     is not finite; with `gradients` also df/dX at each, shape `(K, n)`, X's dtype."""
     step, x = function.ready(), function.subject.x
@@ -97,14 +97,12 @@ def _read_points(points: Any, x: torch.Tensor) -> torch.Tensor:
         points = torch.stack([torch.as_tensor(point) for point in points])
     elif isinstance(points, np.ndarray):
         points = torch.as_tensor(points)
-    if not isinstance(points, torch.Tensor) or not points.is_floating_point():
-        given = f"a tensor of {points.dtype}" if isinstance(points, torch.Tensor) else type(points).__name__
-        raise TypeError(f"`points` must be a tensor of floating-point numbers, shape (K, {len(x)}); got {given}")
-    if points.dim() != 2 or points.shape[1] != len(x):
+    rows = read_floating("points", points, f", shape (K, {len(x)})")
+    if rows.dim() != 2 or rows.shape[1] != len(x):
         raise ValueError(
-            f"`points` must have shape (K, {len(x)}), one vector like `parameters` a row; got {tuple(points.shape)}"
+            f"`points` must have shape (K, {len(x)}), one vector like `parameters` a row; got {tuple(rows.shape)}"
         )
-    return points.detach().to(x.dtype).contiguous()
+    return rows.detach().to(x.dtype).contiguous()
 
 
 class Total:
@@ -130,15 +128,15 @@ class Total:
 
 
 def full_gradient(
-    function: BatchFunction, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
+    function: Engine, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
 ) -> tuple[float, torch.Tensor]:
     """Return f and df/dX of all batches of `data` together; documented at `BatchOptimizer.full_gradient`."""
-    function.check_exact("full_gradient()")
+    check_exact(function, "full_gradient()")
     subject, total = function.subject, Total(function.subject.x)
-    if function.terms is not None and len(function.terms) > 1:
+    if function.reader.terms is not None and len(function.reader.terms) > 1:
         raise ValueError(
             "full_gradient needs an objective of one term: the means of several divide by different denominators, "
-            f"and there are {len(function.terms)}; load all data as one batch and call evaluate()"
+            f"and there are {len(function.reader.terms)}; load all data as one batch and call evaluate()"
         )
 
     def add(prepared: Prepared) -> None:
@@ -149,7 +147,7 @@ def full_gradient(
             total.add(evaluate().item(), subject.gradient, part.weighting)
 
     with function.apart("full_gradient()", counted=True):
-        for batch in function.prepared(whole(data)):
+        for batch in prepared(function, whole(data)):
             add(batch.take(function))
         found = total.whole()
     subject.gradient.copy_(found[1])

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from batchopt._data import arguments
-from batchopt._data.batches import Reading, read_part
+from batchopt._data.batches import BatchSpec, read_part
 from batchopt._data.epochs import permutation
 from batchopt._data.prefetch import as_arguments
-from batchopt._function.function import BatchFunction
+from batchopt._function.engine import Engine
 from batchopt._function.tasks import collect
 from batchopt.errors import NonFiniteError
 from batchopt_workers.data.batch import Batch, Columns, Part
@@ -37,7 +37,7 @@ class HogwildResult:
 
 
 def hogwild(
-    function: BatchFunction,
+    function: Engine,
     data: Any,
     optimizer: Factory,
     batch_size: int,
@@ -48,8 +48,8 @@ def hogwild(
     function.check_open()
     if not function.settings.backend_class.local or function.settings.devices is not None:
         raise ValueError("hogwild() needs workers that share memory: backend='process' without `devices`")
-    arguments.check_callable("optimizer", optimizer, ("params",))
-    function.settle()
+    arguments.check_callable("optimizer", optimizer)
+    function.freeze_workers()
     part = _read(function, data)
     _refuse_statistics(function.subject.module)
     size = arguments.read_count("batch_size", batch_size)
@@ -79,7 +79,7 @@ def hogwild(
                 f"in hogwild(), in the mini-batch of samples {[*batch[:8].tolist()]}; parameters are where the steps "
                 "before have left them"
             )
-            steps, what = function.past.counters, "the loss or its gradient is not finite"
+            steps, what = function.history.counters, "the loss or its gradient is not finite"
             raise NonFiniteError(what, None, range(0), steps.steps, steps.evaluations, where=where)
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
@@ -87,17 +87,17 @@ def hogwild(
     return HogwildResult(found)
 
 
-def _read(function: BatchFunction, data: Any) -> Part:
+def _read(function: Engine, data: Any) -> Part:
     inputs, targets, _ = as_arguments(data) if isinstance(data, tuple) else (data, None, None)
-    first = next(iter(function.readings.values()))
-    part = read_part(inputs, targets, None, Reading(first.collate, "mean", None, None, first.device))
+    first = next(iter(function.specs.values()))
+    part = read_part(inputs, targets, None, BatchSpec(first.collate, "mean", None, None, first.device))
     if part.one_by_one:
         raise ValueError("lists of samples need a `collate_fn`, which makes mini-batches of them")
     return part
 
 
 def _in_shards(
-    samples: int, size: int, epochs: int, shuffle: bool, function: BatchFunction, workers: int
+    samples: int, size: int, epochs: int, shuffle: bool, function: Engine, workers: int
 ) -> list[torch.Tensor]:
     """Return the samples of each mini-batch, ordered by worker; worker `i` of `n` has every `n`-th one."""
     batches: list[torch.Tensor] = []

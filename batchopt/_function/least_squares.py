@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt._data import arguments
-from batchopt._data.batches import Readings
+from batchopt._data.batches import BatchSpecs
 from batchopt._data.terms import check_names
-from batchopt._function.function import BatchFunction
-from batchopt._function.tasks import Selection, collect, plain, select, total
+from batchopt._function.engine import Engine
+from batchopt._function.tasks import Selection, collect, of_each, plain, select, total
 from batchopt_workers.data.batch import Part
 from batchopt_workers.map.squares import MeanSquare, of_residuals, squares_of
 from batchopt_workers.map.weighting import SAMPLE_WEIGHT
@@ -56,23 +56,23 @@ class Roots(NamedTuple):
     slopes: torch.Tensor
 
 
-def residuals(function: BatchFunction, inputs: Any, targets: Any) -> Any:
+def residuals(function: Engine, inputs: Any, targets: Any) -> Any:
     """Return the residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms.
     For other data these are the terms that `inputs` has."""
-    names = [*function.readings]
-    if function.terms is not None and isinstance(inputs, Mapping) and inputs:
-        check_names("the batch", {**function.terms, **inputs}, function.terms)  # reject unknown names
+    names = [*function.specs]
+    if function.reader.terms is not None and isinstance(inputs, Mapping) and inputs:
+        check_names("the batch", {**function.reader.terms, **inputs}, function.reader.terms)  # reject unknown names
         names = [name for name in names if name in inputs]
-    return _rows(function, Residuals(), select(function, inputs, targets, _readings(function, names)))
+    return _rows(function, Residuals(), select(function, inputs, targets, _specs(function, names)))
 
 
-def jacobian_product(function: BatchFunction, v: Any) -> Any:
+def jacobian_product(function: Engine, v: Any) -> Any:
     """Return J times `v`."""
-    task = JacobianProduct(_vector(function, "v", v))
+    task = JacobianProduct(_vector(function, v))
     return _rows(function, task, _loaded(function))
 
 
-def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
+def transposed_product(function: Engine, u: Any) -> torch.Tensor:
     """Return Jᵀ times `u`, shape `(n,)`, X's dtype."""
     selections = _loaded(function)
     given = u if isinstance(u, Mapping) else {None: u}
@@ -86,7 +86,7 @@ def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
     for s in selections:
         weights = given[s.name]
         each = weights if type(weights) is list else [weights]
-        each = [_floating("u", one).detach().to(x.dtype).contiguous() for one in each]
+        each = [arguments.read_floating("u", one).detach().to(x.dtype).contiguous() for one in each]
         rows = each if type(weights) is list else each[0]
         if len(rows) != s.batch.size:
             raise ValueError(
@@ -97,13 +97,11 @@ def transposed_product(function: BatchFunction, u: Any) -> torch.Tensor:
     return whole.to(x.dtype)
 
 
-def gauss_newton_product(function: BatchFunction, v: Any) -> torch.Tensor:
+def gauss_newton_product(function: Engine, v: Any) -> torch.Tensor:
     """Return JᵀWJ times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`; X's dtype."""
     _check(function)
-    columns = _floating("v", v)
     size = len(function.parameters)
-    if columns.shape[:1] != (size,) or columns.dim() > 2:
-        raise ValueError(f"`v` must have shape ({size},), as `parameters`, or ({size}, k); got {tuple(columns.shape)}")
+    columns = arguments.read_columns(arguments.read_floating("v", v), size)
     directions = columns.detach().to(function.subject.x.dtype).reshape(size, -1).T.contiguous()
     task = Task(GaussNewtonProducts(directions), term=None)
     found = total(function, task, function.ready().batch, "Gauss-Newton product")
@@ -111,14 +109,14 @@ def gauss_newton_product(function: BatchFunction, v: Any) -> torch.Tensor:
     return product
 
 
-def acceleration(function: BatchFunction, v: torch.Tensor) -> torch.Tensor:
+def acceleration(function: Engine, v: torch.Tensor) -> torch.Tensor:
     """Return JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
-    task = Task(Accelerations(_vector(function, "v", v)), term=None)
+    task = Task(Accelerations(_vector(function, v)), term=None)
     found: torch.Tensor = total(function, task, function.ready().batch, "second derivative of the residuals")
     return found.to(function.subject.x.dtype)
 
 
-def normal(function: BatchFunction, limit: int) -> Normal:
+def normal(function: Engine, limit: int) -> Normal:
     """Return the normal equations of the loaded batch. Raises `ValueError` for more than `limit` parameters."""
     _check(function)
     size = len(function.parameters)
@@ -144,7 +142,7 @@ def normal(function: BatchFunction, limit: int) -> Normal:
     return Normal(float(found["loss"]), found["vector"].clone(), matrix)
 
 
-def gram(function: BatchFunction, limit: int) -> torch.Tensor:
+def gram(function: Engine, limit: int) -> torch.Tensor:
     """Return JJᵀ of the loaded batch, float64; rows in the order of residuals, one term after the other."""
     found = _rows(function, Residuals(), _loaded(function))
     count = sum(len(flat(one)) for one in (found.values() if isinstance(found, Mapping) else [found]))
@@ -165,12 +163,12 @@ def _mirrored(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.triu() + matrix.triu(1).T
 
 
-def jacobian(function: BatchFunction) -> Any:
+def jacobian(function: Engine) -> Any:
     """Return the rows of the Jacobian: shape `(samples, d, n)`; by term where there are terms."""
     return _rows(function, JacobianRows(), _loaded(function))
 
 
-def square_roots(function: BatchFunction, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
+def square_roots(function: Engine, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
     """Return for each term's residuals, as returned by `residuals`, numbers of which f is half the sum of squares, and
     their derivatives with respect to the residuals."""
     settings, step, roots = function.settings, function.ready(), {}
@@ -200,9 +198,8 @@ def _factors(squares: MeanSquare, part: Part, residuals: Any, values: torch.Tens
     return torch.cat(found)
 
 
-def _rows(function: BatchFunction, task: PieceFunction, selections: list[Selection]) -> Any:
-    found = {s.name: _joined(collect(function, s.task(task), s.batch)) for s in selections}
-    return found[None] if None in found else found
+def _rows(function: Engine, task: PieceFunction, selections: list[Selection]) -> Any:
+    return of_each(selections, lambda s: _joined(collect(function, s.task(task), s.batch)))
 
 
 def _joined(found: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
@@ -217,18 +214,18 @@ def flat(part: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     return part.flatten(0, 1) if isinstance(part, torch.Tensor) else torch.cat([one.flatten(0, 1) for one in part])
 
 
-def _loaded(function: BatchFunction) -> list[Selection]:
-    return select(function, None, None, _readings(function))
+def _loaded(function: Engine) -> list[Selection]:
+    return select(function, None, None, _specs(function))
 
 
-def _readings(function: BatchFunction, names: Sequence[str | None] | None = None) -> Readings:
-    """Return the readings of the terms with these names; None: of all."""
+def _specs(function: Engine, names: Sequence[str | None] | None = None) -> BatchSpecs:
+    """Return the specs of the terms with these names; None: of all."""
     _check(function, names)
-    readings = plain(function.readings)
-    return readings if names is None else {name: readings[name] for name in names}
+    specs = plain(function.specs)
+    return specs if names is None else {name: specs[name] for name in names}
 
 
-def _check(function: BatchFunction, among: Sequence[str | None] | None = None) -> None:
+def _check(function: Engine, among: Sequence[str | None] | None = None) -> None:
     """Raise `BatchoptError` after `close`, `ValueError` if one of these terms (None: of all) is no sum of squares."""
     function.check_open()
     settings = function.settings
@@ -244,18 +241,11 @@ def _check(function: BatchFunction, among: Sequence[str | None] | None = None) -
             )
 
 
-def _vector(function: BatchFunction, name: str, given: Any) -> torch.Tensor:
-    """Return `given` as a vector like X. Raises `TypeError` or `ValueError`."""
+def _vector(function: Engine, v: Any) -> torch.Tensor:
+    """Return `v` as a vector like X. Raises `TypeError` or `ValueError`."""
     _check(function)
     x = function.parameters
-    vector = _floating(name, given)
+    vector = arguments.read_floating("v", v)
     if vector.shape != x.shape:
-        raise ValueError(f"`{name}` must have shape ({len(x)},), as `parameters`; got {tuple(vector.shape)}")
+        raise ValueError(f"`v` must have shape ({len(x)},), as `parameters`; got {tuple(vector.shape)}")
     return vector.detach().to(x.dtype).contiguous()
-
-
-def _floating(name: str, given: Any) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
-        kind = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else type(given).__name__
-        raise TypeError(f"`{name}` must be a tensor of floating-point numbers; got {kind}")
-    return given

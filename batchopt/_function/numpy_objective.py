@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from batchopt._function.derivatives import hessian_products
-from batchopt._function.function import BatchFunction
+from batchopt._function.engine import Engine
 from batchopt._function.least_squares import (
     Roots,
     flat,
@@ -54,7 +54,7 @@ class FlatObjective:
     dtype, and what `BatchOptimizer.evaluate` raises. `assign` takes finite numbers only.
     """
 
-    def __init__(self, function: BatchFunction, evaluate: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, function: Engine, evaluate: Callable[[], torch.Tensor]) -> None:
         """Evaluate the function of the loaded batch by calling `evaluate`."""
         self._function, self._owner, self._evaluate = function, function.owner, evaluate
         self._see()
@@ -91,7 +91,7 @@ class FlatObjective:
         vector, direction = self._read("x", x, finite=False), self._read("v", v, finite=False)
         if not bool(vector.isfinite().all()):
             return np.full(len(vector), np.nan)
-        with self._function.as_it_is():
+        with self._function.under(on_nonfinite="keep"):
             return _doubles(self._there(vector, hessian_products, self._function, direction))
 
     def least_squares(self) -> FlatLeastSquares:
@@ -125,7 +125,7 @@ class FlatObjective:
             if self._seen.looks_the_same() and last.conditions == self._conditions():
                 return last
         self._last = None
-        with self._function.as_it_is():
+        with self._function.under(on_nonfinite="keep"):
             loss = self._there(vector, self._evaluate).item()
         if not self._seen.refers():  # a forward has written, or the user before it
             self._see()
@@ -201,7 +201,7 @@ class FlatLeastSquares:
     `BatchOptimizer.residuals` raises.
     """
 
-    def __init__(self, function: BatchFunction, at: At) -> None:
+    def __init__(self, function: Engine, at: At) -> None:
         """Evaluate at other points by calling `at`."""
         self._function, self._at = function, at
 

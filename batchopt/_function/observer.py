@@ -42,6 +42,9 @@ class Observer:
     def evaluated(self, found: Evaluated) -> None:
         """Handle the end of an evaluation."""
 
+    def did(self, name: str, began: float) -> None:
+        """Handle a finished piece of work in this process, which began at that `time.perf_counter`."""
+
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
         """Handle a finished task of that name on a batch that is cut at `bounds`."""
 
@@ -79,11 +82,11 @@ class Trials:
     """The evaluations of one step. The one at the final parameters is identified by the optimizer or by a checksum of
     X. A step with one evaluation needs no checksum."""
 
-    def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], told: bool) -> None:
-        """Start a step: `x` is the vector of `parameters`. `told`: the optimizer will identify the final evaluation."""
-        self._x, self._told = x, told
+    def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], reported: bool) -> None:
+        """Start a step: `x` is the vector of `parameters`. `reported`: the optimizer names the final evaluation."""
+        self._x, self._reported = x, reported
         self._written_through = x, *parameters
-        self._start = [] if told else [*map(_version, self._written_through)]
+        self._start = [] if reported else [*map(_version, self._written_through)]
         self._trials: list[Trial | None] = []  # None: one that raised
         self._here: int | None = None
 
@@ -94,16 +97,16 @@ class Trials:
 
     def busy(self) -> None:
         """Identify the current X, while the workers compute and the time is free."""
-        if self._told or self._here is not None:
+        if self._reported or self._here is not None:
             return
         if len(self._trials) > 1 or [*map(_version, self._written_through)] != self._start:
             self._here = checksum(self._x)
 
-    def evaluated(self, found: Evaluated) -> None:
+    def evaluated(self, loss: float, terms: Mapping[str, float]) -> None:
         """Keep the result."""
         if self._here is None:
             self.busy()
-        self._trials[-1] = Trial(self._here, found.loss, found.terms)
+        self._trials[-1] = Trial(self._here, loss, terms)
 
     def number(self, of_last: int, last: int) -> Trial | None:
         """Return the evaluation with number `of_last` among the `last` ones, from 1 on."""

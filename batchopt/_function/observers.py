@@ -1,68 +1,65 @@
-"""The observers of a function, including a timeline while one is recorded."""
+"""The observers of an engine, by what they follow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+from batchopt._data.prefetch import Ahead
 from batchopt._function.observer import Evaluated, Observer, Trials
-from batchopt._function.timeline import Timeline
+from batchopt._function.reporter import Reporter
+from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+Followed = TypeVar("Followed", bound=Observer)
 
 
 class Observers:
     """Passes each event on to all observers; while the workers are busy, the latest observer comes first."""
 
-    def __init__(self, first: Sequence[Observer]) -> None:
-        self._all = list(first)
-        self._timeline: Timeline | None = None
+    def __init__(self, verbose: int) -> None:
+        self.reporter = Reporter(verbose)
+        self._all: list[Observer] = [self.reporter] if verbose else []
         self.trials: Trials | None = None  # of the current step
         self._sort()
 
     def _sort(self) -> None:
         """Find the observers of each event: only those that override it."""
-        self._begins = [o.begins for o in self._all if type(o).begins is not Observer.begins]
+        self.of_beginnings = [o.begins for o in self._all if type(o).begins is not Observer.begins]
         self._busy = [o.busy for o in reversed(self._all) if type(o).busy is not Observer.busy]
+        self.of_evaluations, self.of_work = bool(self._all), [o for o in self._all if type(o).did is not Observer.did]
         self.look = any([observer.looks for observer in self._all])  # an observer uses the workers' answers
 
     @contextmanager
-    def including(self, observer: Observer) -> Iterator[None]:
+    def including(self, observer: Followed) -> Iterator[Followed]:
         """Let `observer` follow the evaluations in the body too."""
         self._all.append(observer)
         try:
             self._sort()
-            yield
+            yield observer
         finally:
             self._all.remove(observer)
             self._sort()
 
-    @contextmanager
-    def timeline(self) -> Iterator[Timeline]:
-        """Record the body in a new timeline."""
-        self._timeline = timeline = Timeline()
-        try:
-            with self.including(timeline):
-                yield timeline
-        finally:
-            timeline.close()
-            self._timeline = None
+    def mute(self) -> None:
+        """Report nothing any more, since another process does."""
+        self.close()
+        self.reporter, self._all = Reporter(0), []
+        self._sort()
 
-    @property
-    def follow(self) -> bool:
-        """Tell whether any observer follows evaluations."""
-        return bool(self._all) or self.trials is not None
+    def close(self) -> None:
+        """Finish the reports."""
+        self.reporter.close()
 
-    def doing(self, name: str) -> AbstractContextManager[None]:
-        """Record the body as an event of the timeline, if there is one."""
-        return _NOTHING if self._timeline is None else self._timeline.doing(name)
+    def did(self, name: str, began: float) -> None:
+        """Pass on a finished piece of work in this process."""
+        for observer in self.of_work:
+            observer.did(name, began)
 
     def begins(self) -> None:
         """Pass on the beginning of an evaluation."""
-        if self.trials is not None:
-            self.trials.begins()
-        for begins in self._begins:
+        for begins in self.of_beginnings:
             begins()
 
     def busy(self) -> None:
@@ -76,10 +73,19 @@ class Observers:
         """Pass on the end of an evaluation."""
         for observer in self._all:
             observer.evaluated(found)
-        if self.trials is not None:
-            self.trials.evaluated(found)
 
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
         """Pass on a finished task of that name on a batch that is cut at `bounds`."""
         for observer in self._all:
             observer.worked(name, answers, bounds)
+
+
+class ReadsAhead(Observer):
+    """Fetches the next batch while the workers compute."""
+
+    def __init__(self, ahead: Ahead[Any]) -> None:
+        self._ahead = ahead
+
+    def busy(self) -> None:
+        with torch_threads(1):  # the workers have the cores
+            self._ahead.fetch()

@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import Dataset
 
 from batchopt._data import arguments
-from batchopt._data.batches import Reading, read_part
+from batchopt._data.batches import BatchSpec, read_part
 from batchopt._data.prefetch import Ahead, as_arguments
-from batchopt._function.function import BatchFunction, ReadsAhead
+from batchopt._function.engine import Engine
+from batchopt._function.observers import ReadsAhead
 from batchopt._function.prepared import whole
-from batchopt._function.tasks import collect, select
+from batchopt._function.tasks import collect, of_each, select
 from batchopt._mapreduce.answers import common_form
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.structures import is_record
@@ -34,15 +35,14 @@ class _Asked(NamedTuple):
     batch: Batch
 
 
-def predict(function: BatchFunction, data: Any, transform: Transform | None) -> Any:
+def predict(function: Engine, data: Any, transform: Transform | None) -> Any:
     """Return the outputs for all of `data`, in order: one batch of inputs, or those of a loader; None: the loaded
     batch, by term where there are terms."""
-    _check_transform(transform)
+    arguments.check_callable("transform", transform)
     function.check_open()
     if data is None:
-        selections = select(function, None, None, function.readings)
-        found = {s.name: collect(function, s.task(Predicted(transform), False), s.batch) for s in selections}
-        return found[None] if None in found else found
+        selections = select(function, None, None, function.specs)
+        return of_each(selections, lambda s: collect(function, s.task(Predicted(transform), False), s.batch))
     if _is_batch(data):
         return _outputs(function, _read(function, data, None), Predicted(transform))
     batches = [(outputs, asked.batch.size) for outputs, asked in _ask(function, data, transform)]
@@ -50,11 +50,9 @@ def predict(function: BatchFunction, data: Any, transform: Transform | None) -> 
     return _joined(batches, "outputs")
 
 
-def iter_predict(
-    function: BatchFunction, batches: Iterable[Any], transform: Transform | None
-) -> Iterator[tuple[Any, Any]]:
+def iter_predict(function: Engine, batches: Iterable[Any], transform: Transform | None) -> Iterator[tuple[Any, Any]]:
     """Iterate over the outputs for each of `batches`, with the batch, while the next one is read."""
-    _check_transform(transform)
+    arguments.check_callable("transform", transform)
     function.check_open()
     if _is_batch(batches):
         raise TypeError(
@@ -65,7 +63,7 @@ def iter_predict(
 
 
 def _ask(
-    function: BatchFunction, batches: Iterable[Any], transform: Transform | None, targets: bool = False
+    function: Engine, batches: Iterable[Any], transform: Transform | None, targets: bool = False
 ) -> Iterator[tuple[Any, _Asked]]:
     """Yield the outputs for each batch; with `targets` also the targets that workers read from a dataset."""
 
@@ -88,7 +86,7 @@ class Scored(NamedTuple):
     samples: int
 
 
-def score(function: BatchFunction, data: Any, metrics: Any, transform: Transform | None) -> Any:
+def score(function: Engine, data: Any, metrics: Any, transform: Transform | None) -> Any:
     """Return each metric of all outputs and targets, by name; for a metric without a name, its value."""
     measures = read_metrics(metrics)
     return measured(measures, list(scored(function, data, transform)))
@@ -97,23 +95,20 @@ def score(function: BatchFunction, data: Any, metrics: Any, transform: Transform
 def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
     """Return each metric of the outputs and targets of all batches together."""
     _check_any(found)
-    outputs, targets = (
-        found[0][:2]
-        if len(found) == 1
-        else (
-            _joined([(batch.outputs, batch.samples) for batch in found], "outputs"),
-            _joined([(batch.targets, batch.samples) for batch in found], "targets"),
-        )
-    )
-    return values(measures, outputs, targets)
+    if len(found) == 1:
+        return values(measures, *found[0][:2])
+    outputs = _joined([(batch.outputs, batch.samples) for batch in found], "outputs")
+    return values(measures, outputs, _joined([(batch.targets, batch.samples) for batch in found], "targets"))
 
 
-def scored(function: BatchFunction, data: Any, transform: Transform | None) -> Iterator[Scored]:
+def scored(function: Engine, data: Any, transform: Transform | None) -> Iterator[Scored]:
     """Iterate over the outputs and targets of `data`: one batch, or each batch of a loader, reading ahead."""
-    _check_transform(transform)
+    arguments.check_callable("transform", transform)
     function.check_open()
     if isinstance(data, Dataset) and not isinstance(data, Iterator):
-        return iter([_scored_of_dataset(function, _read(function, data, None), transform)])
+        batch = _read(function, data, None)
+        found = _outputs(function, batch, Predicted(transform, targets=True))
+        return iter([Scored(*_pair(found), batch.size)])
     if _is_batch(data):
         inputs, targets, _ = as_arguments(data)
         if targets is None:
@@ -123,7 +118,7 @@ def scored(function: BatchFunction, data: Any, transform: Transform | None) -> I
     return _scored_of_loader(function, data, transform)
 
 
-def _scored_of_loader(function: BatchFunction, data: Iterable[Any], transform: Transform | None) -> Iterator[Scored]:
+def _scored_of_loader(function: Engine, data: Iterable[Any], transform: Transform | None) -> Iterator[Scored]:
     for found, asked in _ask(function, data, transform, targets=True):
         if isinstance(asked.given, Dataset):
             yield Scored(*_pair(found), asked.batch.size)
@@ -131,10 +126,6 @@ def _scored_of_loader(function: BatchFunction, data: Iterable[Any], transform: T
             yield Scored(found, targets, asked.batch.size)
         else:
             raise ValueError("the batches of `data` must be (inputs, targets): there are no targets")
-
-
-def _scored_of_dataset(function: BatchFunction, batch: Batch, transform: Transform | None) -> Scored:
-    return Scored(*_pair(_outputs(function, batch, Predicted(transform, targets=True))), batch.size)
 
 
 def _pair(found: Any) -> tuple[Any, Any]:
@@ -149,25 +140,20 @@ def _is_batch(data: Any) -> bool:
     return isinstance(data, (torch.Tensor, np.ndarray, list, tuple, Mapping, Dataset)) or is_record(data)
 
 
-def _read(function: BatchFunction, inputs: Any, targets: Any) -> Batch:
-    readings = function.readings
-    first = next(iter(readings.values()))
-    collate = first.collate if None in readings else None
-    return Batch((read_part(inputs, targets, None, Reading(collate, "mean", None, None, first.device)),))
+def _read(function: Engine, inputs: Any, targets: Any) -> Batch:
+    specs = function.specs
+    first = next(iter(specs.values()))
+    collate = first.collate if None in specs else None
+    return Batch((read_part(inputs, targets, None, BatchSpec(collate, "mean", None, None, first.device)),))
 
 
-def _outputs(function: BatchFunction, batch: Batch, predicted: Predicted) -> Any:
+def _outputs(function: Engine, batch: Batch, predicted: Predicted) -> Any:
     return collect(function, Task(predicted, aside=True, train=False), batch)
 
 
 def _check_any(found: Sequence[Any]) -> None:
     if not found:
         raise ValueError("the loader yielded no batches")
-
-
-def _check_transform(transform: Transform | None) -> None:
-    if transform is not None:
-        arguments.check_callable("transform", transform, ("outputs",))
 
 
 def _joined(found: Sequence[tuple[Any, int]], what: str) -> Any:

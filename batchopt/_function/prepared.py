@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchopt._data.batches import Reading, Readings, reweighed
-from batchopt._data.epochs import Batches, Turn
-from batchopt._data.prefetch import to_the_end
+from batchopt._data.batches import BatchSpecs, reweighed
+from batchopt._data.epochs import Batches, EpochBatch
+from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms, to_the_end
+from batchopt._function.observers import ReadsAhead
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
-from batchopt.backends.base import Backend, Prepared
+from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.batch import Batch, Part
 from batchopt_workers.data.items import Items
 from batchopt_workers.process.messages import Cut, Kind
 from batchopt_workers.tasks.task import Applied, Task
 
-# Returns the indices of a batch's samples in the data; None if unknown.
-Rows = Callable[[], Sequence[int] | None]
-
-
-class Reader(Protocol):
-    """Reads batches."""
-
-    @property
-    def readings(self) -> Readings:
-        """The current rules for reading; the same object as long as nothing changes."""
+if TYPE_CHECKING:
+    from batchopt._function.engine import Engine
 
 
 class PreparedBatch:
     """A batch that workers can read already. It is for `step` or `load` of the optimizer that prepared it, once, before
     the next one is requested."""
 
-    def __init__(
-        self,
-        owner: Reader,
-        prepared: Prepared,
-        readings: Readings,
-        finish: Callable[[], None],
-        rows: Rows = lambda: None,
-    ) -> None:
-        """`readings`: those it was read with. `finish`: called once the batch counts as done. `rows`: returns the
-        indices of its samples in the data."""
-        self.rows = rows
-        self._owner, self._prepared, self._readings, self._finish = owner, prepared, readings, finish
+    def __init__(self, owner: Engine, prepared: Prepared, specs: BatchSpecs, source: Any, turn: EpochBatch) -> None:
+        """`specs`: those it was read with. `source`: the batches of which it is this `turn`."""
+        self._owner, self._prepared, self._specs = owner, prepared, specs
+        self._batches, self._turn = source if isinstance(source, Batches) else None, turn
         self._refused = ""  # why it can no longer be used
         self._finished = False
 
@@ -62,7 +48,7 @@ class PreparedBatch:
         if targets is not None or options is not None:
             raise ValueError("a prepared batch has its targets and options: leave `targets` and `options` out")
 
-    def take(self, owner: Reader) -> Prepared:
+    def take(self, owner: Engine) -> Prepared:
         """Use the batch and return it, with the current loss. Raises `BatchoptError` if it has been used, if the next
         one was requested, or if another optimizer than `owner` prepared it."""
         reason = self._refused if owner is self._owner else "it was prepared by another BatchOptimizer"
@@ -72,36 +58,52 @@ class PreparedBatch:
                 "in which they come, with the same `opt`"
             )
         self._refused = "it was used already"
-        readings = owner.readings
-        return self._prepared if readings is self._readings else Prepared(reweighed(self._prepared.batch, readings))
+        specs = owner.specs
+        return self._prepared if specs is self._specs else Prepared(reweighed(self._prepared.batch, specs))
+
+    def rows(self) -> Sequence[int] | None:
+        """Return the indices of its samples in the data; None if unknown."""
+        return None if self._batches is None else self._batches.rows(self._turn)
 
     def finish(self) -> None:
-        """Mark the batch as done; a second call does nothing."""
+        """Mark the batch as done, which moves the position of `Batches` past it; a second call does nothing."""
         if not self._finished:
             self._finished = True
-            self._finish()
+            if self._batches is not None:
+                self._batches.finish(self._turn)
 
     def expire(self) -> None:
         """Refuse the batch from now on, since its turn is over."""
         self._refused = "its turn is over"
 
 
-def turns_of(batches: Iterable[Any]) -> Iterator[Turn]:
+def prepared(engine: Engine, batches: Iterable[Any]) -> Generator[PreparedBatch, None, None]:
+    """Yield each of `batches`, prepared; the next one is read and prepared while the workers compute."""
+    read = as_arguments if engine.reader.terms is None else as_batch_of_terms
+
+    def prepare(turn: EpochBatch) -> tuple[EpochBatch, Prepared, BatchSpecs]:
+        specs = engine.specs
+        return turn, engine.prepare_ahead(*read(turn.batch)), specs
+
+    began, ahead = time.perf_counter(), Ahead(_turns_of(batches), prepare)
+    for turn, found, specs in ahead:
+        batch = PreparedBatch(engine, found, specs, batches, turn)
+        if engine.auto is not None:
+            engine.auto.waited(time.perf_counter() - began)
+        with engine.observers.including(ReadsAhead(ahead)):
+            try:
+                yield batch
+            finally:
+                batch.expire()
+        began = time.perf_counter()
+        batch.finish()
+
+
+def _turns_of(batches: Iterable[Any]) -> Iterator[EpochBatch]:
     """Return an iterator over `batches` in turns; those of `Batches` are not finished."""
     if isinstance(batches, Batches):
         return batches.turns()
-    return (Turn(0, index, False, batch) for index, batch in enumerate(to_the_end(iter(batches))))
-
-
-def finish(batches: Iterable[Any], turn: Turn) -> None:
-    """Move the position of `Batches` past this turn; other iterables have no position."""
-    if isinstance(batches, Batches):
-        batches.finish(turn)
-
-
-def rows_of(batches: Iterable[Any], turn: Turn) -> Sequence[int] | None:
-    """Return the indices in the data of the samples of this turn's batch; None if unknown."""
-    return batches.rows(turn) if isinstance(batches, Batches) else None
+    return (EpochBatch(0, index, False, batch) for index, batch in enumerate(to_the_end(iter(batches))))
 
 
 def whole(batches: Iterable[Any]) -> Iterable[Any]:
@@ -109,30 +111,25 @@ def whole(batches: Iterable[Any]) -> Iterable[Any]:
     return batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))
 
 
-class CarryOut(Protocol):
-    """Has workers apply the function of a task to a batch, and uses their answers."""
+def with_denominators(engine: Engine, batch: Batch, carry_out: Callable[..., torch.Tensor]) -> Batch:
+    """Return the batch with all normalisers of its means known; `carry_out` is that of the engine. Raises what reading
+    a sample raises."""
+    specs = engine.specs
 
-    def __call__(self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], Any], /) -> Any:
-        """See `BatchFunction.carry_out`."""
+    def known(part: Part, number: int) -> Part:
+        spec = specs[part.name]
+        function = spec.unread_denominators(part)
+        if function is None:
+            return part
 
+        def whole(answers: Sequence[Answer], cut: Cut) -> torch.Tensor:
+            form = common_form(forms_of(answers), cut.bounds)
+            (found,) = engine.workers.backend.collected(form.columns, part.size)
+            return found
 
-def with_denominators(batch: Batch, readings: Readings, carry_out: CarryOut, backend: Backend) -> Batch:
-    """Return the batch with all normalisers of its means known. Raises what reading a sample raises."""
-    parts = tuple(
-        _known(part, number, readings[part.name], carry_out, backend) for number, part in enumerate(batch.parts)
-    )
+        each = carry_out(Task(Applied(function), number, aside=True), Batch((part,)), Kind.COLLECT, whole)
+        inputs = replace(part.inputs, denominators=function) if isinstance(part.inputs, Items) else part.inputs
+        return replace(part, inputs=inputs, weighting=spec.weighting_of(each, part.size))
+
+    parts = tuple(known(part, number) for number, part in enumerate(batch.parts))
     return batch if all(one is other for one, other in zip(parts, batch.parts, strict=True)) else Batch(parts)
-
-
-def _known(part: Part, number: int, reading: Reading, carry_out: CarryOut, backend: Backend) -> Part:
-    function = reading.unread_denominators(part)
-    if function is None:
-        return part
-
-    def whole(answers: Sequence[Answer], cut: Cut) -> torch.Tensor:
-        (found,) = backend.collected(common_form(forms_of(answers), cut.bounds).columns, part.size)
-        return found
-
-    each = carry_out(Task(Applied(function), number, aside=True), Batch((part,)), Kind.COLLECT, whole)
-    inputs = replace(part.inputs, denominators=function) if isinstance(part.inputs, Items) else part.inputs
-    return replace(part, inputs=inputs, weighting=reading.weighting_of(each, part.size))

@@ -31,7 +31,7 @@ class Reporter(Observer):
     logging set up they go to stderr."""
 
     def __init__(self, verbose: int) -> None:
-        self._verbose = verbose
+        self.verbose = verbose
         self.looks = verbose >= 3
         self._warned = False
         self._said_idle = False
@@ -49,17 +49,17 @@ class Reporter(Observer):
 
     def evaluated(self, found: Evaluated) -> None:
         """Report the loss and the time taken."""
-        if self._verbose == 1 and self._shows_bar:
+        if self.verbose == 1 and self._shows_bar:
             if self._bar is None:
                 self._bar = ProgressBar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
             self._bar.set_postfix_str(f"batch {found.batch}, loss {found.loss:.6g}", refresh=False)
             self._bar.update()
-        if self._verbose >= 2:
+        if self.verbose >= 2:
             milliseconds = (found.ended - found.began) * 1e3
             logger.info(
                 "evaluation %d, batch %d: loss %.9g, %.3f ms", found.number, found.batch, found.loss, milliseconds
             )
-        if self._verbose >= 3:
+        if self.verbose >= 3:
             for answer in found.answers:
                 logger.info("  worker %d: %d samples, %.3f ms", answer.rank, answer.samples, answer.seconds * 1e3)
 
@@ -78,9 +78,9 @@ class Reporter(Observer):
             return False
         norm = normalises_by_chunk(module)
         if norm is not None and not self._warned:
-            self._warned = True
+            self._warned, why = True, "is in training mode" if norm.training else "keeps no running statistics"
             _warn(
-                f"'{name_of(norm, module)}' ({type(norm).__name__}) {_why(norm)}: it normalises by the statistics of "
+                f"'{name_of(norm, module)}' ({type(norm).__name__}) {why}: it normalises by the statistics of "
                 "a chunk, so the loss depends on how the batch is cut. Call module.eval() (with running statistics), "
                 "or use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
             )
@@ -110,18 +110,18 @@ class Reporter(Observer):
 
     def chosen(self, configuration: object, reason: str) -> None:
         """Report the choice of `parallelize="auto"`."""
-        if self._verbose == 1:
+        if self.verbose == 1:
             ProgressBar.write(f"batchopt: parallelize='auto' is {configuration}: {reason}", file=sys.stderr)
         self.note("parallelize='auto' is %s: %s", configuration, reason)
 
     def note(self, message: str, *arguments: object) -> None:
         """Log an informative message at `verbose=2`."""
-        if self._verbose >= 2:
+        if self.verbose >= 2:
             logger.info(message, *arguments)
 
     def close(self) -> None:
         """Finish the bar, and restore the logger."""
-        if self._verbose:
+        if self.verbose:
             logger.setLevel(self._level)
         if self._handler is not None:
             logger.removeHandler(self._handler)
@@ -138,7 +138,3 @@ def _warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
-
-
-def _why(norm: torch.nn.Module) -> str:
-    return "is in training mode" if norm.training else "keeps no running statistics"

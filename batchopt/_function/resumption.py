@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchopt._data.terms import reweighed
-from batchopt._function.step import Counters
+from batchopt._data.terms import Term, reweighed
+from batchopt._function.step import Counters, History
+from batchopt._mapreduce.speeds import Speeds
 from batchopt.optim.choose import check_options
 
 if TYPE_CHECKING:
-    from batchopt._function.function import BatchFunction
+    from batchopt._function.engine import Engine
     from batchopt.optim.rollback import Rollback
 
 # Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones, and `parallelize`
 # only in those of `parallelize="auto"`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
-_COUNTS = ("evaluations", "batches", "samples", "steps", "products")
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
@@ -36,30 +36,31 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
     return f"{name} around {class_of(base)}" if isinstance(base, torch.optim.Optimizer) else name
 
 
-def state_of(function: BatchFunction, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return the state of a function and its optimizer, as `BatchOptimizer.state_dict` documents it."""
+    workers, history = function.workers, function.history
     return {
-        "module": function.follow().module.state_dict(),
+        "module": function.synced().module.state_dict(),
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "optimizer_class": class_of(optimizer),
-        "history": function.past.counters.state_dict(),
-        "speeds": list(function.workers.speeds.values),
+        "history": history.counters.state_dict(),
+        "speeds": list(workers.speeds.values),
         "seed": function.settings.seed,
-        "weights": {name: term.weight for name, term in (function.terms or {}).items()},
-        "residuals": function.residuals(),
-        **({} if function.choice is None else {"parallelize": dict(function.choice)}),
+        "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
+        "residuals": workers.compressing.residuals(history.residuals) if function.rules.compresses else {},
+        **({} if function.auto is None else function.auto.state()),
     }
 
 
 def resume(
-    function: BatchFunction, optimizer: torch.optim.Optimizer | None, rollback: Rollback, state: dict[str, Any]
+    function: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback, state: dict[str, Any]
 ) -> None:
     """Continue from what `state_of` returned. Raises what `check_state` raises, and what torch raises for other shapes;
     then nothing is changed."""
     check_state(state, optimizer, function.settings.seed)
-    weights, residuals = state.get("weights"), state.get("residuals", {})  # absent in older states
-    check_residuals(residuals, function.subject.x)
-    terms = reweighed(function.terms, weights) if weights else function.terms
+    weights = state.get("weights")  # absent in older states, as are residuals
+    check_residuals(state.get("residuals", {}), function.subject.x)
+    terms = reweighed(function.reader.terms, weights) if weights else function.reader.terms
     function.end_step()
     module = function.subject.module
     before = {key: value.clone() for key, value in module.state_dict().items() if torch.is_tensor(value)}
@@ -72,19 +73,40 @@ def resume(
             if all(value.dtype == state["module"][key].dtype for key, value in before.items()):
                 _restore_dtypes(optimizer, state["optimizer"])
             check_options(optimizer)
-        function.resume(Counters(**state["history"]), terms, state["speeds"], residuals)
+        _adopt(function, state, terms)
     except BaseException:
         module.load_state_dict(before, strict=False)
         rollback.back()
         raise
-    if state.get("parallelize") is not None:
-        function.arrange(state["parallelize"])
+    if state.get("parallelize") is not None and function.auto is not None:
+        function.auto.resume(state["parallelize"], function.settings.threads_per_worker)
+
+
+def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | None) -> None:
+    """Continue from the state; from its speeds only if the number of workers matches. A batch has to be loaded
+    again."""
+    number, workers, residuals, speeds = 0, function.workers, state.get("residuals"), state["speeds"]
+    if function.rules.compresses and residuals:
+        number = workers.number()
+        workers.compressing.restore_residuals(number, residuals)
+    elif residuals:
+        warnings.warn(
+            "the state contains compression residuals, which are dropped because `compress` is not set: give the same "
+            "`compress` to resume with the same bits",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    function.reader.terms = terms
+    function.history = History(Counters(**state["history"]), function.history.hook_results, number)
+    function.forget()
+    if len(speeds) == len(workers.infos) and not workers.speeds.fixed:
+        workers.set_speeds(Speeds(tuple(speeds)))
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Give each tensor in the optimizer's memory the saved dtype and value.
 
-    torch casts them to the parameter's dtype: `mu_product` of NAdam is float32, and would go on as float64.
+    torch casts them to the parameter's dtype: `mu_product` of NAdam is float32, and would continue as float64.
     """
     names = [name for group in state["param_groups"] for name in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -123,29 +145,19 @@ def check_residuals(residuals: Any, x: torch.Tensor) -> None:
     """Raise `ValueError` or `TypeError` unless these can be rounding errors of compressed gradients of `x`."""
     _check_mapping("`residuals` of the state", residuals)
     for cell, residual in residuals.items():
-        is_right = type(cell) is int and cell >= 0 and isinstance(residual, torch.Tensor) and residual.shape == x.shape
+        is_right = _is_count(cell) and isinstance(residual, torch.Tensor) and residual.shape == x.shape
         if not is_right or residual.dtype != torch.promote_types(x.dtype, torch.float32):
             raise ValueError(f"entry {cell!r} of `residuals` of the state does not fit a gradient of {len(x)} elements")
 
 
 def _check_history(history: Any) -> None:
     _check_mapping("`history` of the state", history)
-    known = [field.name for field in fields(Counters)]
+    known = [*Counters._fields]
     unknown = [name for name in history if name not in known]
     if unknown:
         raise ValueError(f"`history` of the state has unknown {unknown}: the entries are {known}")
     for name, value in history.items():
-        if name in _COUNTS:
-            is_right = type(value) is int and value >= 0
-        elif name == "loss":
-            is_right = _is_number(value)
-        elif name == "losses":
-            is_right = isinstance(value, str) and re.fullmatch("([0-9a-f]{64})?", value) is not None
-        else:
-            is_right = isinstance(value, Mapping) and all(
-                isinstance(k, str) and _is_number(v) for k, v in value.items()
-            )
-        if not is_right:
+        if not _HISTORY.get(name, _is_count)(value):
             raise ValueError(f"`history` of the state has {name} {value!r}, which is not a valid value")
 
 
@@ -159,13 +171,27 @@ def _check_choice(choice: Any) -> None:
     if choice is None:
         return
     _check_mapping("`parallelize` of the state", choice)
-    numbers = [choice.get("workers"), choice.get("samples"), choice.get("threads") or 1]
-    if not all(type(number) is int and number >= least for number, least in zip(numbers, (1, 0, 1), strict=True)):
+    found = choice.get("workers"), choice.get("threads") or 1, choice.get("samples")
+    if not all(map(_is_count, found)) or 0 in found[:2]:
         raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# Which entries of the history are valid; all others are counts.
+_HISTORY: dict[str, Callable[[Any], bool]] = {
+    "loss": _is_number,
+    "losses": lambda value: isinstance(value, str) and re.fullmatch("([0-9a-f]{64})?", value) is not None,
+    "terms": lambda value: (
+        isinstance(value, Mapping) and all(isinstance(k, str) and _is_number(v) for k, v in value.items())
+    ),
+}
 
 
 def _check_optimizer(state: Any, kind: Any, optimizer: torch.optim.Optimizer | None) -> None:

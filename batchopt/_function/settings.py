@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from batchopt._data import arguments
-from batchopt._data.batches import Reading, Readings
+from batchopt._data.batches import BatchSpec, BatchSpecs
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
 from batchopt._mapreduce.compression import Compression, read_compress
@@ -23,6 +23,9 @@ from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.process.failures import names_of
 from batchopt_workers.worker import Hook, Precode
+
+# The arguments that are read one by one.
+_READ = "chunk_size threads_per_worker timeout max_restarts seed on_nonfinite nonfinite_errors verbose cache check_cut"
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,11 @@ class Settings:
         if given["residual"] is not None:
             found["loss_fn"] = _mean_square(given["residual"], found)
         arguments.check_criterion(found["criterion"], found["loss_fn"])
-        arguments.check_hooks(**{name: found[name] for name in ("precode", "prehook", "posthook")})
-        arguments.check_callable("collate_fn", found["collate_fn"], ("samples",))
-        arguments.check_callable("denominators", found["denominators"], ("inputs", "targets"))
+        for name in ("precode", "prehook", "posthook", "collate_fn", "denominators"):
+            arguments.check_callable(name, found[name])
         resolve_reduction(found["reduction"], found["criterion"])
-        found |= {name: read(found[name]) for name, read in _READERS.items()}
+        found |= {name: arguments.read(name, found[name]) for name in _READ.split()}
+        found["compress"] = read_compress(found["compress"])
         settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": 1 if automatic else workers})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):
             raise ValueError(
@@ -106,26 +109,18 @@ class Settings:
         terms = {name: replace(term, loss_fn=loss_fn) for (name, term), loss_fn in pairs if loss_fn is not None}
         return replace(changed, terms=terms)
 
-    def readings(self, device: torch.device | None) -> Readings:
+    def specs(self, device: torch.device | None) -> BatchSpecs:
         """Return the rules by which data becomes a batch, on `device` if given, with the current criterion. Raises
         `ValueError` for one that no longer reduces, or not as `reduction` says."""
         if self.terms is None:
-            reduction = resolve_reduction(self.reduction, self.criterion)
-            collate = _collating(self.collate_fn, reduction, self.denominators)
-            reading = Reading(collate, reduction, self.criterion, self.denominators, device, self.cache, self.loss_fn)
-            return {None: reading}
-        return {
-            name: Reading(
-                _collating(term.collate_fn, term.reduction, term.denominators),
-                term.reduction,
-                None,
-                term.denominators,
-                device,
-                self.cache,
-                term.loss_fn,
-            )
-            for name, term in self.terms.items()
-        }
+            return {None: self._reading(self, resolve_reduction(self.reduction, self.criterion), device)}
+        return {name: self._reading(term, term.reduction, device) for name, term in self.terms.items()}
+
+    def _reading(self, of: Settings | Term, reduction: str, device: torch.device | None) -> BatchSpec:
+        criterion, collate = of.criterion if isinstance(of, Settings) else None, of.collate_fn
+        if collate is not None and reduction == "mean" and of.denominators is None:
+            collate = CollatesAll(collate)  # only with `denominators` may it omit samples: they tell what counts
+        return BatchSpec(collate, reduction, criterion, of.denominators, device, self.cache, of.loss_fn)
 
     @property
     def backend_class(self) -> type[Backend]:
@@ -159,29 +154,8 @@ def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:
     for name in ("criterion", "loss_fn", "denominators"):
         if found[name] is not None:
             raise ValueError(f"`residual` and `{name}` are both given: the loss is the mean of the residuals' squares")
-    arguments.check_callable("residual", residual, ("module", "inputs", "targets"))
+    arguments.check_callable("residual", residual)
     return MeanSquare(residual, resolve_reduction(found["reduction"], None))
-
-
-def _collating(collate: Collate | None, reduction: str, denominators: Denominators | None) -> Collate | None:
-    """Return the user's `collate_fn`, which may omit samples only where `denominators` determines what counts."""
-    is_counted = collate is not None and reduction == "mean" and denominators is None
-    return CollatesAll(collate) if is_counted and collate is not None else collate
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "chunk_size": lambda value: arguments.read_optional_count("chunk_size", value),
-    "threads_per_worker": lambda value: arguments.read_optional_count("threads_per_worker", value),
-    "timeout": arguments.read_timeout,
-    "max_restarts": arguments.read_restarts,
-    "seed": arguments.read_seed,
-    "on_nonfinite": arguments.read_on_nonfinite,
-    "nonfinite_errors": arguments.read_nonfinite_errors,
-    "verbose": arguments.read_verbose,
-    "cache": lambda value: arguments.read_bool("cache", value),
-    "check_cut": lambda value: arguments.read_bool("check_cut", value),
-    "compress": read_compress,
-}
 
 
 def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:

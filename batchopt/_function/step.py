@@ -1,41 +1,48 @@
-"""The loaded batch with its plan, and the counters of all."""
+"""The present step and the past: records that an engine replaces as a whole."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._mapreduce.plan import Plan, follow
-from batchopt._mapreduce.speeds import Speeds
+from batchopt._mapreduce.plan import Plan
 from batchopt_workers.data.batch import Batch
+
+# Returns the indices of a batch's samples in the data; None if unknown.
+Rows = Callable[[], Sequence[int] | None]
 
 
 class Step(NamedTuple):
-    """One batch. Random draws depend on its `number`; its terms count in f with `weights`. `chunk_size` None: the sizes
-    of chunks follow the workers' speeds. `movable`: whether shares may change while the batch is evaluated; False if
-    that would change f, or take more time than it saves."""
+    """One batch, and what lives as long as it is loaded. Random draws depend on its `number`; its terms count in f with
+    `weights`. `chunk_size` None: the sizes of chunks follow the workers' speeds. `movable`: whether shares may change
+    while the batch is evaluated; False if that would change f, or take more time than it saves.
+
+    Of its last evaluation: the `losses` of the terms, the `changes` of buffers that the module does not have yet, and,
+    where gradients are compressed, its number, by which the backend keeps its `residuals`. `ended`: the module has
+    taken over changes; more evaluations start from the state before them.
+    """
 
     number: int
     batch: Batch
     weights: tuple[float, ...]
     chunk_size: int | None
     plan: Plan
-    movable: bool = True
+    movable: bool
+    rows: Rows
+    losses: tuple[float, ...] = ()
+    changes: torch.Tensor | None = None
+    residuals: int = 0
+    ended: bool = False
 
-    def followed(self, speeds: Speeds) -> Step:
-        """Return the step for the next evaluation, with another plan if `speeds` make one noticeably faster."""
-        plan = follow(self.plan, self.chunk_size, speeds) if self.movable else self.plan
-        return self if plan is self.plan else self._replace(plan=plan)
 
-
-@dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """`evaluations`; `batches` stepped on and their `samples`; `steps` begun (batches loaded), which number the random
-    draws; Hessian `products`; the last `loss` and that of each term by name; and the sha256 chain of all losses."""
+    draws; the last `loss` and that of each term by name; the sha256 chain of all losses; and Hessian `products`."""
 
     evaluations: int = 0
     batches: int = 0
@@ -43,24 +50,21 @@ class Counters:
     steps: int = 0
     loss: float = 0.0
     losses: str = ""
-    terms: dict[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = MappingProxyType({})
     products: int = 0
 
-    def evaluated(self, loss: float, terms: dict[str, float]) -> Counters:
+    def evaluated(self, loss: float, terms: Mapping[str, float]) -> Counters:
         """Return the counters after an evaluation that found `loss`."""
         chain = hashlib.sha256(bytes.fromhex(self.losses) + struct.pack("<d", loss)).hexdigest()
-        evaluations = self.evaluations + 1
-        return Counters(evaluations, self.batches, self.samples, self.steps, loss, chain, terms, self.products)
+        return Counters(self[0] + 1, *self[1:4], loss, chain, terms, self.products)
 
-    def begun(self) -> Counters:
-        """Return the counters after a step has begun."""
-        numbers = self.evaluations, self.batches, self.samples, self.steps + 1
-        return Counters(*numbers, self.loss, self.losses, self.terms, self.products)
+    def begun(self, number: int) -> Counters:
+        """Return the counters after the step of this number has begun."""
+        return Counters(self[0], self[1], self[2], number, self[4], self[5], self[6], self[7])
 
-    def stepped(self, samples: int) -> Counters:
-        """Return the counters after a step on a batch of `samples`."""
-        numbers = self.evaluations, self.batches + 1, self.samples + samples, self.steps
-        return Counters(*numbers, self.loss, self.losses, self.terms, self.products)
+    def stepped(self, samples: int, loss: float, terms: Mapping[str, float]) -> Counters:
+        """Return the counters after a step on a batch of `samples` that ended at this loss."""
+        return Counters(self[0], self[1] + 1, self[2] + samples, self[3], loss, self[5], terms, self[7])
 
     def fingerprint(self, parameters: torch.Tensor) -> str:
         """Return the sha256 of the chain, the counters and `parameters` (1-D)."""
@@ -69,5 +73,32 @@ class Counters:
         return hashlib.sha256(bytes.fromhex(self.losses) + counters + vector).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers and a string; `Counters(**state)` is the inverse."""
-        return asdict(self)
+        """Return numbers, a string and a dict of numbers; `Counters(**state)` is the inverse."""
+        return {**self._asdict(), "terms": dict(self.terms)}
+
+
+class History(NamedTuple):
+    """The counters; of the last evaluation the results of the posthook and, if kept, the module's `outputs`; and, where
+    gradients are compressed, the number of the evaluation whose residuals count. A step that fails restores the record
+    with which it began."""
+
+    counters: Counters
+    hook_results: list[Any]
+    residuals: int = 0
+    outputs: Any = None
+
+
+class Rules(NamedTuple):
+    """The way in which the present evaluations are made. `on_nonfinite`: as given by the user, or "keep": f may be NaN.
+    `checks_cut`: the first batch that is cut is compared with its parts. `apart`: evaluations belong to no step, and
+    change nothing in the module. `chooses`: `parallelize="auto"` may change the number of workers."""
+
+    on_nonfinite: str
+    compresses: bool
+    checks_cut: bool
+    apart: bool = False
+    chooses: bool = True
+
+
+# The rules of an examination: it leaves no trace in what is chosen, compared or left of gradients.
+EXAMINED = {"checks_cut": False, "compresses": False, "chooses": False}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from batchopt._data import arguments
-from batchopt._data.batches import Reading, Readings, read_batch
-from batchopt._function.function import BatchFunction
+from batchopt._data.batches import BatchSpec, BatchSpecs, read_batch
+from batchopt._function.checks import locate_nonfinite
+from batchopt._function.engine import Engine
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.reduce import reduce_answers
 from batchopt_workers.data.batch import Batch
@@ -41,12 +43,18 @@ class Selection(NamedTuple):
         return Task(function, self.number, self.aside, train)
 
 
-def select(function: BatchFunction, inputs: Any, targets: Any, readings: Readings) -> list[Selection]:
-    """Return the samples of each term of the loaded batch, or of the given data, whose terms are those of `readings`.
+def of_each(selections: Iterable[Selection], do: Callable[[Selection], Any]) -> Any:
+    """Return the result for each term's samples, by its name; without terms, the one result."""
+    found = {s.name: do(s) for s in selections}
+    return found[None] if None in found else found
+
+
+def select(function: Engine, inputs: Any, targets: Any, specs: BatchSpecs) -> list[Selection]:
+    """Return the samples of each term of the loaded batch, or of the given data, whose terms are those of `specs`.
     Raises what `read_batch` raises."""
     if inputs is not None:
-        numbers = [*function.readings]
-        parts = read_batch(inputs, targets, None, readings).parts
+        numbers = [*function.specs]
+        parts = read_batch(inputs, targets, None, specs).parts
         return [Selection(Batch((part,)), numbers.index(part.name)) for part in parts]
     if targets is not None:
         raise ValueError("`targets` were given without `inputs`: pass both, or neither for the loaded batch")
@@ -80,23 +88,17 @@ def _some(known: Mapping[str, object]) -> str:
     return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
-def plain(readings: Readings) -> Readings:
-    """Return the readings without losses and caching: samples are read once."""
-    return {
-        name: Reading(reading.collate, "mean", None, None, reading.device, False) for name, reading in readings.items()
-    }
+def plain(specs: BatchSpecs) -> BatchSpecs:
+    """Return the specs without losses and caching: samples are read once."""
+    return {name: BatchSpec(spec.collate, "mean", None, None, spec.device, False) for name, spec in specs.items()}
 
 
-def collect(function: BatchFunction, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
+def collect(function: Engine, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
     """Return the results in sample order, of a batch that is cut as given or else as for evaluations."""
-
-    def whole(answers: Sequence[Answer], cut: Cut) -> Any:
-        return function.put_together(answers, cut, batch.size)
-
-    return function.carry_out(task, batch, Kind.COLLECT, whole, cut)
+    return function.carry_out(task, batch, Kind.COLLECT, partial(function.put_together, samples=batch.size), cut)
 
 
-def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total") -> Any:
+def total(function: Engine, task: Task, batch: Batch, what: str = "total") -> Any:
     """Return the sum of the results, along the tree of chunks; `what` describes it. Raises `NonFiniteError`, unless f
     may be infinite too."""
 
@@ -105,8 +107,8 @@ def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total"
         layout = sums_layout(form.columns)
         sums = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
         finite = reduce_answers(answers, cut.chunks, sums).finite
-        if not finite and function.refuses_nonfinite:
-            raise function.not_finite(Kind.TOTAL, cut, batch, what)
+        if not finite and function.rules.on_nonfinite == "raise":
+            raise locate_nonfinite(function, Kind.TOTAL, cut, batch, what)
         views = layout.views(sums)
         return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])
 
@@ -114,8 +116,8 @@ def total(function: BatchFunction, task: Task, batch: Batch, what: str = "total"
 
 
 def apply(
-    function: BatchFunction,
-    gather: Callable[[BatchFunction, Task, Batch], Any],
+    function: Engine,
+    gather: Callable[[Engine, Task, Batch], Any],
     functions: Functions,
     data: tuple[Any, Any],
     *,
@@ -126,9 +128,9 @@ def apply(
     """`collect` or `total` the results of the user's functions by term name; without terms, the one result. `data` is
     inputs and targets, or None twice for the loaded batch."""
     function.check_open()
-    arguments.read_optional_bool("train", train)
-    names = [*function.readings]
+    arguments.read("train", train)
+    names = [*function.specs]
     found = read_functions(functions, names, arguments.read_bool("grad", grad), layers, function.subject.module)
-    selections = select(function, *data, plain(function.readings))
-    results = {s.name: gather(function, s.task(found[s.name], train), s.batch) for s in selections if s.name in found}
-    return results[None] if None in results else results
+    selections = select(function, *data, plain(function.specs))
+    selected = [s for s in selections if s.name in found]
+    return of_each(selected, lambda s: gather(function, s.task(found[s.name], train), s.batch))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,25 +42,14 @@ class Timeline(Observer):
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._open = True
 
-    def close(self) -> None:
-        """Stop recording."""
-        self._open = False
-
-    @contextmanager
-    def doing(self, name: str, **details: Any) -> Iterator[None]:
-        """Record the body as an event in the parent's lane."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(PARENT, name, began, time.perf_counter() - began, **details)
+    def did(self, name: str, began: float) -> None:
+        """Record an event in the parent's lane."""
+        self.add(PARENT, name, began, time.perf_counter() - began)
 
     def add(self, lane: int, name: str, began: float, seconds: float, **details: Any) -> None:
         """Record an event."""
-        if self._open:
-            self.events.append(Event(lane, name, began, seconds, details))
+        self.events.append(Event(lane, name, began, seconds, details))
 
     def evaluated(self, found: Evaluated) -> None:
         """Record the two halves of an evaluation, and the workers' part in it."""

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from batchopt._data import arguments
 from batchopt._function.checks import refuse_frequencies
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import Plan
+from batchopt._mapreduce.plan import NEW, Plan, make_plan, replan
 from batchopt._mapreduce.reduce import Answers
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
 from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
-from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Setup, WorkerInfo
+from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
+from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.watch import StateWritten
+from batchopt_workers.process.messages import Order
 from batchopt_workers.process.torch_settings import module_hooks
 from batchopt_workers.worker import Hook
 
@@ -78,8 +81,18 @@ def anticipate(subject: FlatModule, settings: Settings) -> None:
     settings.backend_class.anticipate(setup)
 
 
+class CachedPlan(NamedTuple):
+    """The plan of a batch of `size` samples, made or kept with these speeds."""
+
+    size: int
+    chunk_size: int | None
+    speeds: Speeds
+    plan: Plan
+
+
 class Workers:
-    """Evaluates on a backend, keeps the speeds of its workers current, and changes hooks and number on request."""
+    """Evaluates on a backend, plans by the speeds of its workers, which it keeps current, and changes hooks and number
+    on request."""
 
     def __init__(self, subject: FlatModule, settings: Settings) -> None:
         self._subject, self._settings = subject, settings
@@ -93,12 +106,20 @@ class Workers:
             )
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
         self._task_speeds = Speeds.unknown(len(self.infos))
-        self.evaluations = 0  # by the current number of workers
-        self._learned_at = 0.0
+        self.evaluations, self._learned_at = 0, 0.0  # by the current number of workers
         self._numbers = count(1)
+        self._placed: Prepared | None = None  # the batch that they can read
+        self._plan: CachedPlan | None = None  # the last plan
+        self.keeps_outputs = False  # of the module, in evaluations
+        self.closed = False
 
     def _start(self, settings: Settings) -> Backend:
         return settings.backend_class(setup_of(self._subject, settings))
+
+    def close(self) -> None:
+        """End the workers, and forget the batch that they have; a second call does nothing."""
+        self.closed, self._placed = True, None
+        self.backend.close()
 
     @property
     def infos(self) -> list[WorkerInfo]:
@@ -118,7 +139,8 @@ class Workers:
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         """Use these from now on. Raises `TypeError` for objects that are no hooks or cannot be sent."""
-        arguments.check_hooks(prehook=prehook, posthook=posthook)
+        for name, hook in (("prehook", prehook), ("posthook", posthook)):
+            arguments.check_callable(name, hook)
         self.backend.set_hooks(prehook, posthook)
         self._settings = replace(self._settings, prehook=prehook, posthook=posthook)
 
@@ -142,14 +164,62 @@ class Workers:
         assert isinstance(self.backend, CompressingBackend)  # ensured by `Settings.read`
         return self.backend
 
+    # ---- batches and their plans
+
+    def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
+        """Place `batch` where the workers can read it. `ahead`: the current one is still needed."""
+        self._placed = prepared = self.backend.prepare(batch, ahead)
+        return prepared
+
+    def load(self, prepared: Prepared, weights: tuple[float, ...]) -> int:
+        """Begin a step on a prepared batch; return the number of workers. Raises what `Backend.load` raises."""
+        infos = self.backend.workers
+        if prepared is not self._placed:  # another batch was placed since
+            prepared = self.prepare(prepared.batch)
+        self.backend.load(prepared, weights)
+        lost = frozenset([worker.rank for worker in infos if worker.lost])
+        if lost != self.speeds.absent:  # give nothing to those that will not come back
+            self.speeds = self.speeds.without(lost)
+        return len(infos)
+
+    def plan(self, size: int, chunk_size: int | None) -> Plan:
+        """Return the plan of a batch that is loaded: the previous one if it fits, so that evaluations can be repeated,
+        else a new one."""
+        speeds, before, plan = self.speeds, self._plan, None
+        if before is not None and before[:2] == (size, chunk_size):
+            plan = before.plan
+            if before.speeds is speeds and (plan.age >= NEW or len(plan.shares) == 1):
+                return plan
+            fits = len(plan.shares) == len(speeds.values) and math.isfinite(speeds.makespan(plan.samples()))
+            plan = replan(plan, chunk_size, speeds) if fits else None
+        plan = plan or make_plan(size, chunk_size, speeds)
+        self._plan = CachedPlan(size, chunk_size, speeds, plan)
+        return plan
+
+    def replan(self, step: Step) -> Plan:
+        """Return the plan for the next evaluation of a step, another one if it is movable and speeds make that
+        noticeably faster."""
+        plan, cached, speeds = step.plan, self._plan, self.speeds
+        is_old = plan.age >= NEW or speeds.fixed or len(plan.shares) == 1
+        if not step.movable or (is_old and cached is not None and cached.speeds is speeds and cached.plan is plan):
+            return plan
+        plan = replan(plan, step.chunk_size, speeds)
+        self._plan = CachedPlan(step.batch.size, step.chunk_size, speeds, plan)
+        return plan
+
+    def keep_outputs(self, keep: bool) -> None:
+        """Set whether evaluations keep the module's outputs."""
+        self.backend.keep_outputs(keep)
+        self.keeps_outputs = keep
+
     # ---- evaluations
 
     def evaluate(self, step: Step, meanwhile: Meanwhile | None = None, into: Gradient | None = None) -> Answers:
         """Evaluate a loaded batch as planned; raises what `Backend.evaluate` raises."""
         plan = step.plan
         while True:
+            order = Order(next(self._numbers), step.number, 0, plan.cut.chunks)
             try:
-                order = plan.order(next(self._numbers), step.number)
                 return self.backend.evaluate(plan.cut, order, plan.runs, meanwhile, into)
             except StateWritten as found:
                 self._include(found)
@@ -186,40 +256,27 @@ class Workers:
 
     # ---- speeds
 
-    def observe(self, samples: Sequence[int], seconds: Sequence[float]) -> None:
-        """Learn that worker `i` took `seconds[i]` for `samples[i]` samples; 0 for one that had none."""
-        self.set_speeds(self.speeds.observed(samples, seconds))
-
     def learn_from(self, answers: Answers, plan: Plan) -> None:
-        """Count the workers' part in an evaluation, and use it as a measurement, except the first, which warms up."""
-        if answers.is_repeated and self.evaluations > 1 and self._is_even(answers):
-            return
-        samples, seconds = self._work_of(answers)
-        for worker, its_samples, its_seconds in zip(self.infos, samples, seconds, strict=True):
-            worker.samples += its_samples
-            worker.busy_seconds += its_seconds
-        self.evaluations += 1
-        self._learned_at = time.monotonic()
-        if self.evaluations == 1:
-            return
-        samples, seconds = self._with_the_late(samples, seconds)
-        planned = plan.samples()
-        self.speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
-        self.observe(samples, seconds)
-
-    def _is_even(self, answers: Answers) -> bool:
-        """Count the workers' part if they have taken about the same time, as lately: then there is nothing to learn."""
-        longest = total = 0.0
-        for _, seconds in answers.times:
-            total += seconds
-            longest = max(longest, seconds)
-        if longest > UNEVEN * total / len(answers.times) + NOTICEABLE or time.monotonic() > self._learned_at + LATELY:
-            return False
-        infos = self.backend.workers
+        """Count the workers' part in an evaluation, and use it as a measurement: not the first one, which warms up, and
+        if it repeats the one before only where workers were uneven, or have not been measured lately."""
+        infos, longest, total = self.backend.workers, 0.0, 0.0
         for answer, (_, seconds) in zip(answers.pattern.answers, answers.times, strict=True):
             infos[answer.rank].samples += answer.samples
             infos[answer.rank].busy_seconds += seconds
-        return True
+            total += seconds
+            longest = max(longest, seconds)
+        is_even = longest <= UNEVEN * total / max(len(answers.times), 1) + NOTICEABLE
+        is_known = is_even and self.evaluations > 1 and time.monotonic() < self._learned_at + LATELY
+        if answers.losses is not None and is_known:
+            return
+        self.evaluations += 1
+        if self.evaluations == 1:
+            return
+        self._learned_at = time.monotonic()
+        samples, seconds_of = self._work_of(answers)
+        planned = plan.samples()
+        speeds = self.speeds.rested(i for i, share in enumerate(planned) if not (share or samples[i]))
+        self.set_speeds(speeds.observed(samples, seconds_of))
 
     @property
     def speeds_of_tasks(self) -> Speeds:
@@ -229,19 +286,15 @@ class Workers:
     def learn_from_task(self, answers: Iterable[Answer]) -> None:
         """Use the times of a task as a measurement as long as there is no better one."""
         if not self.speeds.measured:
-            samples, seconds = self._with_the_late(*self._work_of(answers))
+            samples, seconds = self._work_of(answers)
             self._task_speeds = self._task_speeds.resized(len(self.infos)).observed(samples, seconds)
 
     def _work_of(self, answers: Iterable[Answer]) -> tuple[list[int], list[float]]:
-        """Return the samples and the seconds of each worker."""
+        """Return the samples and the seconds of each worker, with the work of those that came too late to count."""
         samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
         for answer in answers:
             samples[answer.rank] += answer.samples
             seconds[answer.rank] += answer.seconds
-        return samples, seconds
-
-    def _with_the_late(self, samples: list[int], seconds: list[float]) -> tuple[list[int], list[float]]:
-        """Add the work of workers that came too late to count."""
         for rank, (late_samples, late_seconds) in self.backend.late.items():
             samples[rank] += late_samples
             seconds[rank] += late_seconds
@@ -253,37 +306,36 @@ class Workers:
         for worker, speed in zip(self.infos, speeds.values, strict=True):
             worker.speed = speed
 
-    def leave_out_the_lost(self, infos: Sequence[WorkerInfo]) -> None:
-        """Give nothing to workers that will not come back."""
-        lost = frozenset([worker.rank for worker in infos if worker.lost])
-        if lost != self.speeds.absent:
-            self.speeds = self.speeds.without(lost)
-
     # ---- how many
 
-    def check_resize(self, speeds: Sequence[float] | None) -> None:
-        """Raise `ValueError` if the number of workers cannot change like that."""
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None, before: Callable[[], None]) -> None:
+        """Change the number of workers; `before` is called once everything is checked. Raises `ValueError` if it cannot
+        change like that."""
         if self.speeds.fixed and speeds is None:
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
         if self._settings.devices is not None:
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
-
-    def resize(self, parallelize: int | str, speeds: Sequence[float] | None, before: Callable[[], None]) -> None:
-        """Change the number of workers; `before` is called once everything is checked."""
-        self.check_resize(speeds)
         asked = backend_class(self._settings.backend).read_workers(parallelize)
         workers = len(self.infos) + self.backend.room() if asked is None else asked
         given = None if speeds is None else arguments.read_speeds(speeds, workers)
         settings = replace(self._settings, parallelize=asked)
         before()
+        self._placed = self._plan = None
         if settings.alone != self.alone:
-            backend = self._start(settings)
-            self.backend.close()
-            self.backend, self.alone = backend, settings.alone
+            self._restart(settings)
         else:
             self.backend.resize(workers)
-        self._settings, self.evaluations = settings, 0
+        self._adopt(settings)
         self.set_speeds(self.speeds.resized(len(self.infos)) if given is None else given)
+
+    def _restart(self, settings: Settings) -> None:
+        backend = self._start(settings)
+        self.backend.close()
+        self.backend, self.alone = backend, settings.alone
+
+    def _adopt(self, settings: Settings) -> None:
+        self._settings, self.evaluations = settings, 0
+        self.backend.keep_outputs(self.keeps_outputs)
 
     @property
     def configuration(self) -> tuple[int, int | None]:
@@ -293,13 +345,12 @@ class Workers:
     def use(self, workers: int, threads: int | None) -> None:
         """Evaluate by another number of workers and threads: 1 is this process. Raises what `Workers` raises."""
         settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)
+        self._placed = self._plan = None
         if settings.alone and self.alone:
             self.backend.use_threads(threads)
         else:
-            backend = self._start(settings)
-            self.backend.close()
-            self.backend, self.alone = backend, settings.alone
-        self._settings, self.evaluations = settings, 0
+            self._restart(settings)
+        self._adopt(settings)
         self.set_speeds(Speeds.unknown(len(self.infos)))
 
     @contextmanager

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 # The public methods that run these methods.
-_NAMES = {"prepare": "load", "begin": "load", "measure": "calibrate", "carry_out": "collect"}
+_NAMES = {"prepare_ahead": "load", "begin": "load", "work_on": "collect"}
 
 
 class Owner:
@@ -60,8 +60,10 @@ class Owner:
         its end."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code in _undisturbed and frame.f_locals.get("owner") is self:
-                return True
+            if frame.f_code in _undisturbed:
+                there = frame.f_locals
+                if there.get("owner") is self and "before" in there:  # else it is only asking whether it may
+                    return True
             frame = frame.f_back
         self.running = ()
         return False
@@ -166,13 +168,22 @@ _undisturbed: set[CodeType] = set()  # the code of the wrappers below
 
 def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """Let no `exclusive` method be called during this method; it may call others that are `undisturbed`."""
+    return _at_work(method, method.__name__.lstrip("_"))
 
+
+def sole(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Make a method `exclusive` and `undisturbed`."""
+    return _at_work(method, "")
+
+
+def _at_work(method: Callable[Concatenate[T, P], R], among: str) -> Callable[Concatenate[T, P], R]:
+    """`among`: see `Owner.take`."""
     name = method.__name__.lstrip("_")
 
     @functools.wraps(method)
     def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
         owner = self._owner
-        before = owner.take(name)
+        before = owner.take(among)
         try:
             owner.running = (*before, name)
             return method(self, *args, **kwargs)

@@ -71,7 +71,7 @@ def plan_of(cut: Cut, speeds: Speeds) -> Plan:
     return Plan(cut, tuple(split_batch(cut.chunks, speeds.relative)))
 
 
-def follow(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
+def replan(plan: Plan, chunk_size: int | None, speeds: Speeds) -> Plan:
     """Return the plan for the next evaluation: the same, unless the measured speeds make another one noticeably faster.
 
     Fixed chunks stay the same, and are only reassigned: a saving that would need parts of chunks does not count.

@@ -177,6 +177,7 @@ class Pattern:
 
     def __init__(self, answers: Sequence[Answer], chunks: int) -> None:
         self.answers, self._chunks = [*answers], chunks
+        self.times = [(answer.spans[0].began if answer.spans else 0.0, answer.seconds) for answer in answers]
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -196,8 +197,9 @@ class Pattern:
 
 
 class Answers(Sequence[Answer]):
-    """The answers of an evaluation, in rank order. Of one that repeats the `pattern`, only `losses` (of each partial)
-    and `times` (start and seconds of each worker) differ. `written`: the gradient is where it is to be."""
+    """The answers of an evaluation, in rank order, with the `times` (start and seconds) of each worker. Of one that
+    repeats the `pattern`, only these and the `losses` of each partial differ. `written`: the gradient is where it is to
+    be."""
 
     def __init__(
         self,
@@ -206,18 +208,14 @@ class Answers(Sequence[Answer]):
         times: Sequence[tuple[float, float]] = (),
         written: bool = False,
     ) -> None:
-        self.pattern, self._losses, self.times, self._written = pattern, losses, times, written
-
-    @property
-    def is_repeated(self) -> bool:
-        """Tell whether they repeat earlier ones."""
-        return self._losses is not None
+        self.pattern, self.losses, self._written = pattern, losses, written
+        self.times = pattern.times if losses is None else times
 
     @cached_property
     def _all(self) -> list[Answer]:
-        if self._losses is None:
+        if self.losses is None:
             return self.pattern.answers
-        losses = iter(self._losses)
+        losses = iter(self.losses)
         return [
             replace(
                 answer,
@@ -241,7 +239,7 @@ class Answers(Sequence[Answer]):
     def whole(self, gradient: torch.Tensor) -> Whole:
         """Return the sum of all partials, and write df/dX to `gradient`: see `Reduction.whole`."""
         reduction = self.pattern.reduction
-        losses = [partial.losses for partial in reduction.partials] if self._losses is None else self._losses
+        losses = [partial.losses for partial in reduction.partials] if self.losses is None else self.losses
         return reduction.whole(losses, gradient, self._written)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from batchopt.errors import IN_TRAINERS, BatchoptError
+from batchopt.errors import TRAINER_ADVICE, BatchoptError
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.places import Place, tensors_of
@@ -213,7 +213,7 @@ def trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
             f"{module.__name__}()?"
         )
     if not isinstance(module, torch.nn.Module):
-        instead = f": {IN_TRAINERS}" if isinstance(module, (Iterator, list)) else ""  # of parameters
+        instead = f": {TRAINER_ADVICE}" if isinstance(module, (Iterator, list)) else ""  # of parameters
         raise TypeError(f"`module` must be a torch.nn.Module instance; got {type(module).__name__}{instead}")
     everything = list(module.named_parameters())
     for kind, found in (("parameter", everything), ("buffer", module.named_buffers())):

@@ -408,9 +408,9 @@ class Progress:
 @contextmanager
 def progress(opt: BatchOptimizer, epochs: int) -> Iterator[Progress]:
     """Show the progress of `opt`, whose own bar is paused in the body."""
-    shown = Progress(opt._function.verbose, epochs)
+    shown = Progress(opt._function.observers.reporter.verbose, epochs)
     try:
-        with opt._function.without_bar():
+        with opt._function.observers.reporter.without_bar():
             yield shown
     finally:
         shown.close()

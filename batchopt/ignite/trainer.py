@@ -8,7 +8,7 @@ from typing import Any
 from ignite.engine import Engine, Events, State
 
 from batchopt._data import arguments
-from batchopt._data.epochs import Batches, Turn
+from batchopt._data.epochs import Batches, EpochBatch
 from batchopt._data.prefetch import as_arguments, as_batch_of_terms, to_the_end
 from batchopt._function.prepared import PreparedBatch
 from batchopt.ignite.events import COUNTS, StepEvents, guarded, telling
@@ -178,15 +178,15 @@ class _ConvertedBatches(Batches):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[EpochBatch]:
         """Return the remaining turns of the epoch."""
         return (turn._replace(batch=self._prepare(turn.batch)) for turn in self._batches.turns())
 
-    def finish(self, turn: Turn) -> None:
+    def finish(self, turn: EpochBatch) -> None:
         """Count this batch in the original `Batches`."""
         self._batches.finish(turn)
 
-    def rows(self, turn: Turn) -> Sequence[int] | None:
+    def rows(self, turn: EpochBatch) -> Sequence[int] | None:
         """Return the indices of this batch's samples in the data."""
         return self._batches.rows(turn)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from batchopt._data.arguments import called_here
+from batchopt._data.arguments import suggest_arguments
 from batchopt.optim.algebra import add, copy, largest, norm
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
@@ -123,7 +123,7 @@ class Minimizer(torch.optim.Optimizer):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "__init__" in vars(cls):
-            cls.__init__ = called_here(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
         defaults = as_numbers(defaults)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import Weighted
-from batchopt._data.batches import Reading, Readings, read_batch
+from batchopt._data.batches import BatchSpec, BatchSpecs, read_batch
 from batchopt.backends.nodes.transfer import (
     BLOCK,
     KnownBatch,
@@ -32,7 +32,7 @@ from tests.workloads import Pairs
 
 
 def batch_of(inputs: Any, targets: Any = None, options: Any = None) -> Batch:
-    return read_batch(inputs, targets, options, {None: Reading(None, "mean", None, None, None)})
+    return read_batch(inputs, targets, options, {None: BatchSpec(None, "mean", None, None, None)})
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_lists_come_with_their_samples_alone() -> None:
 
 
 def test_weights_come_with_their_samples() -> None:
-    reading = Reading(None, "mean", nn.MSELoss(), None, None)
+    spec = BatchSpec(None, "mean", nn.MSELoss(), None, None)
     x, y, weights = torch.randn(500, 2), torch.randn(500, 2), torch.rand(500)
-    batch = read_batch(Weighted(x, weights), y, None, {None: reading})
+    batch = read_batch(Weighted(x, weights), y, None, {None: spec})
     found = sent(batch, range(200, 300), range(300, 350))
     for one, other in zip(found.pieces(210, 340), batch.pieces(210, 340), strict=True):
         assert same(one, other) and one.sample_weight is not None
@@ -128,8 +128,8 @@ def test_weights_come_with_their_samples() -> None:
 
 def test_of_a_dataset_nothing_is_cut_not_even_what_another_term_has_too() -> None:
     x, y = torch.randn(1000, 3), torch.randn(1000, 1)
-    readings: Readings = {name: Reading(None, "mean", None, None, None) for name in ("read", "sent")}
-    batch = read_batch({"read": Pairs(x, y), "sent": (x, torch.randn(1000, 2))}, None, None, readings)
+    specs: BatchSpecs = {name: BatchSpec(None, "mean", None, None, None) for name in ("read", "sent")}
+    batch = read_batch({"read": Pairs(x, y), "sent": (x, torch.randn(1000, 2))}, None, None, specs)
     found = sent(batch, range(1200, 1201), range(1210, 1400))
     read, cut = found.parts
     assert torch.equal(read.inputs.data[9][0], x[9]) and len(cut.inputs) < 300

@@ -1,0 +1,38 @@
+"""A piece of work that leaves everything as it was if it fails."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchopt._function.engine import Engine
+
+
+class Attempt:
+    """Keeps the history and the step of an engine, and puts the history back if the body raises, with the buffers of a
+    step that the body has begun or evaluated. A batch has to be loaded again then."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        """Observers are told that `name` was done."""
+        self._engine, self._name, self._began = engine, name, time.perf_counter()
+        history, self._step, self._outer = engine.history, engine.step, engine.attempt
+        self.history = history if history.outputs is None else history._replace(outputs=None)  # they may be large
+
+    def __enter__(self) -> None:
+        self._engine.attempt = self._outer or self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        engine, before = self._engine, self._step
+        try:
+            if kind is not None:
+                engine.history, step = self.history, engine.step
+                had_ended = before is not None and before.ended  # then its results stay
+                is_other = step is not None and (before is None or step.number != before.number or not had_ended)
+                if is_other and not engine.subject.buffers.is_written:
+                    engine.subject.buffers.restore()
+                engine.forget()
+        finally:
+            engine.attempt = self._outer
+            if engine.observers.of_work:
+                engine.observers.did(self._name, self._began)

@@ -1,0 +1,559 @@
+"""The function of one batch, evaluated by workers: f(X), df/dX, Hessian products and tasks.
+
+    load ──► BatchReader ──► Step ◄─────── losses, changes of buffers ───────┐
+                              │                                              │
+    evaluate ─── map: plan ───┴──► Workers ──► answers ─── reduce: f, df/dX ─┴──► History: counters, hook results
+    carry_out ── task ───────────► Workers ──► answers ─── what the caller makes of them
+
+What must hold, and why:
+
+- Step and History are immutable, and replaced as a whole: to undo is to put them back, and an interrupt between any two
+  lines finds the one or the other.
+- All evaluations of a step are of one function: they start from its buffers, with its draws. What they make of the
+  buffers is in the step until it ends, and so never in the module while an optimizer may still go back.
+- Nothing here belongs to a backend: what workers have is known to `Workers`, which may differ after any call.
+- Methods that work are `undisturbed`: what runs meanwhile (hooks, signal handlers) is refused, as it would see half of
+  a change.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from batchopt._data.batches import BatchSpecs
+from batchopt._function.attempt import Attempt
+from batchopt._function.auto import Auto
+from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
+from batchopt._function.observer import Evaluated, Trial
+from batchopt._function.observers import Observers
+from batchopt._function.prepared import PreparedBatch, with_denominators
+from batchopt._function.reader import BatchReader
+from batchopt._function.settings import Settings
+from batchopt._function.step import Counters, History, Rows, Rules, Step
+from batchopt._function.workers import Workers
+from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
+from batchopt._mapreduce.answers import Answer, common_form, forms_of
+from batchopt._mapreduce.compression import DoesNotFit
+from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
+from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
+from batchopt._mapreduce.speeds import Speeds
+from batchopt._program.flat_module import FlatModule, Gradient
+from batchopt._program.flatten import check_hooks
+from batchopt.backends.base import Prepared
+from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices
+from batchopt_workers.data.batch import Batch
+from batchopt_workers.process import faults
+from batchopt_workers.process.messages import Cut, Kind
+from batchopt_workers.tasks.task import Task
+from batchopt_workers.worker import Hook
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Evaluates f of the loaded batch, and its derivatives, on workers; see `BatchOptimizer` for its methods."""
+
+    def __init__(self, subject: FlatModule, settings: Settings, counters: Counters | None = None) -> None:
+        """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
+        self._owner = Owner()
+        self.subject, self.settings = subject, settings
+        self.observers = Observers(settings.verbose)  # first, since they report slow starts
+        try:
+            self.workers = Workers(subject, settings)
+        except BaseException:
+            self.observers.close()
+            raise
+        if not self.workers.backend.is_main:
+            self.observers.mute()
+        self.reader = BatchReader(settings, self.workers, subject.x.device)
+        self.rules = Rules(settings.on_nonfinite, settings.compress is not None, settings.check_cut)
+        self.history = History(counters or Counters(), [])
+        self.step: Step | None = None
+        self.attempt: Attempt | None = None  # the outermost of those that are going on
+        self.auto = Auto(subject, settings) if settings.automatic else None
+
+    # ---- state
+
+    @property
+    def owner(self) -> Owner:
+        """The owner, to which one caller at a time belongs."""
+        return self._owner
+
+    @property
+    def specs(self) -> BatchSpecs:
+        """The rules by which data becomes a batch, by term name, with the current criterion."""
+        return self.reader.specs
+
+    def check_open(self) -> None:
+        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and if that is impossible."""
+        if self.workers.closed:
+            raise closed()
+        self.subject.resync()
+
+    def synced(self) -> FlatModule:
+        """Return the module with X up to date; after `close`, as it was then."""
+        if not self.workers.closed:
+            self.subject.resync()
+        return self.subject
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """X, up to date with the module."""
+        return self.synced().x
+
+    def ready(self) -> Step:
+        """Return the step on the loaded batch, with X up to date. Raises `ValueError` for a parameter hook, too."""
+        if self.workers.closed:
+            raise closed()
+        self.subject.resync()
+        check_hooks(self.subject.named)
+        return self.step or self.loaded()
+
+    def loaded(self) -> Step:
+        """Return the step on the loaded batch. Raises `BatchoptError` if there is none."""
+        if self.step is None:
+            raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
+        return self.step
+
+    # ---- batches
+
+    @sole
+    def load(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> None:
+        """Load the batch that the next evaluations use."""
+        if self.workers.closed:
+            raise closed()
+        if isinstance(inputs, PreparedBatch):
+            inputs.check_alone(targets, options)
+            self._begin(inputs.take(self), inputs.rows)
+            inputs.finish()
+        else:
+            began = time.perf_counter()
+            batch = self.reader.read(inputs, targets, options)
+            self.end_step()
+            self.step = None  # also if the new batch cannot be placed
+            prepared = self.workers.prepare(batch)
+            if self.observers.of_work:
+                self.observers.did("load", began)
+            self._begin(prepared)
+
+    @undisturbed
+    def prepare_ahead(self, inputs: Any, targets: Any, options: Any) -> Prepared:
+        """Read a batch, and place it where workers can read it; the loaded one stays."""
+        began = time.perf_counter()
+        prepared = self.workers.prepare(self.reader.read(inputs, targets, options), ahead=True)
+        self.observers.did("read ahead", began)
+        return prepared
+
+    def _begin(self, prepared: Prepared, rows: Rows = lambda: None) -> None:
+        """Begin a step on a prepared batch; `rows` returns the indices of its samples in the data."""
+        began = time.perf_counter()
+        if prepared.batch.plain is None:
+            prepared = self.weighed(prepared, self.work_on)
+        subject, workers, batch = self.subject, self.workers, prepared.batch
+        subject.check()
+        if self.step is not None:
+            self.end_step()
+        reporter = self.observers.reporter
+        workers.grow(reporter.not_grown)
+        with Attempt(self, "load"):
+            self.step = None
+            subject.buffers.begin_step()
+            weights = self.reader.weights
+            count = workers.load(prepared, weights)
+            counters, *others = self.history
+            number = counters.steps + 1
+            self.history = History(counters.begun(number), *others)
+            chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
+            plan = workers.plan(batch.size, chunk_size)
+            chunks = plan.cut.chunks
+            refuse_frequencies(subject.module, count, batch, chunks)
+            if count > 1:
+                reporter.idle(batch.size, chunk_size and chunks, count)
+            movable = chunks == 1 or not reporter.cut_matters(subject.module, chunks)
+            # samples that move to another worker are read again; with fixed chunks those are few
+            moves = movable and (chunk_size is not None or not batch.is_kept)
+            self.step = Step(number, batch, weights, chunk_size, plan, moves, rows)
+        if self.auto is not None and self.rules.chooses:
+            self.auto.loaded(batch.size, time.perf_counter() - began)
+        if self.rules.checks_cut and len(plan.cut.bounds) > 2:
+            self._check_cut(plan.cut)
+
+    begin = sole(_begin)
+
+    def _check_cut(self, cut: Cut) -> None:
+        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
+        reporter = self.observers.reporter
+        if not reporter.cut_matters(self.subject.module, cut.chunks):
+            self.rules = self.rules._replace(checks_cut=False)
+            found = cut_differences(self, max(stop - start for start, stop in pairwise(cut.bounds)))
+            reporter.cut_differs([difference for difference in found if difference.decided])
+
+    def weighed(self, prepared: Prepared, carry_out: Callable[..., torch.Tensor] | None = None) -> Prepared:
+        """Return the prepared batch with all normalisers of its means known."""
+        batch = with_denominators(self, prepared.batch, carry_out or self.carry_out)
+        return prepared if batch is prepared.batch else replace(prepared, batch=batch)
+
+    # ---- evaluations
+
+    @sole
+    def evaluate(
+        self,
+        map: Callable[[], Sequence[Answer]] | None = None,
+        reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
+        if self.auto is not None and self.rules.chooses:
+            self.auto.reconsider(self)
+        owner, began = self._owner, time.perf_counter()
+        outer = owner.doing
+        try:
+            owner.doing = outer or "an evaluation"
+            if self.observers.of_beginnings:
+                self.observers.begins()
+            if self.observers.trials is not None:
+                self.observers.trials.begins()
+            try:
+                answers: Sequence[Answer]
+                # Only where nothing else looks at the answers may the gradient be written to its place at once.
+                into = self.subject.renew_gradient() if map is None and reduce is None else None
+                answers = self._map(into) if map is None else map()
+                mapped = time.perf_counter()
+                if faults.hook is not None:
+                    faults.point("parent.reduce")
+                loss = self._reduce(answers) if reduce is None else reduce(answers)
+            except BatchoptError as error:
+                add_data_indices(error, None if self.step is None else self.step.rows())
+                answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
+            self.count(loss.item(), answers, began, mapped)
+            return loss
+        finally:
+            owner.doing = outer
+
+    def count(self, loss: float, answers: Sequence[Answer], began: float, mapped: float) -> None:
+        """Count a finished evaluation and notify the observers."""
+        step, history, names = self.step or self.loaded(), self.history, self.reader.terms
+        terms = dict(zip(names, step.losses, strict=False)) if names else {}
+        counters = history.counters.evaluated(loss, terms)
+        self.history = History(counters, history[1], step.residuals or history[2], history[3])
+        observers = self.observers
+        if observers.of_evaluations:
+            number, batch, bounds = counters.evaluations, counters.batches + 1, step.plan.cut.bounds
+            ended = time.perf_counter()
+            observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
+        if observers.trials is not None:
+            observers.trials.evaluated(loss, terms)
+        if self.auto is not None and self.rules.chooses and self.auto.took(time.perf_counter() - began):
+            self.observers.reporter.chosen(self.auto.choice.configuration, self.auto.choice.reason)
+
+    @undisturbed
+    def map(self) -> Sequence[Answer]:
+        """Return partial losses and gradients from every worker that had a share."""
+        return self._map(None)
+
+    def _map(self, into: Gradient | None) -> Answers:
+        step, workers, history = self.ready(), self.workers, self.history
+        plan = workers.replan(step)
+        if plan is not step.plan or step.residuals:
+            self.step = step = step._replace(plan=plan, residuals=0)
+        if history.outputs is not None:
+            self.history = history = history._replace(outputs=None)
+        if step.ended or self.subject.buffers.is_written:
+            with self.at_start():
+                answers = self._evaluate(step, into)
+        else:
+            answers = self._evaluate(step, into)
+        pattern = answers.pattern
+        if step.movable and step.chunk_size is None and pattern.drew:  # other chunks would draw other numbers
+            self.step = self.loaded()._replace(movable=False)
+        workers.learn_from(answers, plan)
+        if workers.keeps_outputs or history.hook_results or pattern.hook_results:
+            outputs = self.put_together(answers, plan.cut, step.batch.size) if workers.keeps_outputs else None
+            self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
+        return answers
+
+    def _evaluate(self, step: Step, into: Gradient | None) -> Answers:
+        if self.rules.compresses:
+            return self._evaluate_compressed(step)
+        return self.workers.evaluate(step, self.observers.busy, into)
+
+    def _evaluate_compressed(self, step: Step) -> Answers:
+        past = self.history if self.attempt is None else self.attempt.history  # to which a step goes back if it fails
+        residuals = self.history.residuals, past.residuals
+        try:
+            answers, number = self.workers.evaluate_compressed(step, *residuals, self.observers.busy)
+        except DoesNotFit as error:
+            counters, where = self.history.counters, step.batch.numbering.within(error.samples)
+            now = counters.steps, counters.evaluations + 1
+            raise NonFiniteError(str(error), None, error.samples, *now, where) from None
+        self.step = step._replace(residuals=number)
+        return answers
+
+    @undisturbed
+    def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """Merge `answers` into df/dX and f, which is returned."""
+        self.subject.renew_gradient()
+        return self._reduce(answers)
+
+    def _reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+        step, rules, subject = self.step or self.loaded(), self.rules, self.subject
+        whole = reduce_answers(answers, step.plan.cut.chunks, subject.gradient)
+        subject.show_gradients(whole.used)
+        changes = whole.changes.clone() if whole.changes.shape[0] else None  # of a module without state
+        self.step = Step(*step[:7], whole.losses, changes, *step[9:])
+        loss = weighed(whole.losses, step.weights)
+        finite = whole.finite and math.isfinite(loss)
+        if not finite and rules.on_nonfinite == "raise":
+            self.step = step._replace(changes=None)
+            raise locate_nonfinite(self, Kind.EVALUATE, step.plan.cut, step.batch)
+        if step.ended:
+            self.end_step()
+        kept = finite or rules.on_nonfinite == "keep"
+        return torch.scalar_tensor(loss if kept else math.inf, dtype=torch.float64, device="cpu")
+
+    def _infinite(self, error: BatchoptError) -> torch.Tensor:
+        """Return infinity if the exception in the user's code means that; else raise it."""
+        if not isinstance(error, WorkerError) or self.settings.kinds_as_infinite.isdisjoint(error.kinds):
+            raise error
+        step, subject, counters = self.loaded(), self.subject, self.history.counters
+        self.step = step._replace(losses=(math.inf,) * len(step.weights), changes=None)
+        if self.settings.on_nonfinite == "raise":
+            chunk = bisect_right(step.plan.cut.bounds, error.samples.start) - 1
+            number, what = counters.evaluations + 1, f"the loss is undefined ({error.type_name})"
+            raise NonFiniteError(what, chunk, error.samples, step.number, number, error.terms) from error
+        subject.renew_gradient().vector.fill_(math.nan)
+        subject.show_gradients()
+        return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")
+
+    def count_products(self, count: int) -> None:
+        """Count `count` more Hessian products."""
+        counters = self.history.counters._replace(products=self.history.counters.products + count)
+        self.history = self.history._replace(counters=counters)
+
+    @sole
+    def calibrate(self) -> list[float]:
+        """Time the workers on equal shares of the loaded batch; return the speeds in samples per second."""
+        step, workers = self.ready(), self.workers
+        if not workers.speeds.fixed:
+            plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
+            with self.at_start(), workers.without_hooks():
+                for _ in range(1 if workers.evaluations else 2):
+                    workers.learn_from(workers.evaluate(step._replace(plan=plan)), plan)
+            speeds = [round(speed) for speed in workers.speeds.relative]
+            self.observers.reporter.note("calibrated: %s samples/s", speeds)
+        return list(workers.speeds.relative)
+
+    def outputs(self) -> Any:
+        """Return the module's outputs in the last evaluation. Raises `BatchoptError` if they were not kept."""
+        self.check_open()
+        if self.history.outputs is None:
+            raise BatchoptError(
+                "there are no outputs: set opt.keep_outputs = True before the batch is evaluated, or call "
+                "opt.collect(lambda module, inputs, targets: module(inputs)), which takes a forward"
+            )
+        return self.history.outputs
+
+    def put_together(self, answers: Sequence[Answer], cut: Cut, samples: int) -> Any:
+        """Return the rows written by the workers, in sample order, in the structure in which they were returned. Raises
+        `ValueError` if chunks returned different structures."""
+        form = common_form(forms_of(answers), cut.bounds)
+        if form.objects is not None:
+            return form.objects
+        return form.filled(self.workers.backend.collected(form.columns, samples))
+
+    # ---- the end of a step, and what belongs to none
+
+    def end_step(self) -> None:
+        """Apply the buffer changes of the step's last evaluation to the module; a second call does nothing. More
+        evaluations may follow; they start from the state at the step's start. Evaluations that are `apart` change
+        nothing."""
+        step = self.step
+        if step is None or step.changes is None:
+            return
+        if self.rules.apart:
+            self.step = step._replace(changes=None)
+        else:
+            self.subject.buffers.take_over(step.changes)
+            self.step = step._replace(changes=None, ended=True)
+
+    def stepped(self, left: Trial | None) -> None:
+        """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters."""
+        step, (counters, *others) = self.step or self.loaded(), self.history
+        found = counters if left is None else left
+        self.history = History(counters.stepped(step.batch.size, found.loss, found.terms), *others)
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Give the module its state at the step's start in the body, even if the step has ended or the user has set
+        it."""
+        left = (self.step is not None and self.step.ended) or self.subject.buffers.is_written
+        with self.subject.buffers.at_start() if left else nullcontext():
+            if left:
+                self.workers.backend.restart_step()
+            yield
+
+    @contextmanager
+    def under(self, **rules: Any) -> Iterator[None]:
+        """Make evaluations in the body by these rules: fields of `Rules`."""
+        before = {name: getattr(self.rules, name) for name in rules}
+        self.rules = self.rules._replace(**rules)
+        try:
+            yield
+        finally:
+            self.rules = self.rules._replace(**before)
+
+    @contextmanager
+    def apart(self, what: str, counted: bool = False, **rules: Any) -> Iterator[None]:
+        """Let batches loaded in the body belong to no step, and be evaluated by these `rules`. Afterwards buffers,
+        random draws and counters are as if there had been none; if `counted`, and nothing was raised, the evaluations
+        count. A batch has to be loaded again."""
+        self.check_open()
+        self.end_step()
+        before = after = self.history
+        with self.under(apart=True, **rules), self._owner.amid(what):
+            try:
+                yield
+                if counted:
+                    counters = self.history.counters._replace(steps=before.counters.steps)
+                    after = self.history._replace(counters=counters)
+            finally:
+                self.forget()
+                self.history = after._replace(outputs=None)
+
+    def forget(self) -> None:
+        """Drop the loaded batch, and whatever its evaluations would change in the module."""
+        self.step = None
+
+    # ---- tasks
+
+    @undisturbed
+    def work_on(
+        self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], T], cut: Cut | None = None
+    ) -> T:
+        """Order a task on `batch` and return `use(answers, cut)`.
+
+        The samples are those of the loaded batch or (`task.aside`) others, cut as given or else as for evaluations. The
+        loaded batch is kept.
+
+        In the middle of a step (in an optimizer's callback) the program is that of the step. Otherwise it is the
+        current one, and a batch that was loaded before a change of it is unloaded. Likewise the module's state is that
+        of the step's start for f of the loaded batch and in the middle of a step, else the current one, also for
+        outputs in a mode other than the module's own.
+        """
+        self.check_open()
+        owner, workers, name, began = self._owner, self.workers, kind.name.lower(), time.perf_counter()
+        now = task.aside and not task.whole and not owner.is_amid
+        if now:
+            self.subject.check()
+            self.end_step()
+        is_f = task.whole or (task.train is None and not task.aside)
+        of_f = self.step is not None and (owner.is_amid or is_f)
+        state = self.at_start() if of_f else self.subject.buffers.as_now()
+        with state, owner.amid(f"a call of {name}()"):
+            try:
+                if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
+                    self.forget()
+                plan = self._plan_of_task(task, batch, cut)
+                order = plan.order(workers.number(), self.history.counters.steps, kind)
+                evaluate = partial(workers.backend.evaluate, plan.cut, order, plan.runs, self.observers.busy)
+                answers = evaluate() if task.writes else workers.learning(evaluate)
+                workers.learn_from_task(answers)
+                self.observers.worked(name, answers, plan.cut.bounds)
+                faults.point("parent.answers")
+                return use(answers, plan.cut)
+            finally:
+                workers.backend.end_task()
+                self.observers.did(name, began)
+
+    # The same for callers from outside: `work_on` may be called while something works here.
+    carry_out = exclusive(work_on)
+
+    def _plan_of_task(self, task: Task, batch: Batch, cut: Cut | None) -> Plan:
+        """Return the step's plan for all terms of its batch, so that draws match its evaluations; else a new plan."""
+        if not task.aside and len(self.loaded().batch.parts) == len(batch.parts):
+            return self.loaded().plan
+        speeds = self.workers.speeds_of_tasks
+        if cut is not None:
+            return plan_of(cut, speeds)
+        chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
+        return make_plan(batch.size, chunk_size, speeds)
+
+    # ---- workers
+
+    @sole
+    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+        """Use these hooks from now on."""
+        self.freeze_workers()
+        self.workers.set_hooks(prehook, posthook)
+
+    @sole
+    def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(worker, *args)` on each worker; return the values in rank order."""
+        self.freeze_workers()
+        return self.workers.backend.run(function, args)
+
+    def freeze_workers(self) -> None:
+        """Keep the number of workers from now on, if it is chosen automatically: they may have state of the user's."""
+        self.check_open()
+        if self.auto is not None:
+            self.auto.freeze_workers(self)
+
+    @sole
+    def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
+        """Change the number of workers; a batch has to be loaded again."""
+        self.check_open()
+        automatic = self.auto is not None and parallelize == "auto" and speeds is None
+
+        def between_steps() -> None:
+            self.end_step()
+            self.forget()
+
+        self.workers.resize(1 if automatic else parallelize, speeds, between_steps)
+        if self.auto is not None:
+            self.auto.resized(self, automatic)
+
+    def use(self, workers: int, threads: int | None, step: Step | None = None) -> None:
+        """Evaluate by another number of workers and threads, and continue this step there; without one, a batch has
+        to be loaded again."""
+        self.forget()  # also if this is interrupted
+        self.workers.use(workers, threads)
+        if step is not None:
+            self.workers.load(self.workers.prepare(step.batch), step.weights)
+            self.step = step._replace(plan=self.workers.plan(step.batch.size, step.chunk_size))
+
+    def close(self) -> None:
+        """Stop the workers, or, in the middle of another call, soon after; X remains in this process's memory."""
+        if not self._owner.is_here or self.workers.closed:
+            return
+        if self._owner.at_last(self._close):
+            self.workers.backend.stop()
+        else:
+            self._close()
+
+    @sole
+    def _close(self) -> None:
+        if not self.workers.closed:
+            self.end_step()
+            self.observers.close()
+            self.workers.close()
+            self.history = self.history._replace(outputs=None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def closed() -> BatchoptError:
+    """Return the error of a call after `close`."""
+    return BatchoptError("this BatchOptimizer was closed: build a new one")
