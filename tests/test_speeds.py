@@ -175,4 +175,6 @@ def test_a_worker_whose_share_is_always_taken_over_is_measured(hooked: bool) -> 
 
 
 def test_nothing_is_shown_where_nobody_is_late() -> None:
-    assert Stragglers({Kind.EVALUATE: {}}).take(Kind.EVALUATE, []) == {}
+    stragglers = Stragglers({Kind.EVALUATE: {}})
+    stragglers.measure(Kind.EVALUATE, [])
+    assert stragglers.late == {} and not stragglers

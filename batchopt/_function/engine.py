@@ -230,7 +230,7 @@ class Engine:
                 mapped = time.perf_counter()
                 if faults.hook is not None:
                     faults.point("parent.reduce")
-                loss = self._reduce(answers) if reduce is None else reduce(answers)
+                loss = self._reduce(answers, into) if reduce is None else reduce(answers)
             except BatchoptError as error:
                 add_data_indices(error, None if self.step is None else self.step.rows())
                 answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
@@ -267,11 +267,14 @@ class Engine:
             self.step = step = step._replace(plan=plan, residuals=0)
         if history.outputs is not None:
             self.history = history = history._replace(outputs=None)
-        if step.ended or self.subject.buffers.is_written:
+        if self.rules.compresses:
             with self.at_start():
-                answers = self._evaluate(step, into)
+                answers = self._evaluate_compressed(step)
+        elif step.ended or self.subject.buffers.is_written:
+            with self.at_start():
+                answers = workers.evaluate(step, self.observers.busy, into)
         else:
-            answers = self._evaluate(step, into)
+            answers = workers.evaluate(step, self.observers.busy, into)
         pattern = answers.pattern
         if step.movable and step.chunk_size is None and pattern.drew:  # other chunks would draw other numbers
             self.step = self.loaded()._replace(movable=False)
@@ -280,11 +283,6 @@ class Engine:
             outputs = self.put_together(answers, plan.cut, step.batch.size) if workers.keeps_outputs else None
             self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
         return answers
-
-    def _evaluate(self, step: Step, into: Gradient | None) -> Answers:
-        if self.rules.compresses:
-            return self._evaluate_compressed(step)
-        return self.workers.evaluate(step, self.observers.busy, into)
 
     def _evaluate_compressed(self, step: Step) -> Answers:
         past = self.history if self.attempt is None else self.attempt.history  # to which a step goes back if it fails
@@ -301,12 +299,15 @@ class Engine:
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """Merge `answers` into df/dX and f, which is returned."""
-        self.subject.renew_gradient()
-        return self._reduce(answers)
+        return self._reduce(answers, None)
 
-    def _reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def _reduce(self, answers: Sequence[Answer], into: Gradient | None) -> torch.Tensor:
         step, rules, subject = self.step or self.loaded(), self.rules, self.subject
-        whole = reduce_answers(answers, step.plan.cut.chunks, subject.gradient)
+        vector = (into or subject.renew_gradient()).vector
+        if type(answers) is Answers:
+            whole = answers.whole(vector)
+        else:
+            whole = reduce_answers(answers, step.plan.cut.chunks, vector)
         subject.show_gradients(whole.used)
         changes = whole.changes.clone() if whole.changes.shape[0] else None  # of a module without state
         self.step = Step(*step[:7], whole.losses, changes, *step[9:])

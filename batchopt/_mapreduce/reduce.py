@@ -65,6 +65,7 @@ class Reduction:
         self._fold: Fold[int] = Fold(chunks, merge)
         for node in sorted(nodes, key=lambda node: node.first_chunk):
             self._fold.add(node, counted[node])
+        self._root = self._fold.root if self._fold.is_complete else -1
         self._used = [partial.used for partial in self.partials]
         for left, right in self._merges:
             if self._used[left] != self._used[right]:
@@ -77,7 +78,7 @@ class Reduction:
         """Sum the current vectors, and these losses of each partial, in the order of the answers; write df/dX to
         `gradient` (shape `(n,)`), unless it is there (`written`). May overwrite the workers' memory. Raise
         `LookupError` if a chunk is missing."""
-        root = self._fold.root
+        root = self._fold.root if self._root < 0 else self._root
         with torch.inference_mode():  # some of the workers' memory may have been mapped in inference mode
             total = tuple(self._add_losses(losses)[root] if self._merges else losses[root])
             finite = all_finite(gradient) if written else self._add_gradients(root, gradient)

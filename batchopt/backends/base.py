@@ -104,9 +104,6 @@ class Backend(ABC):
     local: ClassVar[bool] = False
     # Whether this process prints and writes files: one of several that run the same script does.
     is_main: bool = True
-    # Measurements of workers that were late in the last evaluation, by rank: samples, and the seconds that they took,
-    # or at least took.
-    late: Mapping[int, tuple[int, float]] = MappingProxyType({})
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -135,6 +132,12 @@ class Backend(ABC):
     @abstractmethod
     def workers(self) -> list[WorkerInfo]:
         """Public records of the workers, in rank order."""
+
+    @property
+    def late(self) -> Mapping[int, tuple[int, float]]:
+        """Measurements of workers that were late in the last evaluation, by rank: samples, and the seconds that they
+        took, or at least took."""
+        return MappingProxyType({})
 
     @abstractmethod
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:

@@ -23,7 +23,7 @@ from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
-from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.seeding import Undrawn, draws_kept
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import StateWritten
@@ -157,7 +157,8 @@ class SerialBackend(Backend):
         if order.kind is not Kind.EVALUATE:
             evaluator.tasks.cut = cut
         else:
-            evaluator.cut = cut
+            if evaluator.cut is not cut:
+                evaluator.cut = cut
             if self._keeps_outputs:
                 self._output = evaluator.outputs = MemoryOutput()
             if last_one is not None and into is not None and last - first == 1:
@@ -165,20 +166,33 @@ class SerialBackend(Backend):
                 is_written = rows is not None
             rows = rows or self._rows_for(most_held(first, last, cut.chunks))
         # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
+        pattern = None if last_one is None or order.kind is not Kind.EVALUATE else last_one[1]
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                found = self._undisturbed(order, rows)
+                found = self._undisturbed(order, rows, pattern)
         else:
-            found = self._undisturbed(order, rows)
+            found = self._undisturbed(order, rows, pattern)
         return self._answers(cut, order, found, last_one, into if is_written else None)
 
-    def _undisturbed(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
-        """Carry out an order without changing the caller's random states and threads."""
-        with draws_kept():
-            if self._setup.threads is None:
-                return carry_out(self._evaluator, order, rows, 0)
-            with torch_threads(self._setup.threads):
-                return carry_out(self._evaluator, order, rows, 0)
+    def _undisturbed(self, order: Order, rows: Rows | None, pattern: Pattern | None) -> list[ChunkDone]:
+        """Carry out an order, which may repeat `pattern`, without changing the caller's random states and threads."""
+        evaluator, threads = self._evaluator, self._setup.threads
+        walk, loss = evaluator.walk, evaluator.loss
+        if pattern is not None and threads is None and not pattern.drew and loss.prehook is loss.posthook is None:
+            draws = Undrawn()
+            if draws.is_known:
+                walk.seeds = False
+                try:
+                    found = carry_out(evaluator, order, rows, 0)
+                    if not draws.restore():
+                        return found
+                except BaseException as error:
+                    if not draws.restore() or not isinstance(error, Exception):
+                        raise
+                finally:
+                    walk.seeds = True
+        with draws_kept(), torch_threads(threads):
+            return carry_out(evaluator, order, rows, 0)
 
     def _answers(
         self,

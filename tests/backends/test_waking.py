@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchopt import BatchOptimizer, Sample, Worker
-from batchopt.backends.process.pool import Pool
+from batchopt.backends.process.events import Events
 from batchopt.backends.process.repeat import Repeat
 from tests.workloads import mlp
 
@@ -15,14 +15,14 @@ CHUNKS = 48
 
 
 def test_nobody_wakes_up_for_the_report_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, wait = 0, Pool._wait
+    turns, wait = 0, Events.wait
 
-    def counted(pool: Pool, timeout: float) -> Any:
+    def counted(pool: Events, timeout: float) -> Any:
         nonlocal turns
         turns += 1
         return wait(pool, timeout)
 
-    monkeypatch.setattr(Pool, "_wait", counted)
+    monkeypatch.setattr(Events, "wait", counted)
     case, found = mlp(samples=2 * CHUNKS), []
     with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=2) as opt:
         opt.load(case.inputs, case.targets)
@@ -72,7 +72,7 @@ def test_workers_are_heard_after_an_interrupt() -> None:
         for _ in range(3):
             opt.load(case.inputs, case.targets)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Pool, "_wait", interrupted)
+                patch.setattr(Events, "wait", interrupted)
                 patch.setattr(Repeat, "_wait", interrupted)
                 opt.evaluate()
             assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]

@@ -6,14 +6,14 @@ import math
 import pickle
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.backends.base import Run
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
-from batchopt.backends.process.paces import Pace, Stragglers
+from batchopt.backends.process.paces import Stragglers
 from batchopt.backends.process.pool import IGNORE, Pool
 from batchopt.backends.process.roster import SILENT
 from batchopt.backends.process.scheduler import Assign, ChunkRun, WorkerScheduler
@@ -82,8 +82,8 @@ class _Work:
 class ProcessGather(Listener):
     """Collects what workers report of one evaluation of a batch with this `numbering` of its samples.
 
-    Updates the entry of `paces` (seconds per sample, by rank) for the kind of its orders. Reports of earlier
-    evaluations are passed to `stragglers`. `copies`: as in `WorkerScheduler`.
+    Updates the paces (seconds per sample, by rank) of `stragglers` for the kind of its orders, and passes reports of
+    earlier evaluations to them. `copies`: as in `WorkerScheduler`.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class ProcessGather(Listener):
         order: Order,
         runs: Sequence[Run],
         numbering: Numbering,
-        paces: Mapping[Kind, dict[int, float]],
         stragglers: Stragglers,
         copies: bool = True,
     ) -> None:
@@ -103,7 +102,7 @@ class ProcessGather(Listener):
         self.gone: list[WorkerProcess] = []
         self.work: dict[WorkerProcess, _Work] = {}  # of those that have reported anything
         self._order, self._runs = order, runs
-        self._numbering, self._pace, self._stragglers = numbering, paces[order.kind], stragglers
+        self._numbering, self._pace, self._stragglers = numbering, stragglers.paces[order.kind], stragglers
 
     @property
     def is_task(self) -> bool:
@@ -114,14 +113,13 @@ class ProcessGather(Listener):
         """Return the order for this run."""
         return self._order._replace(first=run.first, last=run.last)
 
-    def abandon(self, living: Collection[WorkerProcess]) -> dict[int, Pace]:
-        """End the evaluation: everything is done, and `living` workers that still evaluate are late. Return the
-        resulting measurements of their pace, by rank."""
+    def abandon(self, living: Collection[WorkerProcess]) -> None:
+        """End the evaluation: everything is done, and `living` workers that still evaluate are late."""
         for worker in living:
             current = self.scheduler.current(worker.rank)
             if current is not None and worker.evaluates and self._is_ours(worker):
                 self._stragglers.abandon(worker, self.cut, *current)
-        return self._stragglers.take(self._order.kind, living)
+        self._stragglers.measure(self._order.kind, living)
 
     def held(self, worker: WorkerProcess) -> tuple[Node, ...]:
         """Return the nodes of the tree whose sums the worker holds."""

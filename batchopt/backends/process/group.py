@@ -22,10 +22,8 @@ from its owner is in `Holder`.
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -73,23 +71,16 @@ PAGES = 32
 T = TypeVar("T")
 
 
-class Waker:
-    """An event descriptor by which workers wake this process up; `fd` does not block."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self.fd)
-
-
 @dataclass
 class Subject:
-    """The samples that orders of one kind are about, and their cut. `writes`: it is a task that makes
-    steps, and writes parameters; `is_read`: samples are read by workers."""
+    """The samples that orders of one kind are about, and their cut. `writes`: it is a task that makes steps, and writes
+    parameters; `is_read`: workers read the samples; `is_proven`: they have succeeded in it, with these hooks."""
 
     numbering: Numbering = field(default_factory=lambda: Numbering((), ()))
     cut: Cut = field(default_factory=lambda: Cut((0,)))
     writes: bool = False
     is_read: bool = False
+    is_proven: bool = False
 
 
 class WorkerGroup:
@@ -99,19 +90,16 @@ class WorkerGroup:
         assert setup.workers is not None and setup.flat.block is not None
         self._setup, self._holder = setup, holder or Holder()
         self._size = setup.workers
-        self._paces: dict[Kind, dict[int, float]] = {kind: {} for kind in Kind}  # seconds a sample, by rank
-        self._stragglers = Stragglers(self._paces)
-        self.late: Mapping[int, tuple[int, float]] = {}  # measurements of workers that were late in the last evaluation
+        self._stragglers = Stragglers({kind: {} for kind in Kind})
         self._start = Start()
         self._subjects = {False: Subject(), True: Subject()}  # of the step, and of the task
         self._numbers = count(1)  # of orders
         self._warned: set[Warned] = set()
-        self._proven = False  # whether any forward of this program, with its hooks, has succeeded
         self._repeat: Repeat | None = None  # of the last evaluation
         shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
         setup.flat.share(self)
-        self._board, self._waker = Board.create(max(PAGES, setup.workers)), Waker()
-        self._pool = Pool(self._make, setup.restarts_of(setup.workers), self._allowance, self._waker.fd)
+        self._board = Board.create(max(PAGES, setup.workers))
+        self._pool = Pool(self._make, setup.restarts_of(setup.workers), self._allowance)
         self.results = Results(self._pool)
         settings = self._holder.torch_settings()
         devices = None if setup.devices is None else self._by_rank(setup.devices)
@@ -125,11 +113,16 @@ class WorkerGroup:
             self.close()
             raise
 
+    @property
+    def late(self) -> Mapping[int, tuple[int, float]]:
+        """See `Backend.late`."""
+        return self._stragglers.late
+
     # ---- what workers must have
 
     def _forget_program(self) -> None:
         """Drop what concerns the current program: workers are sent another one."""
-        self._proven = False
+        self._subjects[False].is_proven = False
         self._begin()
         for worker in self._pool.workers.values():
             rows = worker.memory.rows
@@ -167,11 +160,11 @@ class WorkerGroup:
     def _make(self, rank: int) -> WorkerProcess:
         number = self._setup.ranks[rank] if self._setup.ranks else rank
         world, threads = self._setup.world or self._size, max(self._threads())
-        return WorkerProcess(rank, number, world, threads, self._board, self._waker, self._warned)
+        return WorkerProcess(rank, number, world, threads, self._board, self._pool.events, self._warned)
 
     def _allowance(self, worker: WorkerProcess, activity: Activity) -> float:
         subject = self._subjects[worker.given.order.kind in TASKS]
-        return allowance(worker, activity, subject.cut, self._setup.timeout, self._paces, subject.is_read)
+        return allowance(worker, activity, subject.cut, self._setup.timeout, self._stragglers.paces, subject.is_read)
 
     def resize(self, workers: int, ranks: tuple[int, ...] | None = None, world: int | None = None) -> None:
         """Have `workers` workers, and wait until they can work; with `ranks`, they are these of `world` workers in
@@ -201,7 +194,7 @@ class WorkerGroup:
         self._pool.finish(self._stragglers)  # they would report on their pages of before
         self._board = Board.create(2 * workers)
         for worker in self._pool.workers.values():
-            worker.move(self._board, self._waker)
+            worker.move(self._board, self._pool.events)
 
     def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
         """Use these hooks. Raises `TypeError` for hooks that cannot be sent."""
@@ -226,7 +219,7 @@ class WorkerGroup:
             self._enter()
         self._program.follow(self._holder.module_hooks())
         self._pool.tell_of("weights", weights, lambda: [call(Activity.BATCH, Session.set_weights, weights)])
-        self._subjects[False] = Subject(batch.numbering, self._subjects[False].cut, is_read=batch.is_read)
+        self._subjects[False] = replace(self._subjects[False], numbering=batch.numbering, is_read=batch.is_read)
         self._begin(number)
 
     def _begin(self, batch: int | None = None) -> None:
@@ -271,7 +264,7 @@ class WorkerGroup:
         keeps = not (task.is_users or task.writes or self._setup.buffers.size)
         if not self.results.begin_task(packed, calls, keeps):
             for kind in TASKS:
-                self._paces[kind].clear()  # those of another function
+                self._stragglers.paces[kind].clear()  # those of another function
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         """See `Backend.collected`."""
@@ -307,11 +300,11 @@ class WorkerGroup:
             self._prepare(cut, order)
         subject = self._subjects[order.kind in TASKS]
         copies = not subject.writes  # a step made by two workers would be two steps
-        gather = ProcessGather(cut, order, runs, subject.numbering, self._paces, self._stragglers, copies)
+        gather = ProcessGather(cut, order, runs, subject.numbering, self._stragglers, copies)
         if begun:
             gather.scheduler.decide(range(self._size), gather.estimate, time.monotonic())  # as they were rung for
         try:
-            self._gather(gather, None if begun else meanwhile, order.kind in TASKS)
+            self._gather(gather, subject, None if begun else meanwhile)
         finally:
             # A worker that is still stepping would write the parameters after the call has returned.
             if subject.writes:
@@ -321,11 +314,11 @@ class WorkerGroup:
             # Otherwise timing would decide which of several failures is raised.
             self._receive_other_failures(gather)
             raise gather.failures.first()
-        self._proven = self._proven or order.kind is Kind.EVALUATE
+        subject.is_proven = True
         if order.kind is Kind.TOTAL:
             self.results.leave_unwritten()
         self._pool.look(gather)  # the last reports of those that were called off
-        self.late = gather.abandon(self._pool.workers.values())
+        gather.abandon(self._pool.workers.values())
         for worker in self._pool.workers.values():
             worker.stderr.pass_on()
         pattern = Pattern(gather.answers(), cut.chunks)
@@ -356,10 +349,10 @@ class WorkerGroup:
         if not is_task:
             self.results.begin_evaluation()
 
-    def _gather(self, gather: ProcessGather, meanwhile: Meanwhile | None, is_task: bool) -> None:
+    def _gather(self, gather: ProcessGather, subject: Subject, meanwhile: Meanwhile | None) -> None:
         """Assign and gather until each chunk has a result, or one cannot have any."""
         pool, scheduler, ledger = self._pool, gather.scheduler, gather.scheduler.ledger
-        proven = self._proven and not is_task  # each function may write what is read-only
+        proven = subject.is_proven
         directed, late = -1, math.inf
         # One turn: assign the chunks that can be assigned, let the caller do its own work once, wait for the first
         # event.
@@ -379,7 +372,7 @@ class WorkerGroup:
             # Two crashes before anything has succeeded: the program, a hook or the function writes memory that is
             # read-only. Each chunk would end workers, until none is left, and none be poison.
             if not proven:
-                explain(gather.gone, "function" if is_task else "first forward")
+                explain(gather.gone, "function" if gather.is_task else "first forward")
             if gather.poison is not None:
                 raise gather.poison
 
@@ -442,4 +435,4 @@ class WorkerGroup:
         self._program.close()
         self._setup.flat.release(self)
         # This object and its pool refer to each other: memory is released now, not when Python's collector runs.
-        self._repeat, self._stragglers = None, Stragglers(self._paces)
+        self._repeat, self._stragglers = None, Stragglers({})

@@ -41,7 +41,8 @@ class Stragglers(Listener):
 
     def __init__(self, paces: Mapping[Kind, dict[int, float]]) -> None:
         """Update `paces` (seconds per sample, by rank)."""
-        self._paces = paces
+        self.paces = paces
+        self.late: Mapping[int, Pace] = {}  # measurements of workers that were late in the last evaluation
         self._left: dict[WorkerProcess, _Left] = {}
         self._found: dict[Kind, dict[int, Pace]] = {kind: {} for kind in paces}
 
@@ -68,20 +69,19 @@ class Stragglers(Listener):
         """Forget the worker's order."""
         self._left.pop(worker, None)
 
-    def take(self, kind: Kind, living: Iterable[WorkerProcess]) -> dict[int, Pace]:
-        """Return, by rank, the measurements since the last call of orders of that kind: the time that finished ones
-        took, and the time so far of the others."""
+    def measure(self, kind: Kind, living: Iterable[WorkerProcess]) -> None:
+        """Set `late` to the measurements, by rank, since the last call, of orders of that kind: the time that finished
+        ones took, and the time so far of the others."""
         now, there = time.monotonic(), set(living)
         self._left = {worker: left for worker, left in self._left.items() if worker in there and worker.evaluates}
         for worker, left in self._left.items():
             self._note(worker, left, left.samples, now - left.since)
-        found, self._found[kind] = self._found[kind], {}
-        return found
+        self.late, self._found[kind] = self._found[kind], {}
 
     def _note(self, worker: WorkerProcess, left: _Left, samples: int, seconds: float) -> None:
         if samples > 0 and seconds > 0:
             self._found[left.order.kind][worker.rank] = Pace(samples, seconds)
-            self._paces[left.order.kind][worker.rank] = seconds / samples
+            self.paces[left.order.kind][worker.rank] = seconds / samples
 
 
 # A worker that takes FACTOR times the expected time counts as hung, but not before FLOOR seconds.

@@ -13,17 +13,15 @@ others. The next turn starts a new worker, as long as the roster allows.
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from multiprocessing import util
 from typing import NoReturn
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.patience import OTHERS, Presence, later
+from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.channel import ProtocolError, WorkerReply
+from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import AT_WORK, ORDERABLE, SILENT, BusyWorker, Roster, State, check
 from batchopt.backends.process.wanted import NOTHING, Activity, SessionCall, Told, Wanted, having, lacking
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
@@ -45,27 +43,20 @@ _OF_ORDERS = frozenset({Message.HOOKED, Message.FORM, Message.FAILED, Message.SI
 
 
 class Pool:
-    """The worker processes of the ranks in a roster, and what each must have. Workers wake it up through `waker`, an
-    event descriptor."""
+    """The worker processes of the ranks in a roster, and what each must have."""
 
-    def __init__(self, make: Callable[[int], WorkerProcess], restarts: int, allowance: Allowance, waker: int) -> None:
+    def __init__(self, make: Callable[[int], WorkerProcess], restarts: int, allowance: Allowance) -> None:
         self.workers: dict[int, WorkerProcess] = {}
-        self.roster = Roster(restarts)
-        self._make, self._allowance, self.waker = make, allowance, waker
+        self.roster, self.events = Roster(restarts), Events()
+        self._make, self._allowance = make, allowance
         self.want = Wanted()
-        self.poll = select.epoll()
-        self._watched: dict[
-            int, tuple[WorkerProcess, bool]
-        ] = {}  # by descriptor: its worker, and whether it is the exit
         self._check_at = 0.0
         self.changes = 0  # how often a worker has joined or was lost: then orders are assigned again
         # How often something was sent, or has changed: then a previous finding that all is settled is out of date.
         self.stamp = 0
         self._stopped = False
-        self._presence = Presence()
-        self._amiss = True  # whether the actual state may differ from the desired one
-        self.poll.register(waker, select.EPOLLIN)
-        self._shut_down = util.Finalize(self, _shut_down, (self.workers, self.poll), exitpriority=100)
+        self._amiss = True  # whether what there is may differ from what there should be
+        self._shut_down = util.Finalize(self, _shut_down, (self.workers, self.events), exitpriority=100)
 
     # ---- what there should be
 
@@ -81,7 +72,7 @@ class Pool:
         for rank in ending:
             if rank in self.workers:
                 worker = self.workers.pop(rank)
-                self._unwatch(worker)
+                self.events.unwatch(worker)
                 _end([worker])
         until = float("inf")
         while True:
@@ -106,7 +97,7 @@ class Pool:
 
     @property
     def _complete(self) -> bool:
-        return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.joined])
+        return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.seen.joined])
 
     def tell(self, name: str, *calls: SessionCall) -> None:
         """Have every worker, present or future, make these calls for that field of what it must have."""
@@ -145,7 +136,7 @@ class Pool:
         if self.is_settled:
             return
         for worker in list(self.workers.values()):
-            self._watch(worker)
+            self.events.watch(worker)
             self.receive(worker, IGNORE)  # replies that were read before an interrupt: no event announces them
         self.call_off()
         self._end_functions()
@@ -199,13 +190,7 @@ class Pool:
             self._replenish()
             self._sync()
             self._amiss = self.roster.is_amiss(self.workers)
-        for fd in self._wait(max(0.0, min(until, self._check_at) - time.monotonic())):
-            if fd == self.waker:
-                os.eventfd_read(fd)
-                continue
-            worker, gone = self._watched.get(fd, (None, False))
-            if worker is None or self.workers.get(worker.rank) is not worker:  # reaped earlier in this turn
-                continue
+        for worker, gone in self.events.wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             try:
                 worker.channel.flush()
                 worker.channel.receive()
@@ -223,23 +208,6 @@ class Pool:
         self.look(listener)
         if time.monotonic() >= self._check_at:
             self._look_for_hung(listener)
-
-    def _wait(self, timeout: float) -> list[int]:
-        """Return the descriptors of the events within `timeout` seconds."""
-        for fd, (worker, is_exit) in self._watched.items():
-            if not is_exit and worker.channel.pending:  # the rest of its messages waits for room in the pipe
-                self.poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
-        events = self.poll.poll(timeout)
-        away = self._presence.away(timeout)
-        # Time during which this process was stopped does not count as a worker's silence.
-        if away:
-            for worker in self.workers.values():
-                worker.since = later(worker.since, away)
-            events = self.poll.poll(0.0)  # if this process was stopped while it waited, there may be later events
-        for fd, event in events:
-            if event & select.EPOLLOUT:
-                self.poll.modify(fd, select.EPOLLIN)
-        return [fd for fd, _ in events]
 
     def look(self, listener: Listener) -> None:
         """Take in what is new on the workers' pages."""
@@ -287,7 +255,7 @@ class Pool:
             return
         # It has all that it must have: from now on it gets orders.
         if worker.state is State.STARTED and not any(lacking(worker.have, self.want)):
-            worker.joined = True
+            worker.seen.joined = True
             self.changes += 1
             self.stamp += 1
             self.roster.joined(worker.rank)
@@ -325,7 +293,7 @@ class Pool:
         worker.have = worker.have._replace(**{asked.field: NOTHING})
         worker.forget_answered()  # it must not be handled again after the exception
         error = error_of(worker.rank, Failure.decode(reply.body), asked.activity)
-        if worker.joined:
+        if worker.seen.joined:
             raise error
         self.roster.refused(worker.rank, error)
         worker.kill(f"could not start ({error})")
@@ -356,11 +324,11 @@ class Pool:
         self.stamp += 1
         activity = worker.activity
         worker.reap()
-        self._unwatch(worker)
+        self.events.unwatch(worker)
         del self.workers[worker.rank]
         self._look_at(worker, listener)
         ending = worker.ending()
-        self.roster.ended(worker.rank, ending, worker.joined, activity not in (None, Activity.STARTING))
+        self.roster.ended(worker.rank, ending, worker.seen.joined, activity not in (None, Activity.STARTING))
         worker.close()
         listener.on_lost(worker, ending)
 
@@ -383,7 +351,7 @@ class Pool:
                 continue
             self.roster.started(rank, worker.pid)
             self.workers[rank] = worker
-            self._watch(worker)
+            self.events.watch(worker)
 
     def _sync(self) -> None:
         """Send each worker what it lacks."""
@@ -396,19 +364,6 @@ class Pool:
                     worker.ask(call, name, told)
                 worker.have = having(worker.have, name, told)
             worker.flush()
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        for fd, is_exit in ((worker.channel.fileno(), False), (worker.process.sentinel, True)):
-            if self._watched.get(fd, (None, False))[0] is not worker:
-                self._watched[fd] = worker, is_exit
-                with suppress(FileExistsError):  # after an interrupt
-                    self.poll.register(fd, select.EPOLLIN)
-
-    def _unwatch(self, worker: WorkerProcess) -> None:
-        for fd in [fd for fd, (watched, _) in self._watched.items() if watched is worker]:
-            with suppress(OSError):
-                self.poll.unregister(fd)
-            del self._watched[fd]
 
     def stop(self) -> None:
         """Make `pump` raise from now on."""
@@ -441,7 +396,7 @@ def _end(workers: Iterable[WorkerProcess]) -> None:
         worker.reap()
 
 
-def _shut_down(workers: dict[int, WorkerProcess], poll: select.epoll) -> None:
+def _shut_down(workers: dict[int, WorkerProcess], events: Events) -> None:
     _end(workers.values())
     workers.clear()
-    poll.close()
+    events.close()

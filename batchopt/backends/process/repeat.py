@@ -83,7 +83,7 @@ class Repeat:
         return self._wait(number)
 
     def _wait(self, number: int) -> bool:
-        poll, waker = self._pool.poll, self._pool.waker
+        poll, waker = self._pool.events.poll, self._pool.events.fd
         until, pause = time.perf_counter() + LONGER * self._seconds + PATIENCE, self._seconds
         while True:
             for fd, _ in poll.poll(max(pause, LOOK)):

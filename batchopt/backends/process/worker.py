@@ -97,9 +97,10 @@ class Killed(NamedTuple):
 
 @dataclass
 class Seen:
-    """The part of a worker's page that was taken in: so many reports, and the end of the order of that number; and how
-    often its posthook returned nothing but None, by chunk."""
+    """The part of what a worker has said that was taken in: that it has all that it must have; so many reports on its
+    page, and the end of the order of that number; and how often its posthook returned nothing but None, by chunk."""
 
+    joined: bool = False
     reports: int = 0
     done: int = 0
     nones: dict[int, int] = field(default_factory=dict)
@@ -139,7 +140,6 @@ class WorkerProcess:
         self.page, self.given, self.seen = board.page(rank), GivenOrder(), Seen()
         self.memory = Memory()
         self.have = Wanted()  # once it has answered
-        self.joined = False
         self.since = time.monotonic()  # of the last sign of progress
         self.killed: Killed | None = None
         self._asked: deque[PendingCall] = deque([PendingCall(0, Activity.STARTING)])
@@ -169,7 +169,7 @@ class WorkerProcess:
         self.forget_answered()
         called = any(asked.activity is Activity.FUNCTION for asked in self._asked)
         waits = "function" if called else None if self.channel.idle else "field"
-        return STATES[self.joined, waits, self.evaluates]
+        return STATES[self.seen.joined, waits, self.evaluates]
 
     @property
     def is_heard(self) -> bool:

@@ -126,14 +126,15 @@ class Walk:
         self.current = range(0)
         self.chunk = -1
         self.has_hooks = self.looks_for_draws = False
+        self.seeds = True  # else somebody compares the generators' states
         self._states: tuple[object, ...] = ()  # of the generators, at the beginning of the chunk
         self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
         self._looks = False  # the running chunk is compared
         self._hooks_write = False  # whether a hook was seen to change anything
         self._contents: Record | None = None
-        self._undo: list[Undo] = []  # at the end of the piece
+        self.undo: list[Undo] = []  # at the end of the piece
         self.worker, self._seed, self.state = worker, seed, state
-        self._device = worker.device if worker.device.type == "cuda" else None
+        self.restores = worker.device.type == "cuda"  # also after a chunk that has not failed
 
     def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
         """Yield the pieces of chunk `number`; after the last one was evaluated, check what they have written.
@@ -142,7 +143,8 @@ class Walk:
         """
         chunk = loaded.chunk(number)
         watch, self.chunk = chunk.watch, number
-        seed_draws(self._seed, step, number)
+        if self.seeds:
+            seed_draws(self._seed, step, number)
         if self.looks_for_draws:
             self._states = generator_states()
         self.current = chunk.samples  # while samples are cut out and collated
@@ -165,7 +167,7 @@ class Walk:
             for recipe in chunk.recipes:
                 self.current = recipe.position
                 yield recipe.piece(loaded.batch)
-                if self._undo:
+                if self.undo:
                     self._put_back()
         self.current = chunk.samples
         if looks or [*map(version, watch.counted)] != watch.versions:
@@ -186,7 +188,7 @@ class Walk:
             for piece in pieces if self.place is None else map(self.place, pieces):
                 self.current = numbering.position(piece.term, piece.indices)
                 yield piece
-                if self._undo:
+                if self.undo:
                     self._put_back()
                 self.current = range(self.current.stop, samples.stop)
         except Unreadable as error:  # an item of the next term
@@ -200,11 +202,6 @@ class Walk:
         """Tell whether the chunk at hand has drawn random numbers, where that is looked for."""
         return self._states != generator_states()
 
-    @property
-    def has_to_restore(self) -> bool:
-        """Tell whether `restore` has anything to do after a chunk that has not failed."""
-        return bool(self._undo or self.state.statistics or self._device is not None)
-
     def restore(self, loaded: LoadedBatch, failed: bool) -> None:
         """Clean up after a chunk: the module's state is then that of the start of the step; `failed`: an exception was
         raised."""
@@ -212,16 +209,16 @@ class Walk:
             if failed:
                 loaded.collation.forget()
                 self.state.constants.put_back()
-            elif self._device is not None:  # the work must be finished before it is reported
-                torch.cuda.synchronize(self._device)
+            elif self.restores:  # the work must be finished before it is reported
+                torch.cuda.synchronize(self.worker.device)
         finally:
-            if self._undo:
+            if self.undo:
                 self._put_back()
             self.state.restore()
 
     def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        while self.undo:
+            self.undo.pop()()
 
     def _now(self) -> Record:
         """Return what module and criterion hold now, cached until they change."""
@@ -260,7 +257,7 @@ class Walk:
             found = hook()
         finally:
             changes = effects.undo()
-            self._undo += changes
+            self.undo += changes
             self._hooks_write = self._hooks_write or bool(changes)
         parameters.check()
         return found

@@ -97,7 +97,7 @@ class Constants:
             self._originals = {}
         if compares:
             self.compare()
-        self.begun = self.versions
+        self.begun = [*map(version, self.counted)]
 
     @property
     def versions(self) -> list[int]:

@@ -85,7 +85,7 @@ class Evaluator:
 
     @outputs.setter
     def outputs(self, outputs: Output | None) -> None:
-        self._gradient.outputs, self._gradient.form = outputs, None
+        self._gradient.outputs = outputs
 
     @property
     def current(self) -> range:
@@ -98,7 +98,7 @@ class Evaluator:
         self.walk.has_hooks = self.loss.has_hooks
         if order.kind is not Kind.EVALUATE:
             return self.tasks.evaluate(order, self)
-        loaded, (cut, sums) = self.loaded, self._sums
+        loaded, (cut, sums) = self._loaded or self.loaded, self._sums
         if cut is not loaded.cut:
             cut, sums = self._sums = loaded.cut, Sums(-1, loaded.cut.chunks)
         if sums.evaluation != order.evaluation:

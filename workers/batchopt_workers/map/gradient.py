@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
-from batchopt_workers.map.sums import PartialSum, Row, Rows, collect, collecting, is_large
+from batchopt_workers.map.sums import PartialSum, Rows, collect, collecting, is_large
+from batchopt_workers.map.work import ChunkResult
 from batchopt_workers.process import faults
-from batchopt_workers.process.messages import Order
-from batchopt_workers.tasks.forms import Form, Output, write_results
+from batchopt_workers.tasks.forms import Output, write_results
 from batchopt_workers.worker import Hook, Sample, Worker
 
 
@@ -57,8 +57,9 @@ class PieceLoss:
             faults.point("worker.backward", self._walk.chunk)
         return found
 
-    def after(self, posthook: Hook, sample: Sample, output: Any, loss: float) -> Any:
+    def after(self, posthook: Hook, sample: Piece | Sample, output: Any, loss: float) -> Any:
         """Return what the posthook returns for a piece."""
+        assert isinstance(sample, Sample)
         sample.output, sample.loss = output, loss
         return self._walk.hooked("posthook", lambda: posthook(self._worker, sample))
 
@@ -67,11 +68,9 @@ class GradientWork:
     """The work of evaluating f and its gradient: in `rows`, or only the losses if these are None. What the module
     returns is written to `outputs`, if there is any.
 
-    `has_posthook`: whether the posthook runs, if there is one.
+    `hooks`: whether the posthook runs, if there is one.
     """
 
-    form: Form | None = None
-    results: Sequence[Any] | None = None
     drew = False
 
     def __init__(
@@ -84,63 +83,47 @@ class GradientWork:
         self._looked: tuple[int, bool] | None = None  # the step, and `hooked`, for which `drew` was found out
         self._paired: tuple[LoadedBatch, bool] | None = None  # those for which outputs and targets were compared
 
-    def begin(self, loaded: LoadedBatch, order: Order, chunk: int, row: int) -> None:
-        """See `Work.begin`."""
-        self._loaded, self._chunk, self._number, self._step = loaded, chunk, row, order.step
-        self._walk.looks_for_draws = self._looked != (order.step, self._loss.hooked)
-        self._row: Row | None = None if self.rows is None else self.rows[row]
-        self._losses, self._used = [0.0] * len(self._loss.weights), bytearray(len(self._parameters))
-        self._outputs: list[Any] = []
-        self._posthook = self._loss.posthook if self._loss.hooked and self._hooks else None
-        self._returned: list[Any] = []
-
-    def piece(self, piece: Piece) -> None:
-        """See `Work.piece`."""
-        loss, term, posthook = self._loss, piece.term, self._posthook
-        sample = piece if posthook is None and loss.prehook is None else loss.sample(piece, term)
-        if self._row is None:
-            value = loss.forward(piece, sample, term)[1].item()
-        else:
-            for parameter in self._parameters:
+    def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
+        """See `Work.do`."""
+        loss, outputs, parameters, hooked = self._loss, self.outputs, self._parameters, self._loss.hooked
+        row = None if self.rows is None else self.rows[number]
+        prehook, posthook = (loss.prehook, loss.posthook if self._hooks else None) if hooked else (None, None)
+        looks = self._walk.looks_for_draws = self._walk.seeds and self._looked != (step, hooked)
+        losses, used = [0.0] * len(loss.weights), bytearray(len(parameters))
+        returned, made = list[Any](), list[Any]()
+        for piece in pieces:
+            term, sample = piece.term, piece if prehook is posthook is None else loss.sample(piece, piece.term)
+            for parameter in parameters if row is not None else ():
                 parameter.grad = None
-            output, found = loss.forward(piece, sample, term, self.outputs is not None)
+            output, value = loss.forward(piece, sample, term, outputs is not None)
             weight = piece.weight * loss.weights[term]
-            into = self._row, weight, self._used, self._chunk
-            if weight != 0.0:  # otherwise nothing counts, and a mean over nothing is NaN
+            if row is not None and weight != 0.0:  # otherwise nothing counts, and a mean over nothing is NaN
                 if posthook is None and self._collects_early:  # a posthook may look at the gradients
-                    with collecting(self._parameters, *into):
-                        found.backward()  # type: ignore[no-untyped-call]
+                    with collecting(parameters, row, weight, used, chunk):
+                        value.backward()  # type: ignore[no-untyped-call]
                 else:
-                    found.backward()  # type: ignore[no-untyped-call]
-            value = found.item()
+                    value.backward()  # type: ignore[no-untyped-call]
+            found = value.item()
+            if piece.weight != 0.0:
+                losses[term] += found * piece.weight
             if posthook is not None:
-                assert isinstance(sample, Sample)
-                self._returned.append(loss.after(posthook, sample, output, value))
-            torch._C._set_grad_enabled(False)
-            collect(enumerate(self._parameters), *into)
-            torch._C._set_grad_enabled(True)
-            if self.outputs is not None:
-                self._outputs.append(output)
-            if self._paired != (self._loaded, loss.hooked) and loss.objectives[term].compares_pairs:
-                loss.objectives[term].check_pairs(output, sample.targets)
-        if piece.weight != 0.0:
-            self._losses[term] += value * piece.weight
-
-    def end(self) -> PartialSum:
-        """See `Work.end`."""
-        row, loaded, hooked = self._row, self._loaded, self._loss.hooked
-        if self._walk.looks_for_draws:
-            self._looked, self.drew = (self._step, hooked), self._walk.has_drawn
+                returned.append(loss.after(posthook, sample, output, found))
+            if row is not None:
+                torch._C._set_grad_enabled(False)
+                collect(enumerate(parameters), row, weight, used, chunk)
+                torch._C._set_grad_enabled(True)
+                made.append(output)
+                if self._paired != (loaded, hooked) and loss.objectives[term].compares_pairs:
+                    loss.objectives[term].check_pairs(output, sample.targets)
         self._paired = loaded, hooked
-        self.results = None if self._posthook is None else self._returned
-        if row is not None:
-            if self._state.size:
-                self._state.changes(row.changes, loaded.chunk(self._chunk).share, self._chunk == 0)
-            if 0 in self._used:
-                for view, was_used in zip(row.views, self._used, strict=True):
-                    if not was_used:
-                        view.zero_()
-        if self.outputs is not None and self._outputs:
-            samples = loaded.chunk(self._chunk).samples
-            self.form = write_results(self.outputs, self._outputs, loaded.batch.parts[0], samples)
-        return PartialSum(self._number, tuple(self._losses), bytes(self._used))
+        if looks:
+            self._looked, self.drew = (step, hooked), self._walk.has_drawn
+        if row is not None and self._state.size:
+            self._state.changes(row.changes, loaded.chunk(chunk).share, chunk == 0)
+        for view, was_used in zip(row.views, used, strict=True) if row is not None and 0 in used else ():
+            if not was_used:
+                view.zero_()
+        form = None
+        if outputs is not None and made:
+            form = write_results(outputs, made, loaded.batch.parts[0], loaded.chunk(chunk).samples)
+        return PartialSum(number, tuple(losses), bytes(used)), None if posthook is None else returned, form

@@ -9,7 +9,7 @@ the same bits. A node whose sibling lies past the last chunk is its own parent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -34,6 +34,10 @@ class Node(NamedTuple):
     def chunks(self, count: int) -> int:
         """Return how many of `count` chunks are below this node."""
         return min((self.position + 1) << self.level, count) - self.first_chunk
+
+
+# A node from a pair, without a call of Python's: several times an evaluation.
+_node: Callable[[tuple[int, int]], Node] = partial(tuple.__new__, Node)
 
 
 class Fold(Generic[T]):
@@ -63,7 +67,7 @@ class Fold(Generic[T]):
                 other = self.held.pop(key)
                 partial = self._merge(other, partial) if position & 1 else self._merge(partial, other)
             level, position = level + 1, position >> 1
-        self.held[Node(level, position)] = partial
+        self.held[_node((level, position))] = partial
 
     def __len__(self) -> int:
         return len(self.held)
@@ -74,6 +78,11 @@ class Fold(Generic[T]):
         if len(self.held) == 1:
             return [*self.held.items()]
         return sorted(self.held.items(), key=lambda item: item[0].first_chunk)
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether every chunk was added."""
+        return self._root in self.held
 
     @property
     def root(self) -> T:

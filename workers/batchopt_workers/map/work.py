@@ -12,7 +12,7 @@ summed; in this process, in a worker and on a node. What it guarantees:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,24 +47,21 @@ class ChunkDone(NamedTuple):
         return Report(self.next, self.began, self.seconds, self.drew, self.sums.partials)
 
 
+# The partial sum of a chunk, what the posthook returned, and the form of its result: see `ChunkDone`.
+ChunkResult = tuple[PartialSum, Sequence[Any] | None, Form | None]
+
+
 class Work(Protocol):
     """A kind of work, as `run` does it with one chunk after the other."""
 
     # Memory to sum in; None if there are no vectors to be summed.
     rows: Rows | None
-    # Of the last chunk.
+    # Whether the step was seen to draw random numbers.
     drew: bool
-    results: Sequence[Any] | None
-    form: Form | None
 
-    def begin(self, loaded: LoadedBatch, order: Order, chunk: int, row: int) -> None:
-        """Begin a chunk, whose sum is to be in that row."""
-
-    def piece(self, piece: Piece) -> None:
-        """Do it with a piece of the chunk."""
-
-    def end(self) -> PartialSum:
-        """Return the partial sum of the chunk, whose samples are as they were."""
+    def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
+        """Do it with the pieces of a chunk, one by one (at their end what they have written is looked for), and sum in
+        the row of that number."""
 
 
 def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -> Iterator[ChunkDone]:
@@ -78,17 +75,15 @@ def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -
         row, failed = sums.free_row(), True
         torch._C._set_grad_enabled(True)  # as in a process of its own
         try:
-            work.begin(loaded, order, chunk, row)
-            for piece in walk.pieces(loaded, order.step, chunk):
-                work.piece(piece)
-            partial = work.end()
+            pieces = walk.pieces(loaded, order.step, chunk)
+            partial, results, form = work.do(pieces, loaded, order.step, chunk, row)
             failed = False
         finally:
             torch._C._set_grad_enabled(mode)
-            if failed or walk.has_to_restore:
+            if failed or walk.undo or walk.restores or walk.state.statistics:
                 walk.restore(loaded, failed)
         if faults.hook is not None:
             faults.point("worker.merge", chunk)
         sums.add(chunk, partial, work.rows)
         walk.current = range(0)
-        yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, work.drew, work.results, work.form)
+        yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, work.drew, results, form)

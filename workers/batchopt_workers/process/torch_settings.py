@@ -51,7 +51,7 @@ class TorchSettings(NamedTuple):
             torch._C._get_mkldnn_enabled(),
             _TINY * 0.5 == 0.0,
             (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            autocast_in_force(),
+            autocast_in_force() if torch._C._is_any_autocast_enabled() else (),
             _device(),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.sums import PartialSum, Rows, Sums, grads_kept
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import ParameterWatch
-from batchopt_workers.map.work import ChunkDone, run
+from batchopt_workers.map.work import ChunkDone, ChunkResult, run
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Form, MemoryOutput, Output, real, sums_form, sums_layout, write_results
@@ -124,81 +124,72 @@ class TaskWork:
     """The work of a task: its function is called for each piece."""
 
     drew = False
-    results: Sequence[Any] | None = None
     rows: Rows | None = None
-    form: Form | None = None
 
     def __init__(self, runner: TaskRunner, task: Task, f: Evaluates) -> None:
         self.needed = 0  # rows, for the order
         self.modes = Modes(runner.module, task.train)
         self._runner, self._task, self._f = runner, task, f
 
-    def begin(self, loaded: LoadedBatch, order: Order, chunk: int, row: int) -> None:
-        """See `Work.begin`."""
-        self._runner.walk.looks_for_draws = False
-        self._loaded, self._step, self._chunk, self._row = loaded, order.step, chunk, row
-        self._results: list[Any] = []
+    def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
+        """See `Work.do`."""
+        raise NotImplementedError
 
-    def piece(self, piece: Piece) -> None:
-        """See `Work.piece`."""
+    def results(self, pieces: Iterable[Piece], step: int, chunk: int) -> Iterator[Any]:
+        """Yield the function's result for each piece."""
         runner, task, f = self._runner, self._task, self._f
-        faults.point("worker.forward", self._chunk)
-        term = piece.term if task.term is None else task.term
-        context = PieceContext(
-            runner.walk.worker,
-            runner.module,
-            runner.parameters,
-            partial(f.loss.of, piece, term),
-            partial(f.residuals_of, piece, term),
-            piece.weight * f.loss.weights[term],
-            lambda: f.loaded.batch,
-            partial(f.evaluate_all, self._step),
-        )
-        with self.modes, runner.walk.undone() if task.is_users else nullcontext():
-            result = task.function(piece, context)
-        faults.point("worker.returned", self._chunk)
-        self.take(result)
-
-    def take(self, result: Any) -> None:
-        """Take the result for a piece."""
-        self._results.append(result)
-
-    def end(self) -> PartialSum:
-        """See `Work.end`."""
-        return PartialSum(self._row, (), b"")
+        runner.walk.looks_for_draws = False
+        for piece in pieces:
+            faults.point("worker.forward", chunk)
+            term = piece.term if task.term is None else task.term
+            context = PieceContext(
+                runner.walk.worker,
+                runner.module,
+                runner.parameters,
+                partial(f.loss.of, piece, term),
+                partial(f.residuals_of, piece, term),
+                piece.weight * f.loss.weights[term],
+                lambda: f.loaded.batch,
+                partial(f.evaluate_all, step),
+            )
+            with self.modes, runner.walk.undone() if task.is_users else nullcontext():
+                result = task.function(piece, context)
+            faults.point("worker.returned", chunk)
+            yield result
 
 
 class Collecting(TaskWork):
     """Writes the results, a row for each sample."""
 
-    def end(self) -> PartialSum:
-        samples = self._loaded.chunk(self._chunk).samples
-        self.form = write_results(self._runner.output, self._results, self._loaded.batch.parts[0], samples)
-        return super().end()
+    def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
+        """See `Work.do`."""
+        found = [*self.results(pieces, step, chunk)]
+        form = write_results(self._runner.output, found, loaded.batch.parts[0], loaded.chunk(chunk).samples)
+        return PartialSum(number, (), b""), None, form
 
 
 class Totalling(TaskWork):
     """Sums the results in `rows`."""
 
-    def begin(self, loaded: LoadedBatch, order: Order, chunk: int, row: int) -> None:
-        super().begin(loaded, order, chunk, row)
-        self._is_first = True  # of the chunk
+    form: Form | None = None
 
-    def take(self, result: Any) -> None:
-        form, tensors = sums_form(result)
-        if self.form is None:
-            self.form = form
-        if form.columns != self.form.columns:
-            raise ValueError(
-                f"the function returned {_listed(form)} here, and {_listed(self.form)} for other samples: sums "
-                "need one structure, with the same shapes and dtypes"
-            )
-        if self.rows is None or len(self.rows) < self.needed:
-            self.rows = self._runner.totals.rows(sums_layout(form.columns), self.needed)
-        with torch.no_grad():
-            for view, tensor in zip(self.rows[self._row].views, tensors, strict=True):
-                view.copy_(real(tensor)) if self._is_first else view.add_(real(tensor))
-        self._is_first = False
+    def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
+        """See `Work.do`."""
+        for i, result in enumerate(self.results(pieces, step, chunk)):
+            form, tensors = sums_form(result)
+            if self.form is None:
+                self.form = form
+            if form.columns != self.form.columns:
+                raise ValueError(
+                    f"the function returned {_listed(form)} here, and {_listed(self.form)} for other samples: sums "
+                    "need one structure, with the same shapes and dtypes"
+                )
+            if self.rows is None or len(self.rows) < self.needed:
+                self.rows = self._runner.totals.rows(sums_layout(form.columns), self.needed)
+            with torch.no_grad():
+                for view, tensor in zip(self.rows[number].views, tensors, strict=True):
+                    view.add_(real(tensor)) if i else view.copy_(real(tensor))
+        return PartialSum(number, (), b""), None, self.form
 
 
 def _listed(form: Form) -> str:
