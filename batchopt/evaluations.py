@@ -307,7 +307,7 @@ class Evaluations:
         This needs a criterion, which is given the output: with `loss_fn`, `terms` or a module that returns its loss,
         setting it raises `ValueError`.
         """
-        return self._function.workers.keeps_outputs
+        return self._function.workers.mode.outputs
 
     @keep_outputs.setter
     @exclusive

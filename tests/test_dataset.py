@@ -447,7 +447,7 @@ def test_a_worker_that_reads_for_long_is_waited_for() -> None:
         backend: Any = opt._function.workers.backend
         for batch, reading in (((Pairs(case.inputs, case.targets),), True), ((case.inputs, case.targets), False)):
             opt.load(*batch)
-            assert backend._deadlines.reading is reading
+            assert backend._subjects[False].is_read is reading
 
 
 def weighing(weight: Any) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_hooks_run_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> 
         opt.load(X, Y)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(
-                ProcessBackend, "use_hooks", raising_first(ProcessBackend.use_hooks, KeyboardInterrupt(), after=True)
+                ProcessBackend, "set_mode", raising_first(ProcessBackend.set_mode, KeyboardInterrupt(), after=True)
             )
             opt.calibrate()
         opt.load(X, Y)

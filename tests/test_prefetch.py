@@ -170,12 +170,13 @@ def test_evaluations_between_steps_see_the_batch_of_the_last_step() -> None:
 def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
     """Only a batch that is read ahead, or a worker that is late, needs room beside the present one."""
     (inputs, targets), *_ = batches()
+    options = [0] * len(inputs)  # with which a batch is sent: of plain tensors workers are told nothing
     with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
         backend = opt._function.workers.backend
         assert isinstance(backend, ProcessBackend)
-        opt.load(inputs, targets)  # measures the workers, so what they answered was heard
+        opt.load(inputs, targets, options)  # measures the workers, so what they answered was heard
         for _ in range(2):
-            opt.load(inputs, targets)
+            opt.load(inputs, targets, options)
             for worker in backend._pool.workers.values():
                 assert select.select([worker.channel], [], [], 10)[0]  # answered, and not heard yet
         assert [slot is not None for slot in backend._slots] == [True, False]

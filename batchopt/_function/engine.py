@@ -276,13 +276,19 @@ class Engine:
         else:
             answers = workers.evaluate(step, self.observers.busy, into)
         pattern = answers.pattern
-        if step.movable and step.chunk_size is None and pattern.drew:  # other chunks would draw other numbers
-            self.step = self.loaded()._replace(movable=False)
+        if pattern.drew:
+            self._keep_chunks(plan)
         workers.learn_from(answers, plan)
-        if workers.keeps_outputs or history.hook_results or pattern.hook_results:
-            outputs = self.put_together(answers, plan.cut, step.batch.size) if workers.keeps_outputs else None
+        if workers.mode.outputs or history.hook_results or pattern.hook_results:
+            outputs = self.put_together(answers, plan.cut, step.batch.size) if workers.mode.outputs else None
             self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
         return answers
+
+    def _keep_chunks(self, plan: Plan) -> None:
+        """Let the step's chunks not move any more, as numbers were drawn: other chunks would draw others."""
+        step = self.step
+        if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
+            self.step = step._replace(movable=False)
 
     def _evaluate_compressed(self, step: Step) -> Answers:
         past = self.history if self.attempt is None else self.attempt.history  # to which a step goes back if it fails
@@ -398,8 +404,6 @@ class Engine:
         it."""
         left = (self.step is not None and self.step.ended) or self.subject.buffers.is_written
         with self.subject.buffers.at_start() if left else nullcontext():
-            if left:
-                self.workers.backend.restart_step()
             yield
 
     @contextmanager
@@ -467,6 +471,8 @@ class Engine:
                 order = plan.order(workers.number(), self.history.counters.steps, kind)
                 evaluate = partial(workers.backend.evaluate, plan.cut, order, plan.runs, self.observers.busy)
                 answers = evaluate() if task.writes else workers.learning(evaluate)
+                if answers.pattern.drew:
+                    self._keep_chunks(plan)
                 workers.learn_from_task(answers)
                 self.observers.worked(name, answers, plan.cut.bounds)
                 faults.point("parent.answers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Settings:
         """The names of the exception classes that mean an infinite loss."""
         return frozenset(names_of(self.nonfinite_errors))
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Tell whether this process is the worker."""
         return self.backend_class is backend_class("serial")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from batchopt._data import arguments
 from batchopt._function.checks import refuse_frequencies
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
-from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import NEW, Plan, make_plan, replan
 from batchopt._mapreduce.reduce import Answers
 from batchopt._mapreduce.speeds import Speeds
@@ -96,7 +95,7 @@ class Workers:
 
     def __init__(self, subject: FlatModule, settings: Settings) -> None:
         self._subject, self._settings = subject, settings
-        self.alone = settings.alone  # this process is the worker
+        self.mode = setup_of(subject, settings).mode
         self.backend = self._start(settings)
         if settings.speeds is not None and len(settings.speeds.values) != len(self.infos):
             self.backend.close()
@@ -110,7 +109,6 @@ class Workers:
         self._numbers = count(1)
         self._placed: Prepared | None = None  # the batch that they can read
         self._plan: CachedPlan | None = None  # the last plan
-        self.keeps_outputs = False  # of the module, in evaluations
         self.closed = False
 
     def _start(self, settings: Settings) -> Backend:
@@ -120,6 +118,11 @@ class Workers:
         """End the workers, and forget the batch that they have; a second call does nothing."""
         self.closed, self._placed = True, None
         self.backend.close()
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether this process is the worker."""
+        return self._settings.alone
 
     @property
     def infos(self) -> list[WorkerInfo]:
@@ -141,17 +144,22 @@ class Workers:
         """Use these from now on. Raises `TypeError` for objects that are no hooks or cannot be sent."""
         for name, hook in (("prehook", prehook), ("posthook", posthook)):
             arguments.check_callable(name, hook)
-        self.backend.set_hooks(prehook, posthook)
+        self._change_mode(prehook=prehook, posthook=posthook)
         self._settings = replace(self._settings, prehook=prehook, posthook=posthook)
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
         """Disable the hooks in the body."""
         try:
-            self.backend.use_hooks(False)
+            self._change_mode(hooked=False)
             yield
         finally:
-            self.backend.use_hooks(True)
+            self._change_mode(hooked=True)
+
+    def _change_mode(self, **fields: Any) -> None:
+        mode = self.mode._replace(**fields)
+        self.backend.set_mode(mode)
+        self.mode = mode
 
     @property
     def program(self) -> Program:
@@ -209,8 +217,7 @@ class Workers:
 
     def keep_outputs(self, keep: bool) -> None:
         """Set whether evaluations keep the module's outputs."""
-        self.backend.keep_outputs(keep)
-        self.keeps_outputs = keep
+        self._change_mode(outputs=keep)
 
     # ---- evaluations
 
@@ -252,7 +259,7 @@ class Workers:
         if buffers.state.issuperset(found.names):
             raise found
         buffers.include(found.names)
-        self.backend.include_state(found.names)
+        self._change_mode(state=frozenset(buffers.state))
 
     # ---- speeds
 
@@ -283,19 +290,19 @@ class Workers:
         """The speeds by which tasks are split: the measured ones, or until then those of earlier tasks."""
         return self.speeds if self.speeds.measured else self._task_speeds.resized(len(self.infos))
 
-    def learn_from_task(self, answers: Iterable[Answer]) -> None:
+    def learn_from_task(self, answers: Answers) -> None:
         """Use the times of a task as a measurement as long as there is no better one."""
         if not self.speeds.measured:
             samples, seconds = self._work_of(answers)
             self._task_speeds = self._task_speeds.resized(len(self.infos)).observed(samples, seconds)
 
-    def _work_of(self, answers: Iterable[Answer]) -> tuple[list[int], list[float]]:
+    def _work_of(self, answers: Answers) -> tuple[list[int], list[float]]:
         """Return the samples and the seconds of each worker, with the work of those that came too late to count."""
         samples, seconds = [0] * len(self.infos), [0.0] * len(self.infos)
         for answer in answers:
             samples[answer.rank] += answer.samples
             seconds[answer.rank] += answer.seconds
-        for rank, (late_samples, late_seconds) in self.backend.late.items():
+        for rank, (late_samples, late_seconds) in answers.pattern.late.items():
             samples[rank] += late_samples
             seconds[rank] += late_seconds
         return samples, seconds
@@ -331,11 +338,11 @@ class Workers:
     def _restart(self, settings: Settings) -> None:
         backend = self._start(settings)
         self.backend.close()
-        self.backend, self.alone = backend, settings.alone
+        self.backend, self._settings = backend, settings
 
     def _adopt(self, settings: Settings) -> None:
         self._settings, self.evaluations = settings, 0
-        self.backend.keep_outputs(self.keeps_outputs)
+        self._change_mode(threads=settings.threads_per_worker)
 
     @property
     def configuration(self) -> tuple[int, int | None]:
@@ -346,9 +353,7 @@ class Workers:
         """Evaluate by another number of workers and threads: 1 is this process. Raises what `Workers` raises."""
         settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)
         self._placed = self._plan = None
-        if settings.alone and self.alone:
-            self.backend.use_threads(threads)
-        else:
+        if not (settings.alone and self.alone):
             self._restart(settings)
         self._adopt(settings)
         self.set_speeds(Speeds.unknown(len(self.infos)))
@@ -357,10 +362,10 @@ class Workers:
     def with_threads(self, threads: int | None) -> Iterator[None]:
         """Use this number of threads in the body, in this process."""
         try:
-            self.backend.use_threads(threads)
+            self._change_mode(threads=threads)
             yield
         finally:
-            self.backend.use_threads(self._settings.threads_per_worker)
+            self._change_mode(threads=self._settings.threads_per_worker)
 
     def anticipate(self, workers: int, threads: int | None) -> None:
         """Begin the slow part of starting this many workers. Raises for faults that can be known before."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from operator import add, mul
 from threading import Thread
+from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -174,10 +175,13 @@ def _add(vectors: Sequence[Numbers], additions: Sequence[Addition], spare: int, 
 
 class Pattern:
     """Evaluations that repeat each other: the same workers have the same chunks, of `chunks` in all, and their partials
-    lie in the same memory; `answers` are those of the first one."""
+    lie in the same memory; `answers` are those of the first one. `late`: measurements of workers that were late in it,
+    by rank: samples, and the seconds that they took, or at least took."""
 
-    def __init__(self, answers: Sequence[Answer], chunks: int) -> None:
-        self.answers, self._chunks = [*answers], chunks
+    def __init__(
+        self, answers: Sequence[Answer], chunks: int, late: Mapping[int, tuple[int, float]] = MappingProxyType({})
+    ) -> None:
+        self.answers, self.late, self._chunks = [*answers], late, chunks
         self.times = [(answer.spans[0].began if answer.spans else 0.0, answer.seconds) for answer in answers]
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt._program.flatten import check_hooks, check_registrations, flatten, registrations
+from batchopt._program.flatten import check_hooks, check_trained, flatten, registrations, replaced
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.map.module_state import ModuleState
 
@@ -81,15 +81,18 @@ class FlatModule:
 
         Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before.
         """
-        check_registrations(self._registrations)
+        for owner, key, name, parameter in self._registrations:
+            held = owner._parameters  # not a dict if torch.jit made it
+            if key not in held or held[key] is not parameter:
+                raise replaced(name)
         self.flat.resync(self.module, self.parameters)
 
     def check(self) -> None:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook, which
         would only run in this process."""
         check_hooks(self.named)
-        check_registrations(self._registrations)
-        self.flat.check(self.module, self.parameters)
+        self.resync()
+        check_trained(self.module, self.parameters)
 
     def written(self) -> None:
         """Note that X was written as a vector: graphs that need earlier values can no longer be differentiated."""

@@ -45,17 +45,25 @@ def registrations(module: torch.nn.Module, parameters: list[torch.nn.Parameter])
     ]
 
 
-def check_registrations(found: list[Registration]) -> None:
-    """Raise `BatchoptError` unless each parameter still is the same object."""
-    for owner, key, name, parameter in found:
-        held = owner._parameters  # not a dict if torch.jit made it
-        if key not in held or held[key] is not parameter:
-            raise BatchoptError(
-                f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "
-                "module.to(device)), since this BatchOptimizer was built: keep the Parameter and give it values "
-                "(p.copy_ under torch.no_grad(), p.data = ..., load_state_dict without assign), or build a new "
-                "BatchOptimizer"
-            )
+def replaced(name: str) -> BatchoptError:
+    """Return the error for a parameter that is another object than before."""
+    return BatchoptError(
+        f"parameter '{name}' was replaced, or taken out (module.{name} = ..., load_state_dict(assign=True), "
+        "module.to(device)), since this BatchOptimizer was built: keep the Parameter and give it values (p.copy_ under "
+        "torch.no_grad(), p.data = ..., load_state_dict without assign), or build a new BatchOptimizer"
+    )
+
+
+def check_trained(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
+    """Raise `BatchoptError` if `module` trains others than these `parameters`."""
+    ours = set(map(id, parameters))
+    for owner in module.modules():  # without names, which are slow to build
+        for parameter in owner._parameters.values():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in ours:
+                name = next(name for name, other in module.named_parameters() if other is parameter)
+                raise BatchoptError(
+                    f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new one"
+                )
 
 
 class Flat:
@@ -176,20 +184,6 @@ class Flat:
             if not collected:
                 gc.collect()  # perhaps only garbage refers to it
         return True
-
-    def check(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """Check at the beginning of a step. Raise `BatchoptError` unless X still is what the module trains: its
-        trainable `parameters`; and `resync` them."""
-        ours = set(map(id, parameters))
-        for owner in module.modules():  # without names, which are slow to build
-            for parameter in owner._parameters.values():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in ours:
-                    name = next(name for name, other in module.named_parameters() if other is parameter)
-                    raise BatchoptError(
-                        f"parameter '{name}' was frozen, or another, when this BatchOptimizer was built: build a new "
-                        "one"
-                    )
-        self.resync(module, parameters)
 
 
 def _form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -50,6 +49,24 @@ class WorkerInfo:
         return f"WorkerInfo({self.rank}: pid {self.pid} on {self.host}, {self.device}, {speed}, {did}, {end})"
 
 
+class Mode(NamedTuple):
+    """The mode of evaluations, until it is changed: with these hooks, if they are `hooked`; with the tensors of these
+    names as state, besides small buffers; whether the module's `outputs` are kept; and, if this process is the worker,
+    the number of `threads` (None: as torch is set)."""
+
+    prehook: Hook | None = None
+    posthook: Hook | None = None
+    hooked: bool = True
+    state: frozenset[str] = frozenset()
+    outputs: bool = False
+    threads: int | None = None
+
+    def is_of(self, program: Program) -> bool:
+        """Tell whether that program has these hooks and this state."""
+        hooks = self.prehook is program.prehook and self.posthook is program.posthook
+        return hooks and self.state == program.state
+
+
 @dataclass(frozen=True)
 class Setup:
     """All that a backend needs to start.
@@ -75,6 +92,12 @@ class Setup:
     ranks: tuple[int, ...] | None = None
     world: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in which workers start."""
+        program = self.program
+        return Mode(program.prehook, program.posthook, state=program.state, threads=self.threads)
 
     def restarts_of(self, workers: int) -> int:
         """Return how many of `workers` may be replaced."""
@@ -133,26 +156,10 @@ class Backend(ABC):
     def workers(self) -> list[WorkerInfo]:
         """Public records of the workers, in rank order."""
 
-    @property
-    def late(self) -> Mapping[int, tuple[int, float]]:
-        """Measurements of workers that were late in the last evaluation, by rank: samples, and the seconds that they
-        took, or at least took."""
-        return MappingProxyType({})
-
     @abstractmethod
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        """Use these hooks from now on. Raises `TypeError` for hooks that cannot be sent."""
-
-    @abstractmethod
-    def use_hooks(self, hooked: bool) -> None:
-        """Set whether hooks run from now on."""
-
-    def use_threads(self, threads: int | None) -> None:  # noqa: B027  # workers have the threads of their start
-        """Use this number of threads from now on, if this process is the worker; None: as torch is set."""
-
-    @abstractmethod
-    def include_state(self, names: Collection[str]) -> None:
-        """Allow evaluations to change these tensors of the module too; `Setup.buffers` has them already."""
+    def set_mode(self, mode: Mode) -> None:
+        """Evaluate in this mode from now on; `Setup.buffers` has its state already. Raises `TypeError` for hooks that
+        cannot be sent: then the mode is as before."""
 
     @abstractmethod
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
@@ -163,9 +170,6 @@ class Backend(ABC):
         """Begin a step on the batch prepared last, with the user's current program and these weights of the terms in f.
         Raises `TypeError` for a program that can no longer be sent."""
 
-    def restart_step(self) -> None:  # noqa: B027  # of use only where workers share the module's state
-        """Reset the module's state in the workers to that at the start of the step."""
-
     @abstractmethod
     def evaluate(
         self,
@@ -175,9 +179,12 @@ class Backend(ABC):
         meanwhile: Meanwhile | None = None,
         into: Gradient | None = None,
     ) -> Answers:
-        """Carry out `order`, which is about all chunks that anybody is given. `runs[i]` is meant for worker `i`; others
-        take over what it does not complete. Answers are in rank order. If workers are other processes, `meanwhile` is
-        called as soon as they are busy. If nothing is to be summed, the gradient may be written to `into` at once.
+        """Carry out `order`, which is about all chunks that anybody is given, from the module's state in
+        `Setup.buffers`, whose `resets` tell whether it was set back.
+
+        `runs[i]` is meant for worker `i`; others take over what it does not complete. Answers are in rank order. If
+        workers are other processes, `meanwhile` is called as soon as they are busy. If nothing is to be summed, the
+        gradient may be written to `into` at once.
 
         Raises `WorkerError` if the user's code raised; the workers remain usable. Raises `StateWritten` for a forward
         that writes constants, `PoisonChunkError` and `AllWorkersLostError`.
@@ -188,10 +195,6 @@ class Backend(ABC):
         """Begin a task, on the loaded batch or on this `batch`, which has one part; the loaded one stays. `follow`:
         take over the user's current program; return whether it has changed, so that the loaded batch belongs to no step
         of it. Raises `TypeError` for what cannot be sent."""
-
-    @abstractmethod
-    def keep_outputs(self, keep: bool) -> None:
-        """Set whether evaluations keep the module's outputs."""
 
     @abstractmethod
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:

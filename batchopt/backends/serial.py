@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.flat_module import Gradient
 from batchopt._program.program import snapshot_of, tensors_of_f
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.chunk import LoadedBatch
@@ -33,7 +32,7 @@ from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Column, MemoryOutput, sums_layout
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook, Precode, Worker
+from batchopt_workers.worker import Precode, Worker
 
 
 class SerialBackend(Backend):
@@ -58,7 +57,7 @@ class SerialBackend(Backend):
         self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
         self._watch()
-        self._output, self._keeps_outputs = MemoryOutput(), False
+        self._output, self._mode = MemoryOutput(), setup.mode
         self._rows = self._make_rows(1)
         self._over: tuple[Gradient, Rows] | None = None  # the rows over df/dX
         self._last: tuple[object, Pattern] | None = None  # the form of the last evaluation, if it may be repeated
@@ -72,19 +71,16 @@ class SerialBackend(Backend):
 
     # ---- the program, the batch, the task
 
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
+    def set_mode(self, mode: Mode) -> None:
+        before, self._mode = self._mode, mode
         loss = self._evaluator.loss
-        loss.prehook, loss.posthook = prehook, posthook
-        self._evaluator.walk.looked.clear()
-
-    def use_hooks(self, hooked: bool) -> None:
-        self._evaluator.loss.hooked = hooked
-
-    def use_threads(self, threads: int | None) -> None:
-        self._setup = replace(self._setup, threads=threads)
-
-    def include_state(self, names: Collection[str]) -> None:
-        self._rebuild()
+        loss.prehook, loss.posthook, loss.hooked = mode[:3]
+        if mode[:2] != before[:2]:
+            self._evaluator.walk.looked.clear()
+        if mode.state != before.state:
+            self._rebuild()
+        if not mode.outputs:
+            self._evaluator.outputs = None
 
     def _watch(self) -> None:
         others = [(found.path, found.tensor) for found in tensors_of_f(self._snapshot)]
@@ -131,10 +127,6 @@ class SerialBackend(Backend):
     def end_task(self) -> None:
         self._evaluator.tasks.end()
 
-    def keep_outputs(self, keep: bool) -> None:
-        self._keeps_outputs = keep
-        self._evaluator.outputs = None
-
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         found, self._output.tensors = self._output.tensors, []  # the caller's alone
         return found
@@ -159,7 +151,7 @@ class SerialBackend(Backend):
         else:
             if evaluator.cut is not cut:
                 evaluator.cut = cut
-            if self._keeps_outputs:
+            if self._mode.outputs:
                 self._output = evaluator.outputs = MemoryOutput()
             if last_one is not None and into is not None and last - first == 1:
                 rows = self._rows_over(into)
@@ -176,12 +168,12 @@ class SerialBackend(Backend):
 
     def _undisturbed(self, order: Order, rows: Rows | None, pattern: Pattern | None) -> list[ChunkDone]:
         """Carry out an order, which may repeat `pattern`, without changing the caller's random states and threads."""
-        evaluator, threads = self._evaluator, self._setup.threads
+        evaluator, threads = self._evaluator, self._mode.threads
         walk, loss = evaluator.walk, evaluator.loss
         if pattern is not None and threads is None and not pattern.drew and loss.prehook is loss.posthook is None:
             draws = Undrawn()
             if draws.is_known:
-                walk.seeds = False
+                walk.draws.seeds = False
                 try:
                     found = carry_out(evaluator, order, rows, 0)
                     if not draws.restore():
@@ -190,7 +182,7 @@ class SerialBackend(Backend):
                     if not draws.restore() or not isinstance(error, Exception):
                         raise
                 finally:
-                    walk.seeds = True
+                    walk.draws.seeds = True
         with draws_kept(), torch_threads(threads):
             return carry_out(evaluator, order, rows, 0)
 

@@ -31,15 +31,16 @@ class Rollback:
         with torch.no_grad():
             self._copy.copy_(self._vector)
         if self._optimizer is not None:
-            kept = self._state
-            self._state = {
-                parameter: {key: _kept(value, kept.get(parameter, {}).get(key)) for key, value in state.items()}
-                for parameter, state in self._optimizer.state.items()
-            }
-            self._groups = [
-                {key: value if type(value) in PLAIN else _kept(value, None) for key, value in group.items()}
-                for group in self._optimizer.param_groups
-            ]
+            kept, self._state = self._state, {}
+            for parameter, state in self._optimizer.state.items():  # a loop: a comprehension is another call
+                room, own = kept.get(parameter, {}), self._state.setdefault(parameter, {})
+                for key, value in state.items():
+                    own[key] = _kept(value, room.get(key))
+            self._groups = []
+            for group in self._optimizer.param_groups:
+                self._groups.append(of_group := {})
+                for key, value in group.items():
+                    of_group[key] = value if type(value) in PLAIN else _kept(value, None)
 
     def back(self) -> None:
         """Restore everything. The optimizer then owns the copies: call `take` before the next `back`."""

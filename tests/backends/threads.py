@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.flat_module import Gradient
 from batchopt._program.program import PickledProgram
 from batchopt._program.unpicklable import check_module
-from batchopt.backends.base import Backend, Meanwhile, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.backends.process.gather import Failures
 from batchopt.backends.serial import answer_of, carry_out, run_precode
 from batchopt_workers.data.batch import Batch
@@ -40,7 +40,7 @@ from batchopt_workers.process.messages import Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings
 from batchopt_workers.tasks.forms import Column, MemoryOutput
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook, Worker
+from batchopt_workers.worker import Worker
 
 
 class Copy:
@@ -80,8 +80,7 @@ class ThreadBackend(Backend):
         self._setup = setup
         # hooks run as they are, in this process; only the rest of the program is copied
         self._program = replace(setup.program, prehook=None, posthook=None)
-        self._hooks = setup.program.prehook, setup.program.posthook
-        self._hooked = True
+        self._mode, self._resets = setup.mode, 0
         self._source = PickledProgram(self._program, setup.parameters)
         self._infos: list[WorkerInfo] = []
         self._workers: list[Worker] = []
@@ -91,7 +90,6 @@ class ThreadBackend(Backend):
         self._task: Task | None = None
         self._aside: Batch | None = None
         self._output = MemoryOutput()
-        self._keeps_outputs = False
         self._turn = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self.resize(setup.workers)
@@ -100,15 +98,11 @@ class ThreadBackend(Backend):
     def workers(self) -> list[WorkerInfo]:
         return self._infos
 
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        self._hooks = prehook, posthook
-
-    def use_hooks(self, hooked: bool) -> None:
-        self._hooked = hooked
-
-    def include_state(self, names: Collection[str]) -> None:
-        self._program = replace(self._program, state=self._program.state | set(names))
-        self._begin_step()  # an evaluation has shown that they change: the one that follows is of the same step
+    def set_mode(self, mode: Mode) -> None:
+        before, self._mode = self._mode, mode
+        if mode.state != before.state:
+            self._program = replace(self._program, state=mode.state)
+            self._begin_step()  # an evaluation has shown that they change: the one that follows is of the same step
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         return Prepared(batch.realigned() if self._setup.fixed_bits else batch)
@@ -117,10 +111,8 @@ class ThreadBackend(Backend):
         self._batch, self._weights = prepared.batch, weights
         self._begin_step()
 
-    def restart_step(self) -> None:
-        self._begin_step()
-
     def _begin_step(self) -> bool:
+        self._resets = self._setup.buffers.resets
         changed = self._source.resync(self._program)
         if changed or len(self._copies) != len(self._workers):
             self._copies = [Copy(self._source, self._setup, worker) for worker in self._workers]
@@ -140,9 +132,6 @@ class ThreadBackend(Backend):
         self._task, self._aside, self._output = task, batch, MemoryOutput()
         return self._begin_step() and follow
 
-    def keep_outputs(self, keep: bool) -> None:
-        self._keeps_outputs = keep
-
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         return self._output.tensors
 
@@ -159,15 +148,17 @@ class ThreadBackend(Backend):
         meanwhile: Meanwhile | None = None,
         into: Gradient | None = None,
     ) -> Answers:
+        if self._setup.buffers.resets != self._resets:
+            self._begin_step()
         threads, settings, failures = self._threads, TorchSettings.current(), Failures()
         assert threads is not None
         if self._task is None:
             self._output = MemoryOutput()
         for copy in self._copies:
             copy.evaluator.cut = copy.evaluator.tasks.cut = cut
-            copy.evaluator.outputs = self._output if self._keeps_outputs else None
+            copy.evaluator.outputs = self._output if self._mode.outputs else None
             loss = copy.evaluator.loss
-            loss.hooked, (loss.prehook, loss.posthook) = self._hooked, self._hooks
+            loss.prehook, loss.posthook, loss.hooked = self._mode[:3]
 
         def work(rank: int, order: Order) -> Answer:
             copy = self._copies[rank]

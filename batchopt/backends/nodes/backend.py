@@ -17,7 +17,7 @@ import math
 import pickle
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from batchopt._mapreduce.plan import runs, split_batch
 from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.flat_module import Gradient
 from batchopt._program.unpicklable import check_module, sending
-from batchopt.backends.base import CompressingBackend, Meanwhile, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.base import CompressingBackend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.backends.nodes.contribution import GradientResiduals, Round
 from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
 from batchopt.backends.nodes.fixed_order import WHOLE
@@ -46,7 +46,6 @@ from batchopt_workers.process.messages import TASKS, Cut, Order
 from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook
 
 
 class NodesBackend(CompressingBackend):
@@ -62,6 +61,7 @@ class NodesBackend(CompressingBackend):
         self._rows: list[torch.Tensor] = []
         self._direction: torch.Tensor | None = None
         self._x: torch.Tensor | None = None  # as the nodes have it
+        self._resets = 0  # of the module's state, as the nodes have it
         self._attempts = 0  # at evaluations
         self._rounds = 0  # evaluations with compressed gradients
         with sending("`precode`", setup.precode):
@@ -142,7 +142,7 @@ class NodesBackend(CompressingBackend):
             arguments = (node_setup, update_for(version, None), member.ranks, self._members.world)
             member.has |= {"starting": Update(NodeSession.start.__name__, arguments), "program": version}
             member.has |= {"world": (workers, self._members.world), "torch": node_setup.torch}
-            member.has |= {"hooks": True, "outputs": False}
+            member.has["mode"] = True, False
         self._send(team, "meet", self._starting)
         team.exchange({})
         for member in self._members.present:
@@ -197,14 +197,10 @@ class NodesBackend(CompressingBackend):
                 if place in team.behind:
                     member.forget()
 
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        self._use(replace(self._program, prehook=prehook, posthook=posthook))
-
-    def use_hooks(self, hooked: bool) -> None:
-        self._desired.hooked = hooked
-
-    def include_state(self, names: Collection[str]) -> None:
-        self._use(replace(self._program, state=self._program.state | set(names)))
+    def set_mode(self, mode: Mode) -> None:
+        if not mode.is_of(self._program):
+            self._use(replace(self._program, prehook=mode.prehook, posthook=mode.posthook, state=mode.state))
+        self._desired.hooked, self._desired.outputs = mode.hooked, mode.outputs
 
     def _use(self, program: Program) -> None:
         """Use this program from now on. Raises `TypeError` if it cannot be sent."""
@@ -220,6 +216,7 @@ class NodesBackend(CompressingBackend):
         if self._program.module_hooks != module_hooks():
             self._program = replace(self._program, module_hooks=module_hooks())
         self._versions.follow(self._program)
+        self._resets = self._setup.buffers.resets
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         before = None if self._desired.step is None else self._desired.step.batch
@@ -233,10 +230,6 @@ class NodesBackend(CompressingBackend):
         self._members.gather(self._start)
         self._follow()
         self._desired.step = StepStart(prepared, self._versions.latest, weights)
-
-    def restart_step(self) -> None:
-        self._follow()
-        self._desired.use(self._versions.latest)
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
@@ -252,9 +245,6 @@ class NodesBackend(CompressingBackend):
             offset = self._desired.step.batch.batch.numbering.position(task.term or 0, range(1)).start
         self._desired.task = TaskStart(packed, batch, self._versions.latest, offset, task.whole)
         return self._versions.latest.data is not before
-
-    def keep_outputs(self, keep: bool) -> None:
-        self._desired.keeps_outputs = keep
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         found, self._rows = self._rows, []
@@ -290,6 +280,9 @@ class NodesBackend(CompressingBackend):
     def _together(
         self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None
     ) -> Answers:
+        if self._setup.buffers.resets != self._resets:
+            self._follow()
+            self._desired.use(self._versions.latest)
         self._desired.cut_so(cut, order.kind in TASKS)
         while True:
             team = self._members.gather(self._start)

@@ -42,7 +42,7 @@ class DesiredState:
     that a node was sent."""
 
     def __init__(self) -> None:
-        self.hooked, self.keeps_outputs = True, False
+        self.hooked, self.outputs = True, False
         self.step: StepStart | None = None
         self.task: TaskStart | None = None
         self.cut = self.task_cut = Cut((0,))
@@ -69,14 +69,14 @@ class DesiredState:
         has, found = member.has, []
 
         def have(name: str, value: Any, method: Callable[..., None], *arguments: Any) -> None:
-            if has.get(name) is not value and (name not in ("torch", "world", "hooks") or has.get(name) != value):
+            if has.get(name) is not value and (name not in ("torch", "world", "mode") or has.get(name) != value):
                 found.append(Update(method.__name__, arguments))
             has[name] = value
 
         world = len(member.ranks), workers
         have("world", world, NodeSession.resize, *world)
-        have("hooks", self.hooked, NodeSession.use_hooks, self.hooked)
-        have("outputs", self.keeps_outputs, NodeSession.keep_outputs, self.keeps_outputs)
+        mode = self.hooked, self.outputs
+        have("mode", mode, NodeSession.set_mode, *mode)
         have("torch", settings := TorchSettings.current(), NodeSession.set_torch, settings)
         mine = [run for run in runs[member.ranks.start : member.ranks.stop] if run[0] < run[1]]
         of_step, of_task = self._wanted(order, mine)

@@ -22,7 +22,7 @@ import torch
 
 from batchopt._mapreduce.compression import Compression
 from batchopt._program.flatten import Flat
-from batchopt.backends.base import Prepared, Run, Setup
+from batchopt.backends.base import Mode, Prepared, Run, Setup
 from batchopt.backends.nodes.contribution import GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards, dist
 from batchopt.backends.nodes.team import Team
@@ -211,8 +211,8 @@ class NodeSession:
         if setup.compression is not None:
             self._residuals = GradientResiduals(setup.compression, layout.size, layout.sum_dtype)
         self._torch, self._ranks = setup.torch, tuple(ranks)
-        self._module_hooks = loaded.module_hooks
-        self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._module_hooks))
+        self._program = loaded
+        self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._program.module_hooks))
         self._joined.fixed_bits, self._joined.residuals = setup.fixed_bits, self._residuals
         self._use()
 
@@ -222,9 +222,10 @@ class NodeSession:
         loaded: Program = assemble(program.data, self._tensors, self._parameters)
         return loaded
 
-    def use_hooks(self, hooked: bool) -> None:
-        """Set whether hooks run."""
-        self._workers.use_hooks(hooked)
+    def set_mode(self, hooked: bool, outputs: bool) -> None:
+        """Set whether hooks run, and whether evaluations return the module's outputs."""
+        program = self._program
+        self._workers.set_mode(Mode(program.prehook, program.posthook, hooked, program.state, outputs))
 
     def set_torch(self, settings: TorchSettings) -> None:
         """Use these settings of torch."""
@@ -236,8 +237,7 @@ class NodeSession:
         if found.data is None:
             write(found, self._tensors)
             return
-        loaded = self._rebuilt(found)
-        self._module_hooks = loaded.module_hooks
+        self._program = loaded = self._rebuilt(found)
         self._workers.replace_program(loaded, ModuleState(loaded.module, state=loaded.state))
 
     def load(self, batch: PackedBytes, weights: tuple[float, ...]) -> None:
@@ -256,10 +256,6 @@ class NodeSession:
     def reload(self, weights: tuple[float, ...]) -> None:
         """Begin a step on the previous step's batch."""
         self._workers.load(self._prepared, weights)
-
-    def keep_outputs(self, keep: bool) -> None:
-        """Set whether evaluations return the module's outputs."""
-        self._workers.keep_outputs(keep)
 
     def begin_task(self, task: PackedBytes, batch: PackedBytes | None) -> None:
         """Begin a task, on the loaded batch or on this one."""

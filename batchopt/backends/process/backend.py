@@ -169,10 +169,6 @@ class ProcessBackend(WorkerGroup, Backend):
         self.attach(ASIDE, memory)
         return [call(Activity.BATCH, Session.load_aside, ASIDE, packed.data, packed.placements)]
 
-    def keep_outputs(self, keep: bool) -> None:
-        self._repeat = None
-        self.results.keep_outputs(keep)
-
     def end_task(self) -> None:
         if self._aside is None:
             self.detach(ASIDE)

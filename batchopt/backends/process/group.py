@@ -24,9 +24,11 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +37,7 @@ from batchopt._machine.cores import end_spinning, share_cores, usable_cores
 from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.flat_module import Gradient
 from batchopt._program.unpicklable import sending
-from batchopt.backends.base import Meanwhile, Run, Setup, WorkerInfo
+from batchopt.backends.base import Meanwhile, Mode, Run, Setup, WorkerInfo
 from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.gather import ProcessGather, explain, run_everywhere
 from batchopt.backends.process.paces import Stragglers, allowance
@@ -61,7 +63,6 @@ from batchopt_workers.process.page import Board
 from batchopt_workers.process.session import Session
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook
 
 # Seconds that a worker stays awake after a short order, where each has a core.
 AWAKE = 5e-4
@@ -89,17 +90,15 @@ class WorkerGroup:
     def __init__(self, setup: Setup, holder: Holder | None = None) -> None:
         assert setup.workers is not None and setup.flat.block is not None
         self._setup, self._holder = setup, holder or Holder()
-        self._size = setup.workers
         self._stragglers = Stragglers({kind: {} for kind in Kind})
-        self._start = Start()
+        self._start, self._resets = Start(), 0  # and those of the module's state at that start
         self._subjects = {False: Subject(), True: Subject()}  # of the step, and of the task
         self._numbers = count(1)  # of orders
-        self._warned: set[Warned] = set()
         self._repeat: Repeat | None = None  # of the last evaluation
         shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
         setup.flat.share(self)
         self._board = Board.create(max(PAGES, setup.workers))
-        self._pool = Pool(self._make, setup.restarts_of(setup.workers), self._allowance)
+        self._pool = Pool(partial(self._make, set()), setup.restarts_of(setup.workers), self._allowance)
         self.results = Results(self._pool)
         settings = self._holder.torch_settings()
         devices = None if setup.devices is None else self._by_rank(setup.devices)
@@ -112,11 +111,6 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def late(self) -> Mapping[int, tuple[int, float]]:
-        """See `Backend.late`."""
-        return self._stragglers.late
 
     # ---- what workers must have
 
@@ -137,11 +131,16 @@ class WorkerGroup:
     @property
     def is_free(self) -> bool:
         """Tell whether no worker evaluates anything or runs a function."""
-        return not any(worker.state in AT_WORK for worker in self._pool.workers.values())
+        return self._is_settled or not any(worker.state in AT_WORK for worker in self._pool.workers.values())
 
     def is_reading(self, batch: int) -> bool:
         """Tell whether a late worker may still read the batch of that number."""
         return any(w.evaluates and w.given.start.batch == batch for w in self._pool.workers.values())
+
+    @property
+    def _size(self) -> int:
+        assert self._setup.workers is not None
+        return self._setup.workers
 
     def _by_rank(self, values: Sequence[T]) -> dict[int, T]:
         """Return the value of each worker, by its rank among all."""
@@ -151,16 +150,16 @@ class WorkerGroup:
         return share_cores(self._size, self._setup.threads)
 
     def _send_world(self, workers: int) -> None:
-        self._size = workers
+        self._setup = replace(self._setup, workers=workers)
         threads = self._threads()
         awake = AWAKE if sum(threads) <= usable_cores() else 0.0
         world = self._setup.world or workers
         self._pool.tell("world", call(Activity.STARTING, Session.set_world, world, self._by_rank(threads), awake))
 
-    def _make(self, rank: int) -> WorkerProcess:
+    def _make(self, warned: set[Warned], rank: int) -> WorkerProcess:
         number = self._setup.ranks[rank] if self._setup.ranks else rank
         world, threads = self._setup.world or self._size, max(self._threads())
-        return WorkerProcess(rank, number, world, threads, self._board, self._pool.events, self._warned)
+        return WorkerProcess(rank, number, world, threads, self._board, self._pool.events, warned)
 
     def _allowance(self, worker: WorkerProcess, activity: Activity) -> float:
         subject = self._subjects[worker.given.order.kind in TASKS]
@@ -196,17 +195,14 @@ class WorkerGroup:
         for worker in self._pool.workers.values():
             worker.move(self._board, self._pool.events)
 
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        """Use these hooks. Raises `TypeError` for hooks that cannot be sent."""
-        self._program.change(prehook=prehook, posthook=posthook)
-
-    def use_hooks(self, hooked: bool) -> None:
-        """Set whether hooks run."""
-        self._pool.tell_of("hooked", hooked, lambda: [call(Activity.HOOKS, Session.use_hooks, hooked)])
-
-    def include_state(self, names: Collection[str]) -> None:
-        """Let evaluations change these tensors of the module, too."""
-        self._program.change(state=self._program.program.state | set(names))
+    def set_mode(self, mode: Mode) -> None:
+        """See `Backend.set_mode`."""
+        if not mode.is_of(self._program.program):
+            self._program.change(prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
+        self._pool.tell_of("hooked", mode.hooked, lambda: [call(Activity.HOOKS, Session.use_hooks, mode.hooked)])
+        if mode.outputs != self.results.keeps_outputs:
+            self._repeat = None
+            self.results.keep_outputs(mode.outputs)
 
     def replace_program(self, program: Program, buffers: ModuleState) -> None:
         """Evaluate another program from the next step on."""
@@ -224,11 +220,8 @@ class WorkerGroup:
 
     def _begin(self, batch: int | None = None) -> None:
         """Have workers begin from the state at the start of the step."""
+        self._resets = self._setup.buffers.resets
         self._start = Start(self._start.batch if batch is None else batch, self._start.number + 1)
-
-    def restart_step(self) -> None:
-        """See `Backend.restart_step`."""
-        self._begin()
 
     @property
     def _is_settled(self) -> bool:
@@ -236,12 +229,13 @@ class WorkerGroup:
         return self._repeat is not None and self._repeat.stamp == self._pool.stamp
 
     def attach(self, name: str, memory: SharedBlock, *calls: SessionCall) -> None:
-        """Send workers the memory of a batch, and have them make these calls about it."""
-
-        def made() -> list[SessionCall]:
-            return [call_with_block(Activity.BATCH, Session.attach_copy, name, memory), *calls]
-
-        self._pool.tell_of(name, (memory, *calls), made)
+        """Send workers the memory of a batch, and have them make these calls about it, unless they have made the very
+        same: equal ones may be about other elements, of which workers keep something."""
+        told, before = (memory, *calls), self._pool.value_of(name)
+        if isinstance(before, tuple) and len(before) == len(told) and all(map(is_, before, told)):
+            return
+        attach = call_with_block(Activity.BATCH, Session.attach_copy, name, memory)
+        self._pool.tell_of(name, told, lambda: [attach, *calls], anew=True)
 
     def detach(self, name: str) -> None:
         """Have workers release the memory of a batch, if there is any."""
@@ -289,6 +283,8 @@ class WorkerGroup:
     ) -> Answers:
         """See `Backend.evaluate`."""
         repeat, self._repeat, begun = self._repeat, None, False
+        if self._setup.buffers.resets != self._resets:
+            self._begin()
         if repeat is not None and repeat.stamp == self._pool.stamp and repeat.fits(cut, order, runs):
             if self._holder.torch_settings() == self._pool.want.torch.value:
                 end_spinning()
@@ -321,7 +317,7 @@ class WorkerGroup:
         gather.abandon(self._pool.workers.values())
         for worker in self._pool.workers.values():
             worker.stderr.pass_on()
-        pattern = Pattern(gather.answers(), cut.chunks)
+        pattern = Pattern(gather.answers(), cut.chunks, self._stragglers.late)
         if self._can_be_repeated(gather, order, pattern):
             self._repeat = Repeat(self._pool, self._board, cut, runs, pattern)
         return Answers(pattern)
@@ -422,6 +418,7 @@ class WorkerGroup:
         """See `Backend.run`."""
         with sending("the function or an argument", function, *arguments):
             message = call(Activity.FUNCTION, Session.run, function, *arguments)
+        self._repeat = None  # if this is interrupted, the workers are not settled
         self._enter()
         return run_everywhere(self._pool, message)
 

@@ -356,13 +356,14 @@ class Pool:
     def _sync(self) -> None:
         """Send each worker what it lacks."""
         for worker in self.workers.values():
-            if worker.have == self.want:
+            if worker.have is self.want:  # equal calls may be about other elements in the same memory
                 continue
             for name in lacking(worker.have, self.want):
                 told: Told = getattr(self.want, name)
                 for call in told.calls:
                     worker.ask(call, name, told)
                 worker.have = having(worker.have, name, told)
+            worker.have = self.want
             worker.flush()
 
     def stop(self) -> None:

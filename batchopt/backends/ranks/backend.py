@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from batchopt._mapreduce.plan import runs as runs_of
 from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.description import ComparedProgram, checksum
 from batchopt._program.flat_module import Gradient
-from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.backends.nodes.contribution import Call, GradientResiduals, Round
 from batchopt.backends.nodes.group import Group, address_towards
 from batchopt.backends.nodes.placing import aligned
@@ -37,7 +37,6 @@ from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.process.messages import Cut, Order, versions
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook
 
 
 def of_batch(batch: Batch) -> str:
@@ -164,18 +163,12 @@ class RanksBackend(CompressingBackend):
         """Describe this call, for the other ranks to compare."""
         return {"call": name, "which is its number": next(self._calls), **others}
 
-    def set_hooks(self, prehook: Hook | None, posthook: Hook | None) -> None:
-        self._mine.set_hooks(prehook, posthook)
-        program = replace(self._setup.program, prehook=prehook, posthook=posthook)
-        self._setup = replace(self._setup, program=program)
-
-    def use_hooks(self, hooked: bool) -> None:
-        self._mine.use_hooks(hooked)
-
-    def include_state(self, names: Collection[str]) -> None:
-        self._mine.include_state(names)
+    def set_mode(self, mode: Mode) -> None:
+        self._mine.set_mode(mode)
         program = self._setup.program
-        self._setup = replace(self._setup, program=replace(program, state=program.state | set(names)))
+        if not mode.is_of(program):
+            program = replace(program, prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
+            self._setup = replace(self._setup, program=program)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         return self._mine.prepare(batch, ahead)
@@ -206,17 +199,11 @@ class RanksBackend(CompressingBackend):
             self._state = marks, checksum(tensors)
         return self._state[1]
 
-    def restart_step(self) -> None:
-        self._mine.restart_step()
-
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         self._digests["batch of the task"] = None if batch is None else of_batch(batch)
         if follow:
             self._follow()
         return self._mine.begin_task(task, batch, follow)
-
-    def keep_outputs(self, keep: bool) -> None:
-        self._mine.keep_outputs(keep)
 
     def end_task(self) -> None:
         self._mine.end_task()

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from batchopt_workers.data.batch import Batch, Columns, Piece
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Unreadable
-from batchopt_workers.data.structures import same_values
 from batchopt_workers.map.module_state import ModuleState
-from batchopt_workers.map.record import Record, Undo
-from batchopt_workers.map.seeding import generator_states, seed_draws
-from batchopt_workers.map.side_effects import HOOKS, SideEffects
-from batchopt_workers.map.watch import BatchWatch, ParameterWatch, StateWritten, version
+from batchopt_workers.map.seeding import Draws
+from batchopt_workers.map.side_effects import SideEffectWatch
+from batchopt_workers.map.watch import BatchWatch, version
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.worker import Worker
 
@@ -106,34 +103,24 @@ class LoadedBatch:
         return found
 
 
-T = TypeVar("T")
-
-
 class Walk:
     """Seeds the random state for a chunk, cuts it out, and ensures that nothing is written that another chunk reads.
 
     `current` is the range of samples, numbered through all terms, of the running or last forward, and `chunk` their
-    chunk. `has_hooks`: hooks run. `protected`: the parameters cannot be written.
+    chunk. `has_hooks`: hooks run. `place` moves a piece to the module's device, if that is another one.
 
     When samples are evaluated in this process for the first time, everything that the user's code may write is compared
-    with what it was; so also when a chunk moves here from another worker. Later, what hooks change is looked for in
-    attributes, in state and, by version counters, in constants; once one has been seen to write, in all again.
+    with what it was; so also when a chunk moves here from another worker. What hooks may write: see `side_effects`.
     """
 
     def __init__(self, worker: Worker, seed: int, state: ModuleState, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters, self.protected = parameters, False
-        self.place: Callable[[Piece], Piece] | None = None  # moves a piece to the module's device
+        self.worker, self.state, self.draws = worker, state, Draws(seed)
+        self.effects = SideEffectWatch(worker, state, parameters)
+        self.place: Callable[[Piece], Piece] | None = None
         self.current = range(0)
         self.chunk = -1
-        self.has_hooks = self.looks_for_draws = False
-        self.seeds = True  # else somebody compares the generators' states
-        self._states: tuple[object, ...] = ()  # of the generators, at the beginning of the chunk
+        self.has_hooks = False
         self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
-        self._looks = False  # the running chunk is compared
-        self._hooks_write = False  # whether a hook was seen to change anything
-        self._contents: Record | None = None
-        self.undo: list[Undo] = []  # at the end of the piece
-        self.worker, self._seed, self.state = worker, seed, state
         self.restores = worker.device.type == "cuda"  # also after a chunk that has not failed
 
     def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
@@ -143,22 +130,21 @@ class Walk:
         """
         chunk = loaded.chunk(number)
         watch, self.chunk = chunk.watch, number
-        if self.seeds:
-            seed_draws(self._seed, step, number)
-        if self.looks_for_draws:
-            self._states = generator_states()
+        draws, effects = self.draws, self.effects
+        if draws.seeds or draws.looks:
+            draws.begin(step, number)
         self.current = chunk.samples  # while samples are cut out and collated
         reads_batch = loaded.keeps or self.has_hooks or loaded.batch.collates  # else a task, which is given copies
         key = chunk.samples.start, chunk.samples.stop, self.has_hooks, reads_batch
-        looks = self._looks = key not in self.looked
+        looks = effects.compares = key not in self.looked
         watch.versions, watch.contents = [*map(version, watch.counted)], []
         if looks:
             if reads_batch:
-                watch.look(mapped=self.protected)
+                watch.look(mapped=effects.protected)
             if self.place is None:
                 self.state.constants.compare()
         elif self.has_hooks:
-            self._now()
+            effects.note()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         if chunk.recipes is None or self.place is not None:
@@ -167,13 +153,13 @@ class Walk:
             for recipe in chunk.recipes:
                 self.current = recipe.position
                 yield recipe.piece(loaded.batch)
-                if self.undo:
-                    self._put_back()
+                if effects.undo:
+                    effects.put_back()
         self.current = chunk.samples
         if looks or [*map(version, watch.counted)] != watch.versions:
             watch.check()
         if self.has_hooks and not looks:
-            self._check_hooks()
+            effects.check()
         constants = self.state.constants
         if constants.held or constants.examines or [*map(version, constants.counted)] != constants.begun:
             constants.check()
@@ -188,19 +174,14 @@ class Walk:
             for piece in pieces if self.place is None else map(self.place, pieces):
                 self.current = numbering.position(piece.term, piece.indices)
                 yield piece
-                if self.undo:
-                    self._put_back()
+                if self.effects.undo:
+                    self.effects.put_back()
                 self.current = range(self.current.stop, samples.stop)
         except Unreadable as error:  # an item of the next term
             term, _ = next(numbering.split(self.current))
             self.current = numbering.position(term, range(error.index, error.index + 1))
             raise error.error from None
         collation.check()
-
-    @property
-    def has_drawn(self) -> bool:
-        """Tell whether the chunk at hand has drawn random numbers, where that is looked for."""
-        return self._states != generator_states()
 
     def restore(self, loaded: LoadedBatch, failed: bool) -> None:
         """Clean up after a chunk: the module's state is then that of the start of the step; `failed`: an exception was
@@ -212,67 +193,6 @@ class Walk:
             elif self.restores:  # the work must be finished before it is reported
                 torch.cuda.synchronize(self.worker.device)
         finally:
-            if self.undo:
-                self._put_back()
+            if self.effects.undo:
+                self.effects.put_back()
             self.state.restore()
-
-    def _put_back(self) -> None:
-        while self.undo:
-            self.undo.pop()()
-
-    def _now(self) -> Record:
-        """Return what module and criterion hold now, cached until they change."""
-        if self._contents is None or self._contents.changes():
-            self._contents = Record({"module": self.worker.module, "criterion": self.worker.criterion}, functions=False)
-        return self._contents
-
-    def _effects(self) -> SideEffects:
-        return SideEffects(self._now(), self.state)
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Undo, at the end of the body, what it changed in the module, the criterion and the modes of torch."""
-        effects = self._effects()
-        try:
-            yield
-        finally:
-            for undo in effects.undo():
-                undo()
-
-    def hooked(self, name: str, hook: Callable[[], T]) -> T:
-        """Call a hook, whose changes last for its piece only. Raise `ValueError` if it changes a parameter."""
-        if not (self._looks or self._hooks_write or HOOKS in self.state.state):
-            constants, modes, state = self.state.constants.versions, _modes(), self.state.copies()
-            found = hook()
-            if self.state.constants.versions != constants:
-                self.state.constants.refuse_unless_restored(f"`{name}`")
-                raise StateWritten((HOOKS,))
-            if _modes() != modes or not all(map(same_values, self.state.copies(), state)):
-                raise StateWritten((HOOKS,))
-            return found
-        assert self.worker.module is not None
-        parameters = ParameterWatch(self.worker.module, self._parameters, self.protected, f"`{name}`")
-        effects = self._effects()
-        try:
-            found = hook()
-        finally:
-            changes = effects.undo()
-            self.undo += changes
-            self._hooks_write = self._hooks_write or bool(changes)
-        parameters.check()
-        return found
-
-    def _check_hooks(self) -> None:
-        """Raise `StateWritten` if something has changed attributes in a chunk that is not compared in detail: it is
-        evaluated again, and then compared."""
-        if self._hooks_write or HOOKS in self.state.state or self._contents is None:
-            return
-        changes = self._contents.changes()
-        if changes:
-            for undo in changes:
-                undo()
-            raise StateWritten((HOOKS,))
-
-
-def _modes() -> tuple[bool, torch.dtype]:
-    return torch._C._is_any_autocast_enabled(), torch.get_default_dtype()

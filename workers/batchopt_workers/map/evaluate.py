@@ -57,6 +57,8 @@ class Evaluator:
 
     @loaded.setter
     def loaded(self, loaded: LoadedBatch) -> None:
+        if loaded is not self._loaded:
+            self._gradient.paired = None
         self._loaded, loaded.cut = loaded, self._cut
         self.loss.names = loaded.batch.numbering.names
         for jacobian in self._jacobians.values():

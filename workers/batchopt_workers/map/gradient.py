@@ -40,7 +40,7 @@ class PieceLoss:
         sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=self.names[term])
         prehook = self.prehook
         if prehook is not None and self.hooked:
-            self._walk.hooked("prehook", lambda: prehook(self._worker, sample))
+            self._walk.effects.call("prehook", lambda: prehook(self._worker, sample))
             torch._C._set_grad_enabled(True)
         return sample
 
@@ -61,7 +61,7 @@ class PieceLoss:
         """Return what the posthook returns for a piece."""
         assert isinstance(sample, Sample)
         sample.output, sample.loss = output, loss
-        return self._walk.hooked("posthook", lambda: posthook(self._worker, sample))
+        return self._walk.effects.call("posthook", lambda: posthook(self._worker, sample))
 
 
 class GradientWork:
@@ -81,14 +81,14 @@ class GradientWork:
         self._loss, self._walk, self._parameters, self._state = loss, walk, parameters, state
         self._hooks, self._collects_early = hooks, is_large(parameters)
         self._looked: tuple[int, bool] | None = None  # the step, and `hooked`, for which `drew` was found out
-        self._paired: tuple[LoadedBatch, bool] | None = None  # those for which outputs and targets were compared
+        self.paired: bool | None = None  # the `hooked` for which outputs and targets of the batch were compared
 
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
         """See `Work.do`."""
         loss, outputs, parameters, hooked = self._loss, self.outputs, self._parameters, self._loss.hooked
-        row = None if self.rows is None else self.rows[number]
+        row, draws = None if self.rows is None else self.rows[number], self._walk.draws
         prehook, posthook = (loss.prehook, loss.posthook if self._hooks else None) if hooked else (None, None)
-        looks = self._walk.looks_for_draws = self._walk.seeds and self._looked != (step, hooked)
+        looks = draws.looks = draws.seeds and self._looked != (step, hooked)
         losses, used = [0.0] * len(loss.weights), bytearray(len(parameters))
         returned, made = list[Any](), list[Any]()
         for piece in pieces:
@@ -113,11 +113,11 @@ class GradientWork:
                 collect(enumerate(parameters), row, weight, used, chunk)
                 torch._C._set_grad_enabled(True)
                 made.append(output)
-                if self._paired != (loaded, hooked) and loss.objectives[term].compares_pairs:
+                if self.paired != hooked and loss.objectives[term].compares_pairs:
                     loss.objectives[term].check_pairs(output, sample.targets)
-        self._paired = loaded, hooked
+        self.paired = hooked
         if looks:
-            self._looked, self.drew = (step, hooked), self._walk.has_drawn
+            self._looked, self.drew = (step, hooked), draws.found
         if row is not None and self._state.size:
             self._state.changes(row.changes, loaded.chunk(chunk).share, chunk == 0)
         for view, was_used in zip(row.views, used, strict=True) if row is not None and 0 in used else ():

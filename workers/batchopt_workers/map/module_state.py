@@ -53,12 +53,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Statistic(NamedTuple):
-    """A tensor of the state: all its places, the tensor there that the module works on, and its values at the start of
-    the step."""
+    """A tensor of the state: all its places, the tensor there that the module works on, its values at the start of the
+    step, and their number."""
 
     places: tuple[Place, ...]
     own: torch.Tensor
     start: torch.Tensor
+    size: int
 
     def put_in_place(self) -> None:
         """Make it the module's again."""
@@ -105,6 +106,7 @@ class ModuleState:
         self._module, self._shared, self.state = module, shared, frozenset(state)
         self._originals, self._discard = originals or {}, discard
         self.constants: Constants  # from the first call of `watch` on
+        self.resets = 0  # how often `at_start` has set it back: workers that share its memory take it again
         self._find()
 
     def _find(self) -> None:
@@ -113,13 +115,14 @@ class ModuleState:
         for places in places_of_state(self._module, self.state):
             tensor = places[0].get()
             copy, start = _copy(tensor), self._originals.get(id(tensor), tensor)
-            statistic = Statistic(tuple(places), *((copy, start) if self._shared else (tensor, copy)))
+            own, start = (copy, start) if self._shared else (tensor, copy)
+            statistic = Statistic(tuple(places), own, start, compact(own).numel())
             statistic.put_in_place()
             found.append(statistic)
             variable += [tensor, statistic.own]
-        sizes = [compact(statistic.own).numel() for statistic in found]
+        size = 2 * sum(statistic.size for statistic in found)
         # in one line, between whose parts no interrupt comes
-        self.statistics, self._variable, self._sizes, self.size = found, variable, sizes, 2 * sum(sizes)
+        self.statistics, self._variable, self.size = found, variable, size
         self._hold()
 
     def watch(self, others: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[torch.Tensor]) -> None:
@@ -128,7 +131,7 @@ class ModuleState:
         self.constants = Constants(self._module, others, (*parameters, *self._variable), twins, self._discard)
 
     def _hold(self) -> None:
-        held = [(place.holder(), place.name, own) for places, own, _ in self.statistics for place in places]
+        held = [(place.holder(), place.name, own) for places, own, *_ in self.statistics for place in places]
         self._held = [(holder, name, own) for holder, name, own in held if isinstance(holder, dict)]
         self._note()
 
@@ -193,6 +196,7 @@ class ModuleState:
         left = [*zip(self.tensors, self.copies(), strict=True)]
         there = [(place, place.now()) for statistic in self.statistics for place in statistic.places]
         self.restore()
+        self.resets += 1
         try:
             yield
         finally:
@@ -220,7 +224,8 @@ class ModuleState:
 
     def _parts(self, numbers: torch.Tensor) -> Iterator[tuple[Statistic, torch.Tensor, torch.Tensor]]:
         values, flags = numbers.view(2, -1)
-        return zip(self.statistics, values.split(self._sizes), flags.split(self._sizes), strict=True)
+        sizes = [statistic.size for statistic in self.statistics]
+        return zip(self.statistics, values.split(sizes), flags.split(sizes), strict=True)
 
     def changes(self, out: torch.Tensor, share: float, first: bool) -> None:
         """Write what a chunk made of the state to `out` (shape `(size,)`, float64): first each element, times `share`

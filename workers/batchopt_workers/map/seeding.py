@@ -81,14 +81,34 @@ def generator_states() -> tuple[object, ...]:
     """Return what changes with every draw from the generators that `seed_draws` has seeded."""
     numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     own = type(numpy) is np.random.MT19937
-    states = [torch.default_generator.get_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states += torch.cuda.get_rng_state_all()
+    cards = _cuda_states()
     return (
         _State.from_address(numpy.ctypes.state_address).raw if own else str(numpy.state),
         _python.raw if _is_known else random.getstate(),
-        *[state.numpy().tobytes() for state in states],
+        torch.default_generator.get_state().numpy().tobytes(),
+        *([state.numpy().tobytes() for state in cards] if cards else ()),
     )
+
+
+class Draws:
+    """The random draws of chunks, which `seed`, step and chunk determine. `looks`: whether a chunk draws is to be found
+    out; `seeds` False: somebody compares the generators' states instead (`Undrawn`)."""
+
+    def __init__(self, seed: int) -> None:
+        self.seeds, self.looks, self._seed = True, False, seed
+        self._states: tuple[object, ...] = ()  # at the beginning of the chunk
+
+    def begin(self, step: int, chunk: int) -> None:
+        """Begin a chunk."""
+        if self.seeds:
+            seed_draws(self._seed, step, chunk)
+        if self.looks:
+            self._states = generator_states()
+
+    @property
+    def found(self) -> bool:
+        """Tell whether the chunk at hand has drawn random numbers, where that is looked for."""
+        return self._states != generator_states()
 
 
 class Undrawn:

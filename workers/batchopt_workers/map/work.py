@@ -80,7 +80,7 @@ def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -
             failed = False
         finally:
             torch._C._set_grad_enabled(mode)
-            if failed or walk.undo or walk.restores or walk.state.statistics:
+            if failed or walk.effects.undo or walk.restores or walk.state.statistics:
                 walk.restore(loaded, failed)
         if faults.hook is not None:
             faults.point("worker.merge", chunk)

@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
 
 import torch
 
-from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement, assemble, unpack, views
@@ -38,29 +38,74 @@ def batch_name(number: int) -> str:
     return f"batch_{number}"
 
 
+class Blocks:
+    """The parent's shared memory, by name: as it is, or also a private mapping of it, in which what the user's code
+    writes stays in this process."""
+
+    def __init__(self) -> None:
+        self._shared: dict[str, SharedBlock] = {}
+        self._private: dict[str, SharedBlock] = {}
+
+    def __getitem__(self, name: str) -> SharedBlock:
+        """Return the shared memory of that name."""
+        return self._shared[name]
+
+    def private(self, name: str) -> SharedBlock:
+        """Return the private mapping of that name."""
+        return self._private[name]
+
+    def map(self, name: str, fd: int, private: bool = False) -> None:
+        """Map the memory behind `fd`, in place of earlier memory of that name."""
+        self.drop(name)
+        if private:
+            self._private[name] = SharedBlock(os.dup(fd), private=True)
+            self._private[name].release()
+        block = SharedBlock(fd)
+        block.release()
+        self._shared[name] = block
+
+    def drop(self, name: str) -> None:
+        """Forget the memory of that name."""
+        self._shared.pop(name, None)
+        self._private.pop(name, None)
+
+    def discard(self) -> None:
+        """Discard what was written to private mappings."""
+        for block in self._private.values():
+            block.discard()
+
+
+@dataclass
+class Vectors:
+    """X, of which the module's `parameters` are views, and the `rows` to sum gradients in, in shared memory; if this
+    worker computes on another device, its `mirror` has copies there."""
+
+    layout: Layout
+    parameters: list[torch.nn.Parameter]
+    mirror: Mirror | None
+    rows: Rows | None = None
+
+
 class Session:
-    """The state of a worker process. The parent's `CALL`s name its methods; `use_parameters` and `install` must come
-    before those below them."""
+    """The state of a worker process. The parent's `CALL`s name its methods.
+
+    Each takes one field of what a worker must have (the parent's record of that has the same order). A field may need
+    those before it: parameters come before the module, and the module before all that concerns evaluations. Taking one
+    again replaces it, so that the parent may send any field again at any time.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.worker = Worker(rank, world_size, HOST)
-        self._mirror: Mirror | None = None  # if this worker computes on another device
         self.awake = 0.0
         self.page: Page | None = None
-        self.rows: Rows | None = None
         self._waker = -1  # the event descriptor that wakes the parent up
-        self._blocks: dict[str, SharedBlock] = {}
-        self._private: dict[str, SharedBlock] = {}
-        self._layout: Layout | None = None  # of X
+        self._blocks = Blocks()
         self._torch: TorchSettings | None = None
+        self._vectors: Vectors | None = None
         self._hooks = 0  # of the module and its parts, as they arrived
-        self._parameters: list[torch.nn.Parameter] = []
-        self._state: ModuleState | None = None  # of the module
         self._evaluator: Evaluator | None = None
-        self._totals: SharedTotals | None = None
         self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
         self._start: Start | None = None  # from which the evaluator evaluates
-        self._aside: Batch | None = None  # the batch of a task
         self._files: dict[int, FileOutput] = {}  # for results
 
     @property
@@ -75,26 +120,31 @@ class Session:
         """The samples, numbered through all terms, of the last forward, if an evaluation was cut short."""
         return self._evaluator.current if self._evaluator is not None else range(0)
 
+    @property
+    def vectors(self) -> Vectors:
+        """X and the rows. Raise `RuntimeError` if there are none."""
+        if self._vectors is None:
+            raise RuntimeError("this worker was not given X")
+        return self._vectors
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows to sum gradients in, if there are any."""
+        return None if self._vectors is None else self._vectors.rows
+
     def attach(self, name: str, fd: int) -> None:
         """Map the shared memory behind `fd` as `name`, in place of earlier memory of that name."""
-        self._private.pop(name, None)
-        block = SharedBlock(fd)
-        block.release()
-        self._blocks[name] = block
+        self._blocks.map(name, fd)
 
     def attach_copy(self, name: str, fd: int) -> None:
         """Map it as `attach` does, and also privately, so that what the user's code writes stays in this process."""
-        private = SharedBlock(os.dup(fd), private=True)
-        private.release()
-        self.attach(name, fd)
-        self._private[name] = private
+        self._blocks.map(name, fd, private=True)
         self._loaded.pop(name, None)
 
     def detach(self, name: str) -> None:
         """Forget the memory of that name."""
         self._loaded.pop(name, None)
-        self._blocks.pop(name, None)
-        self._private.pop(name, None)
+        self._blocks.drop(name)
 
     def take_page(self, worker: int, workers: int, fd: int) -> None:
         """Find orders on the page of this worker, of `workers` in block "board"; wake the parent up through the event
@@ -138,12 +188,9 @@ class Session:
         pin(parameters, device)
         parameters.protect()
         x = parameters.tensor(layout.dtype, (layout.size,))
-        self._layout = layout
-        if device == HOST:
-            self._parameters = [torch.nn.Parameter(view) for view in layout.views(x)]
-        else:
-            self._mirror = Mirror(layout, x, device)
-            self._parameters = self._mirror.parameters
+        mirror = None if device == HOST else Mirror(layout, x, device)
+        own = [torch.nn.Parameter(view) for view in layout.views(x)] if mirror is None else mirror.parameters
+        self._vectors = Vectors(layout, own, mirror)
 
     def install(
         self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
@@ -160,30 +207,32 @@ class Session:
                 "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
                 "which they are sent"
             )
+        vectors, private, before = self.vectors, self._blocks.private("program"), self._evaluator
+        mirror = vectors.mirror
         self._loaded.clear()
-        self._private["program"].discard()
-        tensors = views(placements, self._private["program"])
-        shared = views(placements, self._blocks["program"])
-        program: Program = assemble(data, tensors, self._parameters)
+        private.discard()
+        tensors, shared = views(placements, private), views(placements, self._blocks["program"])
+        program: Program = assemble(data, tensors, vectors.parameters)
         set_module_hooks(program.module_hooks)
         originals = {id(tensor): twin for tensor, twin in zip(tensors, shared, strict=True)}
-        if self._mirror is not None:
-            self._mirror.adopt((program.module, program.criterion, *program.loss_fns), originals)
+        if mirror is not None:
+            mirror.adopt((program.module, program.criterion, *program.loss_fns), originals)
         self.worker.module, self.worker.criterion = program.module, program.criterion
         self._hooks = _hooks(program.module)
-        discard = self._private["program"].discard if self._mirror is None else None
-        self._state = ModuleState(program.module, self._mirror is None, program.state, originals, discard)
-        self._state.watch([(name, tensors[i]) for i, name in read_only.items()], self._parameters)
-        if self.rows is not None and self.rows.changes != self._state.size:
-            self.rows = None
-        looked = self._evaluator.walk.looked if self._evaluator is not None and not examine else None
-        self._evaluator = Evaluator(program, self.worker, self._parameters, self._state)
+        discard = private.discard if mirror is None else None
+        state = ModuleState(program.module, mirror is None, program.state, originals, discard)
+        state.watch([(name, tensors[i]) for i, name in read_only.items()], vectors.parameters)
+        if vectors.rows is not None and vectors.rows.changes != state.size:
+            vectors.rows = None
         self._start = None
-        self._evaluator.walk.protected = self._mirror is None
-        if looked is not None:
-            self._evaluator.walk.looked = looked
-        if self._mirror is not None:
-            self._mirror.evaluator, self._evaluator.walk.place = self._evaluator, self._mirror.place
+        self._evaluator = evaluator = Evaluator(program, self.worker, vectors.parameters, state)
+        evaluator.walk.effects.protected = mirror is None
+        if before is not None:
+            evaluator.tasks.totals = before.tasks.totals
+            if not examine:
+                evaluator.walk.looked = before.walk.looked
+        if mirror is not None:
+            mirror.evaluator, evaluator.walk.place = evaluator, mirror.place
 
     def use_hooks(self, hooked: bool) -> None:
         """Set whether prehook and posthook run."""
@@ -191,24 +240,25 @@ class Session:
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, for orders that begin a step on it."""
-        self._loaded[name] = LoadedBatch(unpack(data, placements, self._private[name]))
+        self._loaded[name] = LoadedBatch(unpack(data, placements, self._blocks.private(name)))
+        if self.vectors.mirror is not None:
+            self.vectors.mirror.forget_pieces()
 
     def _begin(self, start: Start) -> None:
         """Begin a step on a batch, or take the module's state at the start of the step from the parent again."""
         before, self._start, name = self._start, None, batch_name(start.batch)
         if name in self._loaded and before != start:
-            self._private[name].discard()  # writes of the user's code belong to the previous batch
+            self._blocks.private(name).discard()  # writes of the user's code belong to the previous batch
             self.evaluator.loaded = self._loaded[name]
-        if self._mirror is not None:
-            self._mirror.begin_step()
-        assert self._state is not None
-        self._state.begin_step()
+        if self.vectors.mirror is not None:
+            self.vectors.mirror.begin_step()
+        self.evaluator.walk.state.begin_step()
         self._start = start
 
     def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
-        self._private[name].discard()
-        self._aside = unpack(data, placements, self._private[name])
+        self._blocks.private(name).discard()
+        self._loaded[name] = LoadedBatch(unpack(data, placements, self._blocks.private(name)), keeps=False)
 
     def take_file(self, number: int, fd: int) -> None:
         """Use the file `fd` for results, by this number."""
@@ -221,13 +271,12 @@ class Session:
     def begin_task(self, data: bytes, placements: Sequence[Placement], file: int) -> None:
         """Begin a task, to which orders of tasks refer. Its tensors, if it has any, are in block `TASK`; its result
         rows go to the file of that number."""
-        task: Task = unpack(data, placements, self._private.get(TASK), self._parameters)
+        memory = self._blocks.private(TASK) if placements else None
+        task: Task = unpack(data, placements, memory, self.vectors.parameters)
         evaluator = self.evaluator
         self._blocks["parameters"].protect(writable=task.writes)
-        evaluator.tasks.begin(task, self._aside if task.aside else None)
+        evaluator.tasks.begin(task, self._loaded[ASIDE].batch if task.aside else None)
         evaluator.tasks.output = self._files[file].begun()
-        if self._totals is not None:
-            evaluator.tasks.totals = self._totals
 
     def write_outputs_to(self, file: int) -> None:
         """Write what the module returns in evaluations to the file of that number. A file that is gone was for an
@@ -241,11 +290,11 @@ class Session:
 
     def sum_in(self, fd: int) -> None:
         """Sum totals in the file `fd`, which grows as needed."""
-        self._totals = self.evaluator.tasks.totals = SharedTotals(fd)
+        self.evaluator.tasks.totals = SharedTotals(fd)
 
     def sum_nowhere(self) -> None:
         """Release the file that totals were summed in, until there is another one."""
-        self._totals, self.evaluator.tasks.totals = None, PrivateTotals()
+        self.evaluator.tasks.totals = PrivateTotals()
 
     def cut_task(self, cut: Cut) -> None:
         """Set the cut of the task's batch."""
@@ -253,7 +302,7 @@ class Session:
 
     def end_task(self) -> None:
         """Release everything of the task except the memory of its batch."""
-        self._aside = None
+        self._loaded.pop(ASIDE, None)
         self._blocks["parameters"].protect()
         self.detach(TASK)
         self.evaluator.tasks.end()
@@ -265,20 +314,20 @@ class Session:
     def set_cut(self, cut: Cut) -> None:
         """Set the cut of the batch."""
         self.evaluator.cut = cut
-        if self._mirror is not None:
-            self._mirror.forget_pieces()
+        if self.vectors.mirror is not None:
+            self.vectors.mirror.forget_pieces()
 
     def add_rows(self, first: int, count: int, terms: int) -> None:
         """Also sum in the `count` rows of block "rows", which replace all rows after the `first` ones."""
-        assert self._layout is not None and self._state is not None
-        pin(self._blocks["rows"], self.worker.device)
-        if self.rows is None:
-            self.rows = Rows(self._layout, self._state.size, count, self._blocks["rows"], terms=terms)
+        vectors, changes, block = self.vectors, self.evaluator.walk.state.size, self._blocks["rows"]
+        pin(block, self.worker.device)
+        if vectors.rows is None:
+            vectors.rows = Rows(vectors.layout, changes, count, block, terms=terms)
         else:
-            self.rows.cut(first)
-            self.rows.grow(count, self._blocks["rows"])
-        if self._mirror is not None:
-            self._mirror.make_rows(first + count, self._state.size)
+            vectors.rows.cut(first)
+            vectors.rows.grow(count, block)
+        if vectors.mirror is not None:
+            vectors.mirror.make_rows(first + count, changes)
 
     def set_world(self, size: int, threads: Mapping[int, int], awake: float) -> None:
         """Set the number of workers to `size`, use the threads of this worker's rank, and stay awake for `awake`
@@ -292,15 +341,15 @@ class Session:
         try:
             if start != self._start:
                 self._begin(start)
-            evaluate = self.evaluator.evaluate if self._mirror is None else self._mirror.evaluate
+            vectors = self.vectors
+            evaluate = self.evaluator.evaluate if vectors.mirror is None else vectors.mirror.evaluate
             if self._torch is not None and self._torch.has_contexts:
                 with self._torch.contexts():
-                    yield from evaluate(order, self.rows)
+                    yield from evaluate(order, vectors.rows)
             else:
-                yield from evaluate(order, self.rows)
+                yield from evaluate(order, vectors.rows)
         except Exception:  # discard what it wrote before
-            for block in self._private.values():
-                block.discard()
+            self._blocks.discard()
             raise
 
 

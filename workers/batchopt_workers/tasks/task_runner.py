@@ -103,7 +103,7 @@ class TaskRunner:
         loaded = self.loaded
         sums, work = self._sums, self._work
         work.needed = most_held(order.first, order.last, loaded.cut.chunks, tuple(node for node, _ in sums.partials))
-        watch = None if task.writes else ParameterWatch(self.module, self.parameters, self.walk.protected)
+        watch = None if task.writes else ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
         modes = work.modes = self._modes = Modes(self.module, task.train)
         self.walk.state.constants.begin(compares=task.is_users or not modes.plain)
         with grads_kept(self.parameters):
@@ -123,10 +123,10 @@ class TaskRunner:
 class TaskWork:
     """The work of a task: its function is called for each piece."""
 
-    drew = False
     rows: Rows | None = None
 
     def __init__(self, runner: TaskRunner, task: Task, f: Evaluates) -> None:
+        self.drew, self._looks = False, True  # until the first chunk has shown whether random numbers are drawn
         self.needed = 0  # rows, for the order
         self.modes = Modes(runner.module, task.train)
         self._runner, self._task, self._f = runner, task, f
@@ -138,7 +138,7 @@ class TaskWork:
     def results(self, pieces: Iterable[Piece], step: int, chunk: int) -> Iterator[Any]:
         """Yield the function's result for each piece."""
         runner, task, f = self._runner, self._task, self._f
-        runner.walk.looks_for_draws = False
+        runner.walk.draws.looks = self._looks
         for piece in pieces:
             faults.point("worker.forward", chunk)
             term = piece.term if task.term is None else task.term
@@ -152,10 +152,12 @@ class TaskWork:
                 lambda: f.loaded.batch,
                 partial(f.evaluate_all, step),
             )
-            with self.modes, runner.walk.undone() if task.is_users else nullcontext():
+            with self.modes, runner.walk.effects.undone() if task.is_users else nullcontext():
                 result = task.function(piece, context)
             faults.point("worker.returned", chunk)
             yield result
+        if self._looks:
+            self.drew, self._looks = runner.walk.draws.found, False
 
 
 class Collecting(TaskWork):
