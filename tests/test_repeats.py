@@ -412,6 +412,40 @@ def test_chunks_stay_in_a_step_that_draws_though_speeds_change(scales: list[int]
             assert opt.evaluate().item() == pytest.approx(first, rel=1e-6)
 
 
+def products(parallelize: int, large: bool, **options: Any) -> list[torch.Tensor]:
+    """Products, and what comes between them."""
+    found: list[torch.Tensor] = []
+    with loaded(plain(), nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=5, **options) as opt:
+        v = torch.linspace(-1.0, 1.0, len(opt.parameters))
+        for i in range(4):
+            found += [opt.hvp((i + j) * v) for j in range(3)]  # of the kept task: only the vector is another
+            found += [opt.evaluate(), opt.grad_parameters.clone()]
+            if large:  # the file of sums becomes so large that another one takes its place
+                found.append(
+                    opt.total(lambda module, inputs, targets: torch.ones(5_000_000, dtype=torch.float64)).sum()
+                )
+            elif i == 1:
+                found.append(opt.hvp(torch.stack([v, 2 * v], 1)))
+            elif i == 2:
+                with torch.no_grad():
+                    next(opt.module.parameters()).add_(1.0)
+            move(opt)
+    return found
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_products_repeat_as_evaluations_do(large: bool, rings: list[int]) -> None:
+    expected = products(1, large)
+    assert not rings
+    same(products(2, large, speeds=[1, 1]), expected)
+    assert rings
+
+
+def test_frames_of_a_product_that_repeats() -> None:
+    with loaded(nn.Linear(1, 1), nn.MSELoss(), ONES, TARGETS, parallelize=2, speeds=[1, 1]) as opt:
+        assert least(lambda: opt.hvp(torch.ones(2))) <= 280
+
+
 # ---- a budget of frames
 
 

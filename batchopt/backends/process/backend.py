@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,13 +49,15 @@ KEPT = 2**28
 
 @dataclass(frozen=True)
 class PlacedBatch(Prepared):
-    """A batch in shared memory, and the call by which a worker loads it."""
+    """A batch in shared memory, and the call by which a worker loads it. Batches of one `form` (None: of no such form)
+    differ only in the elements of their tensors, of which `views` lie there; placed there they have one `key`."""
 
     slot: int
     memory: SharedBlock
     load: SessionCall
-    form: object = None  # batches of one form differ only in the elements of their tensors; None: no such form
-    views: Sequence[torch.Tensor] = ()  # of the tensors
+    form: object = None
+    views: Sequence[torch.Tensor] = ()
+    key: object = field(default_factory=object)
 
 
 class ProcessBackend(WorkerGroup, Backend):
@@ -110,7 +112,7 @@ class ProcessBackend(WorkerGroup, Backend):
         if before is not None and plain is not None and plain.form == before.form and not late:
             for view, tensor in zip(before.views, plain.tensors, strict=True):
                 view.copy_(tensor)
-            return PlacedBatch(batch, slot, before.memory, before.load, before.form, before.views)
+            return PlacedBatch(batch, slot, before.memory, before.load, before.form, before.views, before.key)
         with sending("the batch", batch):
             packed = pack(batch)
         return self._place(batch, packed, slot, late)
@@ -146,7 +148,7 @@ class ProcessBackend(WorkerGroup, Backend):
         assert isinstance(prepared, PlacedBatch)
         self.begin_step(prepared.batch, prepared.slot, weights)
         self._slot, self._loaded = prepared.slot, prepared.batch
-        self.attach(batch_name(prepared.slot), prepared.memory, prepared.load)
+        self.attach(batch_name(prepared.slot), prepared.key, prepared.memory, prepared.load)
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
@@ -166,7 +168,7 @@ class ProcessBackend(WorkerGroup, Backend):
             memory = SharedBlock.create(packed.nbytes)
         self._aside = memory if memory.nbytes <= KEPT else None
         packed.place(memory)
-        self.attach(ASIDE, memory)
+        self.attach(ASIDE, memory, memory)
         return [call(Activity.BATCH, Session.load_aside, ASIDE, packed.data, packed.placements)]
 
     def end_task(self) -> None:

@@ -58,19 +58,20 @@ class Failures:
 class _Work:
     """The reports of a worker about an evaluation: the last report, the time of each order by its number; and, by
     chunk, the results of the posthook, how many were None, and the forms of results where they differ from those of the
-    chunk before."""
+    chunk before; `form`: that before the first one, if there was any."""
 
     report: Report = field(default_factory=lambda: Report(0, 0.0, 0.0, False, ()))
     spans: dict[int, Span] = field(default_factory=dict)
     hooked: dict[int, bytes] = field(default_factory=dict)
     nones: dict[int, int] = field(default_factory=dict)
     forms: dict[int, bytes] = field(default_factory=dict)
+    form: bytes = b""
 
     def form_of_each(self, rank: int) -> dict[int, Form]:
         """Return the form of each chunk's result; `rank`: of the worker."""
         found: dict[int, Form] = {}
-        form: Form | None = None
-        for span in self.spans.values() if self.forms else ():
+        form: Form | None = unpickled(rank, "the function", self.form) if self.form else None
+        for span in self.spans.values() if self.forms or self.form else ():
             for chunk in range(span.first, span.last):
                 if chunk in self.forms:
                     form = unpickled(rank, "the function", self.forms[chunk])
@@ -135,6 +136,10 @@ class ProcessGather(Listener):
     def _is_ours(self, worker: WorkerProcess) -> bool:
         return worker.given.evaluation == self._order.evaluation
 
+    def _work_of(self, worker: WorkerProcess) -> _Work:
+        # a worker says nothing of a form that it has sent before, unless it was called since
+        return self.work.setdefault(worker, _Work(form=worker.given.form if self.is_task else b""))
+
     def on_message(self, worker: WorkerProcess, message: WorkerReply) -> None:
         """Handle a message. Raises `ProtocolError` for one that cannot be right."""
         if not self._is_ours(worker):
@@ -146,7 +151,7 @@ class ProcessGather(Listener):
         elif len(message.body) < CHUNK.size:
             raise ProtocolError(f"a message of {len(message.body)} bytes")
         else:
-            work = self.work.setdefault(worker, _Work())
+            work = self._work_of(worker)
             (chunk,) = CHUNK.unpack_from(message.body)
             found = work.hooked if message.kind is Message.HOOKED else work.forms
             found.setdefault(chunk, message.body[CHUNK.size :])
@@ -162,8 +167,8 @@ class ProcessGather(Listener):
             self.scheduler.reported(worker.rank, report.next, time.monotonic())
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        work = self.work.setdefault(worker, _Work())
-        if self.is_task and report.partials and not work.forms:
+        work = self._work_of(worker)
+        if self.is_task and report.partials and not (work.forms or work.form):
             raise ProtocolError("a report of results without their form")
         work.report = report
         span = Span(report.began, report.seconds, worker.given.order.first, report.next)

@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +93,8 @@ class WorkerGroup:
         self._start, self._resets = Start(), 0  # and those of the module's state at that start
         self._subjects = {False: Subject(), True: Subject()}  # of the step, and of the task
         self._numbers = count(1)  # of orders
-        self._repeat: Repeat | None = None  # of the last evaluation
+        self._repeats: list[Repeat | None] = [None] * len(Kind)
+        self._settled_at = -1  # the pool's stamp when nothing was left to do after an evaluation
         shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
         setup.flat.share(self)
         self._board = Board.create(max(PAGES, setup.workers))
@@ -201,7 +201,7 @@ class WorkerGroup:
             self._program.change(prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
         self._pool.tell_of("hooked", mode.hooked, lambda: [call(Activity.HOOKS, Session.use_hooks, mode.hooked)])
         if mode.outputs != self.results.keeps_outputs:
-            self._repeat = None
+            self._repeats[Kind.EVALUATE] = None
             self.results.keep_outputs(mode.outputs)
 
     def replace_program(self, program: Program, buffers: ModuleState) -> None:
@@ -225,17 +225,17 @@ class WorkerGroup:
 
     @property
     def _is_settled(self) -> bool:
-        """Tell whether nothing was sent since the last evaluation, so that there is nothing to reconcile."""
-        return self._repeat is not None and self._repeat.stamp == self._pool.stamp
+        """Tell whether the last evaluation has left nothing to do, and nothing was sent since."""
+        return self._settled_at == self._pool.stamp
 
-    def attach(self, name: str, memory: SharedBlock, *calls: SessionCall) -> None:
-        """Send workers the memory of a batch, and have them make these calls about it, unless they have made the very
-        same: equal ones may be about other elements, of which workers keep something."""
-        told, before = (memory, *calls), self._pool.value_of(name)
-        if isinstance(before, tuple) and len(before) == len(told) and all(map(is_, before, told)):
-            return
-        attach = call_with_block(Activity.BATCH, Session.attach_copy, name, memory)
-        self._pool.tell_of(name, told, lambda: [attach, *calls], anew=True)
+    def attach(self, name: str, key: object, memory: SharedBlock, *calls: SessionCall) -> None:
+        """Send workers the memory of a batch, and have them make these calls about it, unless they have that of this
+        `key`."""
+
+        def made() -> list[SessionCall]:
+            return [call_with_block(Activity.BATCH, Session.attach_copy, name, memory), *calls]
+
+        self._pool.tell_of(name, key, made)
 
     def detach(self, name: str) -> None:
         """Have workers release the memory of a batch, if there is any."""
@@ -252,7 +252,8 @@ class WorkerGroup:
     def send_task(self, task: Task, packed: Packed, calls: Sequence[SessionCall], subject: Batch) -> None:
         """Send a task, packed, on the batch `subject` (see `Results.begin_task`)."""
         self._enter()
-        self._begin()  # a step may have ended since
+        if self._setup.buffers.size:
+            self._begin()  # a step may have ended since
         self._subjects[True] = Subject(subject.numbering, self._subjects[True].cut, task.writes, subject.is_read)
         # The user's functions may have a state, and each call begins with its first.
         keeps = not (task.is_users or task.writes or self._setup.buffers.size)
@@ -267,8 +268,8 @@ class WorkerGroup:
     def end_task(self) -> None:
         """See `Backend.end_task`."""
         self._subjects[True].writes = False
-        for worker in self._pool.workers.values():
-            worker.drop_totals()
+        if any([worker.drop_totals() for worker in self._pool.workers.values()]):
+            self._repeats[Kind.TOTAL] = None
         self.results.end_task()
 
     # ---- evaluating
@@ -282,19 +283,23 @@ class WorkerGroup:
         into: Gradient | None = None,
     ) -> Answers:
         """See `Backend.evaluate`."""
-        repeat, self._repeat, begun = self._repeat, None, False
+        stamp, kind, begun = self._pool.stamp, order.kind, False
+        repeat, self._repeats[kind] = self._repeats[kind], None  # if anything is raised
+        is_settled, self._settled_at = self._settled_at == stamp, -1
         if self._setup.buffers.resets != self._resets:
             self._begin()
-        if repeat is not None and repeat.stamp == self._pool.stamp and repeat.fits(cut, order, runs):
+        if repeat is not None and repeat.stamp == stamp and is_settled and repeat.fits(cut, runs):
             if self._holder.torch_settings() == self._pool.want.torch.value:
                 end_spinning()
                 begun = True
                 if repeat.ring(next(self._numbers), order, self._start, meanwhile):
-                    self._repeat = repeat
+                    if kind is Kind.TOTAL:
+                        self.results.leave_unwritten()
+                    self._repeats[kind], self._settled_at = repeat, stamp
                     return repeat.answers()
         if not begun:
             self._prepare(cut, order)
-        subject = self._subjects[order.kind in TASKS]
+        subject = self._subjects[kind in TASKS]
         copies = not subject.writes  # a step made by two workers would be two steps
         gather = ProcessGather(cut, order, runs, subject.numbering, self._stragglers, copies)
         if begun:
@@ -311,27 +316,28 @@ class WorkerGroup:
             self._receive_other_failures(gather)
             raise gather.failures.first()
         subject.is_proven = True
-        if order.kind is Kind.TOTAL:
+        if kind is Kind.TOTAL:
             self.results.leave_unwritten()
         self._pool.look(gather)  # the last reports of those that were called off
         gather.abandon(self._pool.workers.values())
         for worker in self._pool.workers.values():
             worker.stderr.pass_on()
         pattern = Pattern(gather.answers(), cut.chunks, self._stragglers.late)
-        if self._can_be_repeated(gather, order, pattern):
-            self._repeat = Repeat(self._pool, self._board, cut, runs, pattern)
+        if not self._stragglers and self._pool.is_settled:
+            self._settled_at = self._pool.stamp
+            if self._can_be_repeated(gather, kind, pattern):
+                self._repeats[kind] = Repeat(self._pool, self._board, kind, cut, runs, pattern)
         return Answers(pattern)
 
-    def _can_be_repeated(self, gather: ProcessGather, order: Order, pattern: Pattern) -> bool:
-        """Tell whether the evaluation went exactly as planned, without outputs and late workers."""
-        return (
-            order.kind is Kind.EVALUATE
-            and not self.results.keeps_outputs
-            and not self._stragglers
-            and self._pool.is_settled
-            and gather.went_as_planned
-            and all(answer.is_silent for answer in pattern.answers)
-        )
+    def _can_be_repeated(self, gather: ProcessGather, kind: Kind, pattern: Pattern) -> bool:
+        """Tell whether an evaluation went exactly as planned, and its results are numbers in memory that stays."""
+        if (
+            kind is Kind.COLLECT
+            or (kind is Kind.EVALUATE and self.results.keeps_outputs)
+            or self._subjects[True].writes
+        ):
+            return False
+        return not pattern.late and gather.went_as_planned and all(answer.is_silent for answer in pattern.answers)
 
     def _prepare(self, cut: Cut, order: Order) -> None:
         """Have workers know all that an order needs."""
@@ -418,7 +424,7 @@ class WorkerGroup:
         """See `Backend.run`."""
         with sending("the function or an argument", function, *arguments):
             message = call(Activity.FUNCTION, Session.run, function, *arguments)
-        self._repeat = None  # if this is interrupted, the workers are not settled
+        self._settled_at = -1  # also if this is interrupted
         self._enter()
         return run_everywhere(self._pool, message)
 
@@ -432,4 +438,4 @@ class WorkerGroup:
         self._program.close()
         self._setup.flat.release(self)
         # This object and its pool refer to each other: memory is released now, not when Python's collector runs.
-        self._repeat, self._stragglers = None, Stragglers({})
+        self._repeats, self._stragglers = [], Stragglers({})

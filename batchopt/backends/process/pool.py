@@ -27,7 +27,7 @@ from batchopt.backends.process.wanted import NOTHING, Activity, SessionCall, Tol
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.process.failures import Failure
-from batchopt_workers.process.messages import NONES, Message, versions
+from batchopt_workers.process.messages import CHUNK, NONES, Message, versions
 from batchopt_workers.process.page import DONE, REPORTS, fence
 
 # Seconds in which a worker has to end by itself once the parent has closed its pipe.
@@ -266,7 +266,10 @@ class Pool:
                 raise ProtocolError(f"a message of {len(message.body)} bytes about results of None")
             chunk, count = NONES.unpack(message.body)
             worker.seen.nones[chunk] = count
-        elif message.number == worker.given.number:
+            return
+        if message.kind is Message.FORM:
+            worker.seen.form = message.body[CHUNK.size :]
+        if message.number == worker.given.number:
             listener.on_message(worker, message)
 
     def _distrust(self, worker: WorkerProcess, error: ProtocolError, listener: Listener) -> None:

@@ -1,4 +1,4 @@
-"""An evaluation for which nothing has changed since the one before: ring, wait, and read the numbers."""
+"""An evaluation, or a total, for which nothing has changed since the one before: ring, wait, and read the numbers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import time
 from collections.abc import Sequence
 from operator import itemgetter
 
+import numpy as np
+
 from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt.backends.base import Meanwhile, Run
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import WORTHWHILE
 from batchopt_workers.map.sums import Array
 from batchopt_workers.process import faults
-from batchopt_workers.process.messages import Cut, Kind, Order, Start
+from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Start
 from batchopt_workers.process.page import (
     BATCH,
     BEGAN,
     DONE,
     EVALUATION,
+    FIRST,
+    KIND,
     LAST,
     NEXT,
     NUMBER,
@@ -38,39 +42,44 @@ from batchopt_workers.process.page import (
 LONGER, PATIENCE = 3.0, 0.05
 # Seconds after which the parent looks without having been woken up: see `page`.
 LOOK = 1e-3
+NO_LOSSES: Array = np.empty(0)  # of totals
+_SECONDS = itemgetter(1)
 
 
 class Repeat:
-    """The orders of an evaluation of `runs` that went as planned, with the answers in `pattern`; they can be given
-    again while the pool has this `stamp`: then no worker was sent anything since, or was replaced."""
+    """The orders of one `kind` about `runs` of chunks, which went as planned, with the answers in `pattern`.
 
-    def __init__(self, pool: Pool, board: Board, cut: Cut, runs: Sequence[Run], pattern: Pattern) -> None:
+    They can be given again while the pool has this `stamp`: then no worker was sent anything since, or was replaced."""
+
+    def __init__(self, pool: Pool, board: Board, kind: Kind, cut: Cut, runs: Sequence[Run], pattern: Pattern) -> None:
         self.stamp, self._pool, self._board = pool.stamp, pool, board
-        self._cut, self._runs, self._pattern = cut, runs, pattern
+        self._kind, self._cut, self._runs, self._pattern = kind, cut, runs, pattern
         self._workers = [pool.workers[answer.rank] for answer in pattern.answers]
+        self._orders = [worker.given.order for worker in self._workers]
         self._shapes = [worker.page.ints[SHAPE] for worker in self._workers]
         self._seconds = max(answer.seconds for answer in pattern.answers)
         self._is_divisible = any(last - first > 1 for first, last in runs)
         self._losses: list[list[Array]] = []  # the memory of each worker's, for each partial
         for worker in self._workers:
             report, _ = worker.page.read(None)
-            assert worker.memory.rows is not None
-            self._losses.append([worker.memory.rows[partial.row].losses for _, partial in report.partials])
+            rows = None if kind in TASKS else worker.memory.rows
+            self._losses.append([NO_LOSSES if rows is None else rows[sum.row].losses for _, sum in report.partials])
 
-    def fits(self, cut: Cut, order: Order, runs: Sequence[Run]) -> bool:
-        """Tell whether an evaluation has the same chunks."""
-        return cut is self._cut and order.kind is Kind.EVALUATE and (runs is self._runs or runs == self._runs)
+    def fits(self, cut: Cut, runs: Sequence[Run]) -> bool:
+        """Tell whether orders about these runs are the same."""
+        return cut is self._cut and (runs is self._runs or runs == self._runs)
 
     def ring(self, number: int, order: Order, start: Start, meanwhile: Meanwhile | None) -> bool:
         """Give each worker its order of before, as part of another evaluation, and wait. Return whether all went as
         before; if not, they may still be at it, and what they say is as it is in any evaluation."""
         evaluation, step, batch, begin = order.evaluation, order.step, start.batch, start.number
         self._board.ints[0] = self._is_divisible
-        for worker in self._workers:
+        for worker, before in zip(self._workers, self._orders, strict=True):
             given, ints = worker.given, worker.page.ints
             ints[EVALUATION], ints[STEP], ints[BATCH], ints[START] = evaluation, step, batch, begin
-            ints[LAST] = given.order.last
-            given.number, given.evaluation, given.start, worker.since = number, evaluation, start, time.monotonic()
+            ints[KIND], ints[FIRST], ints[LAST] = self._kind, before.first, before.last
+            given.number, given.order, given.evaluation, given.start = number, before, evaluation, start
+            given.form, worker.since = worker.seen.form, time.monotonic()
             ints[NUMBER] = number
             try:
                 worker.channel.send_ring()
@@ -127,6 +136,3 @@ class Repeat:
             seen.reports, seen.done = ints[REPORTS], worker.given.number
         self._seconds = max(times, key=_SECONDS)[1]
         return Answers(self._pattern, losses, times)
-
-
-_SECONDS = itemgetter(1)

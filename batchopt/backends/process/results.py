@@ -9,7 +9,7 @@ import torch
 
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.task_files import ResultFile
-from batchopt.backends.process.wanted import Activity, SessionCall
+from batchopt.backends.process.wanted import Activity, SessionCall, Told
 from batchopt.backends.process.worker import call, call_with_block, call_with_file
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed, Placement
@@ -18,16 +18,18 @@ from batchopt_workers.tasks.forms import Column
 
 
 class KeptTask(NamedTuple):
-    """A task that workers still have while the pool has this `stamp`, and the memory of its tensors, if it has any."""
+    """A task that workers have as long as they are `told` of no other one, the memory of its tensors, if it has any,
+    and the file for its rows."""
 
     data: bytes
     placements: Sequence[Placement]
     memory: SharedBlock | None
-    stamp: int
+    file: ResultFile
+    told: Told
 
-    def is_of(self, packed: Packed, stamp: int) -> bool:
+    def is_of(self, packed: Packed) -> bool:
         """Tell whether a packed task differs from it in the elements of tensors only."""
-        return stamp == self.stamp and packed.data == self.data and packed.placements == self.placements
+        return packed.data == self.data and packed.placements == self.placements
 
 
 class Results:
@@ -47,6 +49,12 @@ class Results:
         assert file is not None
         return file
 
+    @property
+    def _has_kept(self) -> bool:
+        """Tell whether workers still have the task that was kept."""
+        kept = self._kept
+        return kept is not None and kept.told is self._pool.want.task and kept.file is self._files[self._number]
+
     def _begin(self) -> int:
         """Begin a result in a file that is free, or in a new one; return its number."""
         free = [number for number, file in enumerate(self._files) if file is None or file.is_free]
@@ -65,7 +73,7 @@ class Results:
         do. `batch`: the calls by which a worker loads the batch that comes with it; `keeps`: workers may keep it for
         the next time, which may have other elements in its tensors."""
         self._keeps, kept = keeps and not batch, self._kept
-        if self._keeps and kept is not None and kept.is_of(packed, self._pool.stamp) and self._file.is_free:
+        if self._keeps and kept is not None and self._has_kept and kept.is_of(packed) and self._file.is_free:
             if kept.memory is not None:
                 packed.place(kept.memory)
             self._file.begin()
@@ -77,13 +85,12 @@ class Results:
             packed.place(memory)
             calls.insert(0, call_with_block(Activity.TASK, Session.attach_copy, TASK, memory))
         self._pool.tell("task", *batch, *calls)
-        self._kept = KeptTask(packed.data, packed.placements, memory, self._pool.stamp)
+        self._kept = KeptTask(packed.data, packed.placements, memory, self._file, self._pool.want.task)
         return False
 
     def end_task(self) -> None:
         """Release everything that belongs to the task, unless workers keep it."""
-        kept = self._kept
-        if kept is None or not self._keeps or kept.stamp != self._pool.stamp or not self._file.was_read:
+        if not (self._keeps and self._has_kept and self._file.was_read):
             self._kept = None
             self._pool.tell("task", call(Activity.TASK, Session.end_task))
         self._release()

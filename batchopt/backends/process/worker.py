@@ -77,7 +77,7 @@ class PendingCall(NamedTuple):
 class GivenOrder:
     """The last order that a worker was given, with that `number`, from that `start`; the last call before it was
     `after`. `patience`: the multiple of the usual time that it may take. Of the order, `evaluation` and `step` may be
-    later ones: the same chunks of another evaluation."""
+    later ones: the same chunks of another evaluation. `form`: that of results that it had sent before."""
 
     number: int = 0
     order: Order = field(default_factory=lambda: Order(-1, 0, 0, 0))
@@ -85,6 +85,7 @@ class GivenOrder:
     after: int = 0
     patience: float = 1.0
     evaluation: int = -1
+    form: bytes = b""
 
 
 class Killed(NamedTuple):
@@ -98,12 +99,14 @@ class Killed(NamedTuple):
 @dataclass
 class Seen:
     """The part of what a worker has said that was taken in: that it has all that it must have; so many reports on its
-    page, and the end of the order of that number; and how often its posthook returned nothing but None, by chunk."""
+    page, and the end of the order of that number; how often its posthook returned nothing but None, by chunk; and the
+    form of results, pickled, that it has sent last."""
 
     joined: bool = False
     reports: int = 0
     done: int = 0
     nones: dict[int, int] = field(default_factory=dict)
+    form: bytes = b""
 
 
 @dataclass
@@ -201,7 +204,7 @@ class WorkerProcess:
         """Give it an order, and queue a ring."""
         if self.state in SILENT:
             self.since = time.monotonic()
-        self.given = GivenOrder(number, order, start, self.channel.sent, patience, order.evaluation)
+        self.given = GivenOrder(number, order, start, self.channel.sent, patience, order.evaluation, self.seen.form)
         self.page.write(number, order, start, self.given.after)
         self.channel.ring()
 
@@ -254,11 +257,13 @@ class WorkerProcess:
             self.ask(call_with_file(Activity.MEMORY, Session.sum_in, totals.file))
             self.memory.totals = totals
 
-    def drop_totals(self) -> None:
-        """Have it release the file for totals, if that is far too large."""
-        if self.memory.totals is not None and self.memory.totals.is_too_large:
-            self.memory.totals = None
-            self.ask(call(Activity.MEMORY, Session.sum_nowhere))
+    def drop_totals(self) -> bool:
+        """Have it release the file for totals, if that is far too large; return whether it is."""
+        if self.memory.totals is None or not self.memory.totals.is_too_large:
+            return False
+        self.memory.totals = None
+        self.ask(call(Activity.MEMORY, Session.sum_nowhere))
+        return True
 
     # ---- its end
 

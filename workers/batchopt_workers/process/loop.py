@@ -109,16 +109,16 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
 
 class Told:
     """Results besides numbers that the parent was told of, so that it need not be told again: how often the posthook
-    returned None for each chunk, and the form of a task's results in an evaluation."""
+    returned None for each chunk, and the form of results, until another call is made."""
 
     def __init__(self) -> None:
         self._nones: dict[int, int] = {}  # by chunk
-        self._evaluation = -1
+        self._made = -1
         self._form: Form | None = None
         self._pickled = b""
 
-    def news(self, evaluation: int, chunk: int, done: ChunkDone) -> Iterator[tuple[Message, bytes]]:
-        """Yield the messages about a chunk."""
+    def news(self, made: int, chunk: int, done: ChunkDone) -> Iterator[tuple[Message, bytes]]:
+        """Yield the messages about a chunk, after `made` calls."""
         if done.results is not None:
             if not done.says_nothing:
                 yield Message.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results)
@@ -126,8 +126,8 @@ class Told:
                 self._nones[chunk] = len(done.results)
                 yield Message.SILENT, NONES.pack(chunk, len(done.results))
         if done.form is not None:
-            if evaluation != self._evaluation or not done.form.is_as(self._form):
-                self._evaluation, self._form, self._pickled = evaluation, done.form, dumps(done.form)
+            if made != self._made or not done.form.is_as(self._form):
+                self._made, self._form, self._pickled = made, done.form, dumps(done.form)
                 yield Message.FORM, CHUNK.pack(chunk) + self._pickled
 
 
@@ -144,7 +144,7 @@ def _carry_out(mailbox: _Mailbox, session: Session, told: Told, made: int) -> fl
         for done in session.evaluate(order, start):
             chunk, report = done.next - 1, done.report()
             if done.results is not None or done.form is not None:
-                for kind, body in told.news(order.evaluation, chunk, done):
+                for kind, body in told.news(made, chunk, done):
                     mailbox.send(number, kind, body, chunk)
                     said += 1
             if faults.hook is not None:

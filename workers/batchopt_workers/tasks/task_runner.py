@@ -90,20 +90,32 @@ class TaskRunner:
             raise RuntimeError("no task was begun in this worker")
         return self._loaded
 
+    def _batch_of(self, task: Task, f: Evaluates) -> LoadedBatch:
+        """Return the task's batch with its cut: that of f with its cache, unless the user's code might write to it."""
+        if self._aside is not None:
+            return LoadedBatch(self._aside, self.cut, keeps=False)
+        loaded, is_ours = f.loaded, task.term is None and not task.is_users
+        if is_ours and loaded.is_of_columns and loaded.cut.bounds == self.cut.bounds:
+            return loaded
+        return LoadedBatch(of_term(loaded.batch, task.term), self.cut, keeps=False)
+
     def evaluate(self, order: Order, f: Evaluates) -> Iterator[ChunkDone]:
         """Run the task on the chunks of `order`, one after the other: see `run`."""
         task = self._task
         if task is None:
             raise RuntimeError("no task was begun in this worker")
         if self._sums is None or self._work is None or self._sums.evaluation != order.evaluation:
-            batch = of_term(f.loaded.batch, task.term) if self._aside is None else self._aside
-            self._loaded = LoadedBatch(batch, self.cut, keeps=False)
+            self._loaded = self._batch_of(task, f)
             kind = Totalling if order.kind is Kind.TOTAL else Collecting
             self._sums, self._work = Sums(order.evaluation, self.cut.chunks), kind(self, task, f)
         loaded = self.loaded
         sums, work = self._sums, self._work
         work.needed = most_held(order.first, order.last, loaded.cut.chunks, tuple(node for node, _ in sums.partials))
-        watch = None if task.writes else ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
+        watch = (
+            None
+            if task.writes or not task.is_users
+            else ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
+        )
         modes = work.modes = self._modes = Modes(self.module, task.train)
         self.walk.state.constants.begin(compares=task.is_users or not modes.plain)
         with grads_kept(self.parameters):
