@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -20,6 +21,8 @@ from batchopt.backends.process import forkserver
 from tests import preload
 
 pytest.register_assert_rewrite("tests.backends.contract")
+hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes says how busy the machine is
+hypothesis.settings.load_profile("tests")
 
 # Seconds that a process may need to be gone after its optimizer is.
 PATIENCE = 10.0

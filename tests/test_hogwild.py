@@ -184,7 +184,7 @@ def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_pat
         with pytest.raises(KeyboardInterrupt):
             opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
         opt.run_on_workers(lambda worker: None)
-        assert sum(worker.restarts for worker in opt.workers) == 1
+        assert sum(worker.restarts for worker in opt.workers) in (1, 2)  # the other one may have been at work, too
         opt.load(X, Y)
         assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
 

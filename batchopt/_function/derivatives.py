@@ -42,14 +42,25 @@ def hessian_products(function: Engine, v: Any) -> torch.Tensor:
     read_columns(read_floating("v", v, f", shape ({size},) or ({size}, k)"), size)
     batch, x = function.ready().batch, function.subject.x
     directions = v.detach().to("cpu", x.dtype).reshape(size, -1).T.contiguous()
-    products = torch.full_like(directions, math.nan)
     finite = directions.isfinite().all(dim=1)
-    if finite.any():
-        task, began = Task(HessianProducts(directions[finite]), term=None), time.perf_counter()
-        products[finite] = total(function, task, batch, "Hessian-vector product").to(x.dtype)
-        function.observers.did("product", began)
-        function.count_products(int(finite.sum()))
+    count = int(finite.sum())
+    if count == len(directions) > 0:
+        products = _products(function, batch, directions)
+    else:
+        products = torch.full_like(directions, math.nan)
+        if count:
+            products[finite] = _products(function, batch, directions[finite])
+    function.count_products(count)
     return products.T.reshape(v.shape).to(x.device)
+
+
+def _products(function: Engine, batch: Batch, directions: torch.Tensor) -> torch.Tensor:
+    """Return the product of the Hessian with each of these rows."""
+    began = time.perf_counter()
+    found: torch.Tensor = total(function, Task(HessianProducts(directions), term=None), batch, "Hessian-vector product")
+    if function.observers.of_work:
+        function.observers.did("product", began)
+    return found.to(directions.dtype)
 
 
 def input_gradients(function: Engine, inputs: Any, targets: Any) -> Any:

@@ -226,6 +226,8 @@ class Engine:
                 answers: Sequence[Answer]
                 # Only where nothing else looks at the answers may the gradient be written to its place at once.
                 into = self.subject.renew_gradient() if map is None and reduce is None else None
+                if into is not None:
+                    owner.running = (*owner.running, "map", "reduce")  # not to be called meanwhile, as if they were
                 answers = self._map(into) if map is None else map()
                 mapped = time.perf_counter()
                 if faults.hook is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from batchopt._data.batches import BatchSpecs, reweighed
 from batchopt._data.epochs import Batches, EpochBatch
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms, to_the_end
 from batchopt._function.observers import ReadsAhead
+from batchopt._function.step import Rows
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
@@ -33,6 +35,8 @@ class PreparedBatch:
         """`specs`: those it was read with. `source`: the batches of which it is this `turn`."""
         self._owner, self._prepared, self._specs = owner, prepared, specs
         self._batches, self._turn = source if isinstance(source, Batches) else None, turn
+        # the indices of its samples in the data; a function that does not refer to this, which a step would keep
+        self.rows: Rows = (lambda: None) if self._batches is None else partial(self._batches.rows, turn)
         self._refused = ""  # why it can no longer be used
         self._finished = False
 
@@ -60,10 +64,6 @@ class PreparedBatch:
         self._refused = "it was used already"
         specs = owner.specs
         return self._prepared if specs is self._specs else Prepared(reweighed(self._prepared.batch, specs))
-
-    def rows(self) -> Sequence[int] | None:
-        """Return the indices of its samples in the data; None if unknown."""
-        return None if self._batches is None else self._batches.rows(self._turn)
 
     def finish(self) -> None:
         """Mark the batch as done, which moves the position of `Batches` past it; a second call does nothing."""

@@ -292,7 +292,7 @@ class Workers:
 
     def learn_from_task(self, answers: Answers) -> None:
         """Use the times of a task as a measurement as long as there is no better one."""
-        if not self.speeds.measured:
+        if len(self.infos) > 1 and not self.speeds.measured:
             samples, seconds = self._work_of(answers)
             self._task_speeds = self._task_speeds.resized(len(self.infos)).observed(samples, seconds)
 

@@ -241,6 +241,34 @@ def test_a_failure_of_the_users_code_names_the_first_samples() -> None:
                 opt.step(case.inputs, case.targets)
 
 
+class Shy:
+    """Its copy on a node can be read only if the file is there."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        if not state["file"].exists():
+            raise OSError("not yet")
+        vars(self).update(state)
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_take_what_it_is_sent_is_sent_everything_again(tmp_path: Path) -> None:
+    case, twin = mlp(samples=96), mlp(samples=96)
+    options = [Shy(tmp_path / "there") for _ in range(96)]
+    with optimizer(case, 2) as opt, optimizer(twin) as alone:
+        opt.step(case.inputs, case.targets)
+        alone.step(twin.inputs, twin.targets)
+        with pytest.raises(WorkerError, match=r"OSError.*on node|OSError.*not yet"):
+            opt.step(case.inputs, case.targets, options)
+        (tmp_path / "there").touch()
+        opt.step(case.inputs, case.targets, options)
+        alone.step(twin.inputs, twin.targets, options)
+        assert torch.equal(opt.parameters, alone.parameters)
+        assert [worker.restarts for worker in opt.workers] == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible", "losses")
 def test_an_interrupt_leaves_it_usable(tmp_path: Path) -> None:

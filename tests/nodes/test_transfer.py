@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,17 +14,8 @@ from torch import nn
 
 from batchopt import Weighted
 from batchopt._data.batches import BatchSpec, BatchSpecs, read_batch
-from batchopt.backends.nodes.transfer import (
-    BLOCK,
-    KnownBatch,
-    PackedBytes,
-    SentRows,
-    copied,
-    digest,
-    from_bytes,
-    to_bytes,
-    with_rows,
-)
+from batchopt.backends.nodes.group import pickled
+from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, RowsUpdate, SentRows, digest, unpacked
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
 from batchopt_workers.data.structures import tensors_in
@@ -41,28 +32,40 @@ def batch_of(inputs: Any, targets: Any = None, options: Any = None) -> Batch:
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (4, 3)])
 def test_tensors_of_any_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 100).to(dtype)
-    assert torch.equal(from_bytes(to_bytes(tensor), dtype, shape), tensor)
+    assert torch.equal(arrived(tensor), tensor)
     turned = tensor.reshape(tensor.shape[::-1]).permute(list(reversed(range(tensor.dim()))))
-    assert torch.equal(from_bytes(to_bytes(turned), dtype, shape), turned)
+    assert torch.equal(arrived(turned), turned)
+
+
+def arrived(sent: Any) -> Any:
+    """An object as another member of the group receives it."""
+    return pickle.loads(pickled(sent)[8:])
 
 
 def test_packed_objects() -> None:
     shared = torch.arange(5)
     before = {"a": shared, "b": [shared, torch.rand(2, 3).t()], "c": "text"}
-    packed_bytes = PackedBytes.of(pack(before))
-    after = packed_bytes.unpacked()
+    after = unpacked(arrived(pack(before)))
     assert after["a"] is after["b"][0] and torch.equal(after["a"], shared) and after["c"] == "text"
     assert torch.equal(after["b"][1], before["b"][1]) and after["b"][1].stride() == before["b"][1].stride()  # type: ignore[index]
 
 
+def taken(update: RowsUpdate, batch: Batch) -> Batch:
+    """The batch of a machine that takes these rows."""
+    update = arrived(update)
+    found: Batch = update.added_to(batch) if update.is_more else unpacked(update.packed)
+    return found
+
+
 def sent(batch: Batch, *wanted: range) -> Batch:
     """The batch on a machine that was sent the rows for these samples, one range after the other."""
-    held = SentRows.of(batch, wanted[0])
-    found: Batch = held.packed().unpacked()
-    for samples in wanted[1:]:
-        more = held.extended(SentRows.of(batch, samples))
-        assert more is not None and held.lacks(more)
-        found, held = with_rows(found, more.packed_without(held).unpacked()), more
+    held, found = None, batch
+    for samples in wanted:
+        rows = SentRows.of(batch, samples, held)
+        assert rows is not held
+        update = rows.since(held)
+        assert update.is_more == (held is not None)
+        found, held = taken(update, found), rows
     return found
 
 
@@ -88,16 +91,14 @@ def test_samples_lie_where_they_lie_on_any_other_machine(
     x = torch.rand(size, 3)
     tensors = {"x": x.to(dtype), "y": torch.rand(3, size).t() if is_turned else torch.rand(size, 3), "z": x[:, 1:]}
     batch = batch_of(tensors, torch.rand(size, requires_grad=True), list(range(size)))
-    whole: Batch = SentRows.of(batch, range(size)).packed().unpacked()
+    whole = taken(SentRows.of(batch, range(size)).since(None), batch)
     wanted = [range(first % size, min(first % size + length, size)) for first, length in ranges]
-    held, found = SentRows(batch, ()), batch
+    held, found = None, batch
     for samples in wanted:
-        rows = SentRows.of(batch, samples)
-        if held.lacks(rows):
-            more = held.extended(rows)
-            found = with_rows(found, more.packed_without(held).unpacked()) if more else rows.packed().unpacked()
-            held = more or rows
-        assert not held.lacks(rows) and len(found.parts[0].inputs) <= size
+        rows = SentRows.of(batch, samples, held)
+        if rows is not held:
+            found, held = taken(rows.since(held), found), rows
+        assert held.has(SentRows.of(batch, samples)) and len(found.parts[0].inputs) <= size
         for one, other in zip(found.pieces(*bounds(samples)), whole.pieces(*bounds(samples)), strict=True):
             assert same(one, other) and one.targets.requires_grad and one.targets.is_leaf
 
@@ -134,7 +135,7 @@ def test_of_a_dataset_nothing_is_cut_not_even_what_another_term_has_too() -> Non
     read, cut = found.parts
     assert torch.equal(read.inputs.data[9][0], x[9]) and len(cut.inputs) < 300
     assert torch.equal(next(cut.pieces(210, 400)).inputs, x[210:400])
-    assert not SentRows.of(batch, range(1200, 1201)).lacks(SentRows.of(batch, range(5)))  # it is there as a whole
+    assert SentRows.of(batch, range(1200, 1201)).has(SentRows.of(batch, range(5)))  # it is there as a whole
 
 
 def test_values_of_samples_beside_tensors_come_with_their_samples() -> None:
@@ -149,9 +150,10 @@ def test_values_of_samples_beside_tensors_come_with_their_samples() -> None:
 def test_a_share_far_from_the_one_before_takes_its_place() -> None:
     batch = batch_of(torch.randn(1000, 3))
     held = SentRows.of(batch, range(100))
-    assert held.extended(SentRows.of(batch, range(800, 900))) is None
-    assert held.extended(SentRows.of(batch, range(90, 300))) is not None
-    assert SentRows(batch, ()).extended(held) is None
+    far, near = SentRows.of(batch, range(800, 900), held), SentRows.of(batch, range(90, 300), held)
+    assert far.terms[0].start > 700 and not far.since(held).is_more
+    assert near.terms[0].start == 0 and near.terms[0].stop >= 300 and near.since(held).is_more
+    assert SentRows.of(batch, range(50), held) is held
 
 
 def test_a_batch_is_known_again_by_what_is_in_it() -> None:
@@ -182,7 +184,7 @@ def test_a_copy_has_memory_of_its_own() -> None:
     x, samples = torch.randn(6, 3), [{"a": torch.randn(2)}]
     batch, lists = batch_of(x, None, list("abcdef")), batch_of(samples)
     expected = x.clone(), samples[0]["a"].clone()
-    copy, listed = copied(batch), copied(lists)
+    copy, listed = unpacked(pack(batch)), unpacked(pack(lists))
     x.zero_()
     samples[0]["a"].zero_()
     (piece,) = copy.parts[0].pieces(1, 3)
@@ -193,10 +195,10 @@ def test_a_copy_has_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
 def test_a_digest_is_of_each_byte(size: int) -> None:
-    array = np.zeros(size, np.uint8)
-    plain = digest([array])
-    assert digest([array.copy()]) == plain and digest([np.zeros(size + 1, np.uint8)]) != plain
+    elements = torch.zeros(size, dtype=torch.uint8)
+    plain = digest([elements])
+    assert digest([elements.clone()]) == plain and digest([torch.zeros(size + 1, dtype=torch.uint8)]) != plain
     for at in {0, size // 2, size - 1} if size else ():
-        array[at] = 1
-        assert digest([array]) != plain
-        array[at] = 0
+        elements[at] = 1
+        assert digest([elements]) != plain
+        elements[at] = 0

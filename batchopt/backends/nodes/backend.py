@@ -2,41 +2,45 @@
 
     parent (this file)                      ║ network     a node (node.Node)
                                             ║
-    NodeCommand: updates, orders          ──╫──►  its share, by worker processes of that machine
+    Command: fields it lacks, an order    ──╫──►  its share, by worker processes of that machine
     X                                     ──╫──►  once per node, along a tree
     losses, times, partials   ◄─────────────╫───  a sum in the order of the tree of chunks (team.Team)
 
-A node is sent the samples of its share, once. If one is lost, the remaining nodes form another group, and the
-evaluation is made again: with the same bits, and counted once. This file decides what is sent to which node; `members`
-decides who belongs to the group.
+What must hold:
+
+- A node is sent what it lacks (`wanted`), at the latest with the order that needs it: of samples only those of its
+  share, and those once. A new node, a lost one, and an interrupt while sending are therefore one case.
+- What a node is believed to have is noted before it is sent. If sending fails, or is interrupted, the generation ends:
+  in the next one each node says what it has taken.
+- If a node is lost, the remaining ones form another group, and the evaluation is made again: with the same bits, and
+  counted once. Nothing outside of `_until_done` knows of it.
+
+`members` decides who belongs to the group, and `team` is what they do together.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from batchopt._mapreduce.plan import runs, split_batch
-from batchopt._mapreduce.reduce import Answers, Pattern
-from batchopt._program.flat_module import Gradient
+from batchopt._mapreduce.answers import Answer
 from batchopt._program.unpicklable import check_module, sending
-from batchopt.backends.base import CompressingBackend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
-from batchopt.backends.nodes.contribution import GradientResiduals, Round
-from batchopt.backends.nodes.desired import DesiredState, StepStart, TaskStart
-from batchopt.backends.nodes.fixed_order import WHOLE
-from batchopt.backends.nodes.members import Member, Members
-from batchopt.backends.nodes.node import NodeCommand, NodeSession, NodeSetup, Update
-from batchopt.backends.nodes.placing import Placer, aligned
-from batchopt.backends.nodes.team import Team
-from batchopt.backends.nodes.transfer import KnownBatch, PackedBytes, ProgramVersions, SentRows, copied, update_for
+from batchopt.backends.base import Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.nodes.members import Members
+from batchopt.backends.nodes.node import Command
+from batchopt.backends.nodes.placing import Placer
+from batchopt.backends.nodes.residuals import Round, residuals_of
+from batchopt.backends.nodes.result import NOTHING, WHOLE
+from batchopt.backends.nodes.roster import Member
+from batchopt.backends.nodes.team import Evaluation, Team, TeamBackend
+from batchopt.backends.nodes.transfer import KnownBatch, ProgramVersions, SentRows, unpacked
+from batchopt.backends.nodes.wanted import NodeSetup, StepStart, TaskStart, Wanted, lacking
 from batchopt.errors import NodeLostError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import octets
@@ -47,8 +51,19 @@ from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
 from batchopt_workers.tasks.forms import Column
 from batchopt_workers.tasks.task import Task
 
+T = TypeVar("T")
 
-class NodesBackend(CompressingBackend):
+
+class Subject(NamedTuple):
+    """The samples that the current task is about: those of its own batch or, if that is None, those of the loaded batch
+    from `offset` on, of which each node needs all if it is `whole`."""
+
+    batch: Batch | None
+    offset: int
+    whole: bool
+
+
+class NodesBackend(TeamBackend):
     """`setup.workers` workers on nodes. They end with this object, with this process, or at `close`."""
 
     @classmethod
@@ -57,24 +72,19 @@ class NodesBackend(CompressingBackend):
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._program, self._desired = setup.program, DesiredState()
-        self._rows: list[torch.Tensor] = []
-        self._direction: torch.Tensor | None = None
-        self._x: torch.Tensor | None = None  # as the nodes have it
+        self._batch: KnownBatch | None = None  # the loaded one
+        self._subject: Subject | None = None
+        self._x: torch.Tensor | None = None  # as it was sent last
         self._resets = 0  # of the module's state, as the nodes have it
-        self._attempts = 0  # at evaluations
-        self._rounds = 0  # evaluations with compressed gradients
+        self._sent = 0  # commands
         with sending("`precode`", setup.precode):
             self._precode = dumps(setup.precode)
         self._versions = ProgramVersions(setup.program, setup.parameters)
+        self._want = Wanted(program=self._versions.latest, mode=(True, False))
         placer = self.placer(setup)
         workers = setup.workers or max(sum(room.workers for room in placer.rooms()), 1)
         self._restarts = setup.restarts_of(workers)
-        self._members = Members(placer, setup.timeout, self._restarts, 0, setup.fixed_bits)
-        self._members.lost = self._lost
-        if setup.compression is not None:
-            layout = setup.flat.layout
-            self._members.residuals = GradientResiduals(setup.compression, layout.size, layout.sum_dtype)
+        self._members = Members(placer, setup.timeout, self._restarts, setup.fixed_bits, residuals_of(setup))
         try:
             self.resize(workers)
         except BaseException:
@@ -95,258 +105,213 @@ class NodesBackend(CompressingBackend):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        return list(self._members.infos)
+        return list(self._members.roster.infos)
 
     def resize(self, workers: int) -> None:
-        members = self._members
-        if workers < members.world:
-            members.shrink(workers)
-        elif workers > members.world:
-            before = members.world
-            members.grow(workers)
-            try:
-                members.gather(self._start, insists=True)
-            except BaseException:
-                members.shrink(before)
-                raise
+        self._members.resize(workers, self._start)
         self._meet("meet")
 
     def room(self) -> int:
-        return self._members.room()
+        return self._members.roster.room()
 
-    def _lost(self, member: Member) -> None:
-        if self._rounds and self._setup.compression is not None and self._setup.compression.keeps_residual:
-            _warn_of_residual(member.name)
-
-    # ---- the nodes' state
-
-    def _start(self, team: Team) -> None:
-        """Have new nodes start their workers, all at once."""
-        setup = self._setup
-        for member in self._members.present:
-            if "started" in member.has:
-                continue
-            workers = len(member.ranks)
-            node_setup = NodeSetup(
-                setup.flat.layout,
-                self._precode,
-                setup.fixed_bits,
-                setup.timeout,
-                math.ceil(self._restarts * workers / self._members.world),
-                self.threads(),
-                self.devices(workers),
-                TorchSettings.current(),
-                setup.compression,
-            )
-            version = self._versions.latest if self._desired.step is None else self._desired.step.version
-            arguments = (node_setup, update_for(version, None), member.ranks, self._members.world)
-            member.has |= {"starting": Update(NodeSession.start.__name__, arguments), "program": version}
-            member.has |= {"world": (workers, self._members.world), "torch": node_setup.torch}
-            member.has["mode"] = True, False
-        self._send(team, "meet", self._starting)
-        team.exchange({})
-        for member in self._members.present:
-            member.has["started"] = member.has.pop("starting", None) or True
-
-    def _starting(self, member: Member) -> list[Update]:
-        update = member.has.get("starting")
-        return [] if update is None else [update]
-
-    def _send(self, team: Team, what: str, updates: Callable[[Member], list[Update]], *arguments: Any) -> None:
-        """Send all nodes a command."""
-        present = self._members.present
-        vectors: dict[str, torch.Tensor] = {}
-        if what == "evaluate":
-            if self._x is None or not torch.equal(octets(self._x), octets(self._setup.flat.vector)):  # -0 is not 0
-                self._x = self._setup.flat.vector.clone()
-            vectors = {"X": self._x} if any(member.has.get("X") is not self._x for member in present) else {}
-        written = {name: octets(v).numpy().tobytes() if v.nbytes <= WHOLE else None for name, v in vectors.items()}
-        commands = {}
-        for place, member in enumerate(present, 1):
-            commands[place] = NodeCommand(what, updates(member), arguments, [*written.items()])
-            member.sent += 1
-        team.group.give(commands)
-        for name, vector in vectors.items():
-            if written[name] is None:
-                team.group.broadcast(vector)
-            for member in present:
-                member.has[name] = vector
-
-    def _lacking(self, member: Member, order: Order | None = None, runs: Sequence[Run] = ()) -> list[Update]:
-        return self._desired.updates(member, self._members.world, order, runs)
-
-    def _meet(self, what: str, *arguments: Any) -> list[Any]:
-        """Send a command to all living nodes, and return their answers."""
-        while True:
-            team = self._members.gather(self._start)
-            try:
-                self._send(team, what, self._lacking, *arguments)
-                with self._understood(team):
-                    return team.exchange({})[1:]
-            except NodeLostError:
-                self._members.forgo()
-
-    @contextmanager
-    def _understood(self, team: Team) -> Iterator[None]:
-        """Receive the nodes' answers in the body; a node that could not take over its updates is sent everything
-        again."""
-        try:
-            yield
-        finally:
-            for place, member in enumerate(self._members.present, 1):
-                if place in team.behind:
-                    member.forget()
+    # ---- what nodes must have
 
     def set_mode(self, mode: Mode) -> None:
-        if not mode.is_of(self._program):
-            self._use(replace(self._program, prehook=mode.prehook, posthook=mode.posthook, state=mode.state))
-        self._desired.hooked, self._desired.outputs = mode.hooked, mode.outputs
+        before = self._setup.program
+        if not mode.is_of(before):
+            self._follow(replace(before, prehook=mode.prehook, posthook=mode.posthook, state=mode.state))
+        if self._want.mode != (mode.hooked, mode.outputs):
+            self._want = self._want._replace(mode=(mode.hooked, mode.outputs))
 
-    def _use(self, program: Program) -> None:
-        """Use this program from now on. Raises `TypeError` if it cannot be sent."""
-        before, self._program = self._program, program
-        try:
-            self._follow()
-        except BaseException:
-            self._program = before
-            raise
-        self._desired.use(self._versions.latest)
-
-    def _follow(self) -> None:
-        if self._program.module_hooks != module_hooks():
-            self._program = replace(self._program, module_hooks=module_hooks())
-        self._versions.follow(self._program)
+    def _follow(self, program: Program | None = None) -> None:
+        """Take over the user's current program, or this one. Raises `TypeError` if it cannot be sent."""
+        program = program or self._setup.program
+        if program.module_hooks != module_hooks():
+            program = replace(program, module_hooks=module_hooks())
+        self._versions.follow(program)
+        self._setup = replace(self._setup, program=program)
         self._resets = self._setup.buffers.resets
+        self._want = self._want._replace(program=self._versions.latest)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        before = None if self._desired.step is None else self._desired.step.batch
-        SentRows.of(batch, range(0)).packed()  # can it be sent?
+        SentRows.of(batch, range(0)).since(None)  # can it be sent?
         if ahead:  # the user may overwrite it while the previous batch is still being sent
-            return KnownBatch(copied(batch))
-        return KnownBatch.after(before, batch)
+            return KnownBatch(unpacked(pack(batch)))
+        return KnownBatch.after(self._batch, batch)
 
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         assert isinstance(prepared, KnownBatch)
         self._members.gather(self._start)
         self._follow()
-        self._desired.step = StepStart(prepared, self._versions.latest, weights)
+        self._batch, self._want = prepared, self._want._replace(step=StepStart(weights))
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         with sending("the function", task.function):
-            packed = PackedBytes.of(pack(task, self._setup.parameters))
+            packed = pack(task, self._setup.parameters)
         before, offset = self._versions.latest.data, 0
         if batch is not None:
-            SentRows.of(batch, range(0)).packed()
+            SentRows.of(batch, range(0)).since(None)
         if follow:
             self._follow()
-            self._desired.use(self._versions.latest)
         if batch is None:
-            assert self._desired.step is not None
-            offset = self._desired.step.batch.batch.numbering.position(task.term or 0, range(1)).start
-        self._desired.task = TaskStart(packed, batch, self._versions.latest, offset, task.whole)
+            assert self._batch is not None
+            offset = self._batch.batch.numbering.position(task.term or 0, range(1)).start
+        self._subject = Subject(batch, offset, task.whole)
+        self._want = self._want._replace(task=TaskStart(packed, batch is not None))
         return self._versions.latest.data is not before
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-        found, self._rows = self._rows, []
-        return found
+        assert self._members.team is not None
+        return self._members.team.take_rows()
 
     def end_task(self) -> None:
-        self._desired.task, self._rows = None, []
+        self._subject, self._want = None, self._want._replace(task=None)
 
-    # ---- evaluating
+    def _wanted(self, member: Member, order: Order | None = None, runs: Sequence[Run] = ()) -> Wanted:
+        """Return all that a node must have, with the samples for its `runs` of an order. What it has already of that is
+        the same object."""
+        mine = [run for run in runs[member.ranks.start : member.ranks.stop] if run[0] < run[1]]
+        loaded, own = self._samples(order, mine)
+        have, batch, task = member.have, self._batch, self._subject
+        return self._want._replace(
+            setup=have.setup,
+            world=member.world(self._members.roster.world),
+            rows=None if batch is None else SentRows.of(batch.batch, loaded, have.rows),
+            task_rows=None if task is None or task.batch is None else SentRows.of(task.batch, own, have.task_rows),
+        )
 
-    def evaluate(
-        self,
-        cut: Cut,
-        order: Order,
-        runs: Sequence[Run],
-        meanwhile: Meanwhile | None = None,
-        into: Gradient | None = None,
-    ) -> Answers:
-        return self._together(cut, order, runs, meanwhile, None)
+    def _samples(self, order: Order | None, runs: Sequence[Run]) -> tuple[range, range]:
+        """Return the samples that these runs need of the loaded batch, and of the task's own."""
+        nothing = range(0)
+        if order is None or not runs:
+            return nothing, nothing
+        task, cut = self._subject, self._want.task_cut if order.kind in TASKS else self._want.cut
+        assert cut is not None
+        samples = range(cut.bounds[min(first for first, _ in runs)], cut.bounds[max(last for _, last in runs)])
+        if task is None or order.kind not in TASKS:
+            return samples, nothing
+        if task.whole and self._batch is not None:
+            return range(self._batch.batch.size), samples
+        if task.batch is not None:
+            return nothing, samples
+        return range(task.offset + samples.start, task.offset + samples.stop), nothing
 
-    def evaluate_compressed(
-        self,
-        cut: Cut,
-        order: Order,
-        runs: Sequence[Run],
-        taken: int,
-        kept: int,
-        meanwhile: Meanwhile | None = None,
-    ) -> Answers:
-        self._rounds += 1
-        return self._together(cut, order, runs, meanwhile, Round(order.evaluation, taken, kept))
+    def _starting(self, member: Member) -> Wanted:
+        """Return what a node must have to start its workers, or has already."""
+        if member.have.setup is not None:
+            return member.have
+        setup, want, world = self._setup, self._want, member.world(self._members.roster.world)
+        node_setup = NodeSetup(
+            setup.flat.layout,
+            self._precode,
+            setup.fixed_bits,
+            setup.timeout,
+            math.ceil(self._restarts * len(world.ranks) / world.workers),
+            self.threads(),
+            self.devices(len(world.ranks)),
+            setup.compression,
+        )
+        return Wanted(node_setup, world, want.torch, want.program)
 
-    def _together(
-        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None
-    ) -> Answers:
-        if self._setup.buffers.resets != self._resets:
-            self._follow()
-            self._desired.use(self._versions.latest)
-        self._desired.cut_so(cut, order.kind in TASKS)
+    # ---- commands
+
+    def _send(self, team: Team, what: str, *arguments: Any, wanted: Callable[[Member], Wanted] | None = None) -> None:
+        """Send all nodes a command, with the fields that each of them lacks."""
+        settings, present = TorchSettings.current(), self._members.roster.present
+        if settings != self._want.torch:
+            self._want = self._want._replace(torch=settings)
+        x, written = self._x, None
+        if what == "evaluate":
+            if x is None or not torch.equal(octets(x), octets(self._setup.flat.vector)):  # -0 is not 0
+                x = self._x = self._setup.flat.vector.clone()
+            if any(member.x is not x for member in present):
+                written = x if x.nbytes <= WHOLE else NOTHING
+        wants = [(wanted or self._wanted)(member) for member in present]
+        self._sent += 1
+        commands = {
+            place: Command(what, self._sent, [*lacking(member.have, want)], written, arguments)
+            for place, (member, want) in enumerate(zip(present, wants, strict=True), 1)
+        }
+        try:
+            for member, want in zip(present, wants, strict=True):
+                member.sent, member.have = self._sent, want
+                member.x = member.x if written is None else x
+            team.group.give(commands)
+            if x is not None and written is NOTHING:
+                team.group.broadcast(x)
+        except BaseException:
+            team.group.close()
+            raise
+
+    def _ask(
+        self, team: Team, what: str, *arguments: Any, wanted: Callable[[Member], Wanted] | None = None
+    ) -> list[Any]:
+        """Send all nodes a command, and return their answers."""
+        self._send(team, what, *arguments, wanted=wanted)
+        return team.exchange()[1:]
+
+    def _start(self, team: Team) -> None:
+        """Have new nodes start their workers, all at once."""
+        self._ask(team, "meet", wanted=self._starting)
+
+    def _until_done(self, attempt: Callable[[Team], T]) -> T:
+        """Return what an attempt returns, made again by the remaining nodes each time that one is lost: results, and
+        their bits, do not depend on which they are."""
         while True:
             team = self._members.gather(self._start)
-            self._attempts += 1  # sums of a failed attempt do not belong to the next one
-            attempt = order._replace(evaluation=self._attempts), self._shared(runs, cut, team, compressed is None)
             try:
-                return self._attempt(team, cut, attempt, meanwhile, compressed)
-            # The remaining nodes make the evaluation again: f and its bits do not depend on which they are.
+                return attempt(team)
             except NodeLostError:
-                self._members.forgo()
-                meanwhile = None
+                self._members.end_generation()
+            except Exception:  # all of them have answered
+                self._members.forget(team.behind)
+                raise
+            except BaseException:  # an interrupt: the next answers might be those to this attempt
+                team.group.close()
+                raise
 
-    def _attempt(
-        self,
-        team: Team,
-        cut: Cut,
-        attempt: tuple[Order, Sequence[Run]],
-        meanwhile: Meanwhile | None,
-        compressed: Round | None,
-    ) -> Answers:
-        self._send(team, "evaluate", lambda member: self._lacking(member, *attempt), *attempt, compressed)
-        with self._understood(team):
-            answers = team.evaluate(cut, *attempt, {}, meanwhile, compressed)
-        self._rows = team.rows
-        return Answers(Pattern(answers, cut.chunks))
-
-    def _shared(self, shares_of: Sequence[Run], cut: Cut, team: Team, is_exact: bool) -> Sequence[Run]:
-        """Return the runs, in which the chunks of workers that are not there are distributed over the others. If chunks
-        are fixed, shares consist of few complete subtrees."""
-        shares = [last - first for first, last in shares_of]
-        total, before, start = sum(shares), list(shares), min(first for first, last in shares_of if first < last)
-        here = {rank for ranks in team.ranks for rank in ranks}
-        if any(share and rank not in here for rank, share in enumerate(shares)):
-            weights = [float(share) if rank in here else 0.0 for rank, share in enumerate(shares)]
-            weights = weights if any(weights) else [float(rank in here) for rank in range(len(shares))]
-            shares = split_batch(total, weights)
-        if self._setup.fixed_bits and is_exact and total == cut.chunks:
-            shares = aligned(shares, [ranks for ranks in team.ranks if ranks])
-        if shares == before:
-            return shares_of
-        return [(start + first, start + last) for first, last in runs(shares)]
-
-    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
-        found = self._meet("tell_residuals", evaluation)
-        return {i: residual for i, residual in enumerate(found) if residual is not None}
-
-    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
-        self._meet("take_residuals", evaluation, dict(residuals))
+    def _meet(self, what: str, *arguments: Any) -> list[Any]:
+        """Send a command to all living nodes, and return their answers."""
+        return self._until_done(lambda team: self._ask(team, what, *arguments))
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         with sending("the function or an argument", function, *arguments):
             message = dumps((function, arguments))
         return [pickle.loads(value) for of_node in self._meet("run", message) for value in of_node]
 
+    # ---- evaluating
+
+    def _evaluate(
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None = None
+    ) -> list[Answer]:
+        if self._setup.buffers.resets != self._resets:
+            self._follow()
+        if order.kind in TASKS:
+            self._want = self._want._replace(task_cut=cut)
+        elif self._want.cut != cut:
+            self._want = self._want._replace(cut=cut)
+
+        def attempt(team: Team) -> list[Answer]:
+            nonlocal meanwhile
+            now = order._replace(evaluation=self._sent + 1)  # sums of a failed attempt do not belong to the next one
+            evaluation = Evaluation(now, team.shares(runs, cut, compressed is None), compressed)
+            self._send(team, "evaluate", *evaluation, wanted=lambda member: self._wanted(member, now, evaluation.runs))
+            busy, meanwhile = meanwhile, None
+            return team.evaluate(cut, evaluation, meanwhile=busy)
+
+        return self._until_done(attempt)
+
+    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
+        found = self._meet("tell_residual", evaluation)
+        return {i: residual for i, residual in enumerate(found) if residual is not None}
+
+    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
+        self._meet("restore_residuals", evaluation, dict(residuals))
+
+    # ---- the end
+
     def stop(self) -> None:
         self._members.stop()
 
     def close(self) -> None:
         self._members.close()
-
-
-def _warn_of_residual(name: str) -> None:
-    warnings.warn(
-        f"{name} was lost together with its compression residuals; resume from a checkpoint to recover them",
-        RuntimeWarning,
-        stacklevel=2,
-    )

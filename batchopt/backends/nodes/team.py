@@ -2,55 +2,60 @@
 
     member i                                ║ network     every other member
                                             ║
-    its share, by its local backend         ║             theirs
-    what was called, losses, times ◄────────╫───────────► the same of theirs: one block each
-    its partials                  ◄─────────╫───────────► a sum in the order of the tree (fixed_order.py)
+    map       its share, by its backend     ║             theirs
+    exchange  its Result          ◄─────────╫───────────► theirs: one block each
+    reduce    its partials        ◄─────────╫───────────► a sum in the order of the tree (fixed_order.py)
 
-An evaluation has one exchange of small objects, by which all members learn what each was asked to do and whether it
-succeeded, and then the sum. Shares are fixed for an evaluation: within a member its backend moves chunks from worker to
-worker, and replaces workers. An exception on one member is raised on all.
+What must hold:
+
+- An evaluation has one exchange of small objects, after which all members know the same: what each was asked to do and
+  whether it succeeded. So an exception on one is raised on all, and all of them make the sum, or none does.
+- Shares are fixed for an evaluation: within a member its backend moves chunks from worker to worker, and replaces
+  workers. Nothing moves between members, whose messages are therefore known beforehand.
+- A member that is interrupted leaves the group: what it would have sent next, the others would take for something else.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, groupby
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._mapreduce.answers import Answer, Partial, Span, forms_of
-from batchopt._mapreduce.compression import DoesNotFit
-from batchopt._mapreduce.reduce import merge_answers
-from batchopt.backends.base import Meanwhile, Run, WorkerInfo
-from batchopt.backends.nodes.contribution import (
-    Call,
-    Contribution,
-    GradientResiduals,
-    Infos,
-    NodeFailure,
-    Round,
-    Summed,
-    Work,
-    differences,
-    status,
-)
-from batchopt.backends.nodes.fixed_order import FixedOrderSum, Held, Vectors, gathered, whole_of
+from batchopt._mapreduce.answers import Answer, Partial, forms_of
+from batchopt._mapreduce.plan import runs as runs_of
+from batchopt._mapreduce.plan import split_batch
+from batchopt._mapreduce.reduce import Answers, Pattern, merge_answers
+from batchopt._program.flat_module import Gradient
+from batchopt.backends.base import CompressingBackend, Meanwhile, Run, WorkerInfo
+from batchopt.backends.nodes.fixed_order import FixedOrderSum, whole_of
 from batchopt.backends.nodes.group import Group
+from batchopt.backends.nodes.placing import aligned
+from batchopt.backends.nodes.residuals import GradientResiduals, Round
+from batchopt.backends.nodes.result import NOTHING, Call, Infos, Result, status
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.serial import SerialBackend
 from batchopt.errors import NodesDifferError
-from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps
 from batchopt_workers.map.tree import Node
 from batchopt_workers.process.messages import Cut, Kind, Order
-from batchopt_workers.tasks.forms import Column
 
 # The backend that evaluates for a member.
 Local = SerialBackend | ProcessBackend
+
+
+class Evaluation(NamedTuple):
+    """The work that all members do together: an order and the run of each worker; and the round, if gradients are
+    `compressed`."""
+
+    order: Order
+    runs: Sequence[Run]
+    compressed: Round | None = None
 
 
 class Team:
@@ -61,158 +66,144 @@ class Team:
     def __init__(
         self,
         group: Group,
-        local: Local | None,
         ranks: Sequence[range],
         takers: Sequence[int],
         fixed_bits: bool,
         residuals: GradientResiduals | None = None,
+        infos: Infos | None = None,
     ) -> None:
         self.group, self.ranks, self.residuals = group, ranks, residuals
-        self.local, self._takers, self.fixed_bits = local, takers, fixed_bits
+        self.local: Local | None = None
+        self._takers, self.fixed_bits = takers, fixed_bits
         self._sum = FixedOrderSum(group, takers)
-        self.rows: list[torch.Tensor] = []  # of the last evaluation that collected any
-        self.infos = Infos()
-        self.behind: set[int] = set()  # members that could not make their updates, as of the last exchange
-        self.in_full: Callable[[list[Call]], list[Call]] = list  # of calls that differ, with what digests stand for
+        self._rows: list[torch.Tensor] = []  # of the last evaluation that collected any
+        self.infos = Infos() if infos is None else infos
+        self.behind: set[int] = set()  # members that could not take what they must have, as of the last exchange
+        # Describes in what the members' calls differ; nothing, if they do not.
+        self.differences: Callable[[Sequence[Call | None]], str] = lambda calls: ""
         self._reported: list[Any] = []  # the state of this member's workers, as sent last
+
+    @property
+    def _mine(self) -> range:
+        """The ranks of this member's workers."""
+        return self.ranks[self.group.place]
+
+    def shares(self, runs: Sequence[Run], cut: Cut, is_exact: bool) -> Sequence[Run]:
+        """Return the runs, in which the chunks of workers that are not there are distributed over the others. If chunks
+        are fixed, and sums are to be exact, members get few complete subtrees."""
+        shares = [last - first for first, last in runs]
+        total, before, start = sum(shares), list(shares), min(first for first, last in runs if first < last)
+        here = {rank for ranks in self.ranks for rank in ranks}
+        if any(share and rank not in here for rank, share in enumerate(shares)):
+            weights = [float(share) if rank in here else 0.0 for rank, share in enumerate(shares)]
+            weights = weights if any(weights) else [float(rank in here) for rank in range(len(shares))]
+            shares = split_batch(total, weights)
+        if self.fixed_bits and is_exact and total == cut.chunks:
+            shares = aligned(shares, [ranks for ranks in self.ranks if ranks])
+        return runs if shares == before else [(start + first, start + last) for first, last in runs_of(shares)]
 
     # ---- evaluating
 
     def evaluate(
         self,
         cut: Cut,
-        order: Order,
-        runs: Sequence[Run],
-        call: Call,
+        evaluation: Evaluation,
+        call: Call | None = None,
         meanwhile: Meanwhile | None = None,
-        compressed: Round | None = None,
         failed: BaseException | None = None,
     ) -> list[Answer]:
-        """Carry out an order, each of these runs by the worker of that rank or another one of its member; return the
-        answers of all workers, on members that take them. If this member has `failed` already, it only reports that.
-        Raises what any member raises, `NodesDifferError` and `NodeLostError`."""
-        began, mine = time.perf_counter(), self.ranks[self.group.place]
+        """Carry out an order, each run by the worker of that rank or another one of its member; return the answers of
+        all workers, on members that take them. If this member has `failed` already, it only reports that. Raises what
+        any member raises, `NodesDifferError` and `NodeLostError`."""
+        began, (order, runs, compressed) = time.perf_counter(), evaluation
+        holders = [
+            i for i, of in enumerate(self.ranks) if any(first < last for first, last in runs[of.start : of.stop])
+        ]
+        # Only complete batches in fixed chunks have a tree that does not depend on which member has which chunks. Else
+        # each member merges all of its own, and these sums are the leaves of another tree.
+        is_complete = sum(last - first for first, last in runs) == cut.chunks
+        is_tree = self.fixed_bits and compressed is None and is_complete
         # Inboxes are opened before computing, so that the member that is done first can send at once.
         self.group.open()
-        answers: Sequence[Answer] = []
-        failure = failed
+        result, vectors, error = Result(), list[torch.Tensor](), failed
         if failed is None:
-            answers, failure = self._map(cut, order, runs[mine.start : mine.stop], meanwhile)
-        is_whole = sum(last - first for first, last in runs) == cut.chunks
-        # Only complete batches in fixed chunks have a tree that does not depend on which member has which chunks.
-        is_tree = self.fixed_bits and compressed is None and is_whole
-        partials = self._merged(answers, cut, is_tree)
-        vectors = [partial.gradient.cpu() for _, partial in partials]
-        coded: list[torch.Tensor] = []
-        if compressed is not None and failure is None:
-            coded, failure = self._coded(vectors, cut, runs, compressed)
-            vectors = coded or vectors
-        contribution = Contribution(call, infos=self._news(), is_behind=failed is not None, is_coded=bool(coded))
-        if failure is not None:
-            contribution = contribution._replace(failure=NodeFailure.of(failure))
-        else:
-            contribution = self._contribution(contribution, answers, partials, vectors, began)
-        # Members that do not take the sum only need to know its form, and whether all succeeded.
-        brief = contribution._replace(vectors=b"", work=())
-        # The only exchange of an evaluation, after which all members agree on its outcome.
-        found: list[Contribution] = self.group.exchange(contribution, brief, self._takers)
-        self._check(found, failure)
-        held = _held(found, cut.chunks if is_tree else None)
-        whole = self._total(found, held, vectors, compressed is not None)
-        forms = [pickle.loads(each.forms) if each.forms else {} for each in found]
-        self.rows = self._collected(forms, cut) if order.kind is not Kind.TOTAL else []
-        return [] if whole is None else self._answers(found, cut, whole, forms, began)
+            try:
+                result, vectors = self._map(cut, evaluation, holders, is_tree, meanwhile, began)
+            except KeyboardInterrupt:
+                self.group.close()
+                raise
+            except BaseException as raised:
+                error = raised
+        if error is not None:
+            result = Result.failed(error, is_behind=failed is not None)
+        found = self._exchange(result, call, error)
+        return self._reduce(cut, order, found, vectors, cut.chunks if is_tree else len(holders), began)
 
     def _map(
-        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None
-    ) -> tuple[Sequence[Answer], BaseException | None]:
-        """Return the answers of this member's workers, or the exception that they raise."""
-        if self.local is None or all(first == last for first, last in runs):
-            if meanwhile is not None:
-                meanwhile()
-            return [], None
-        try:
-            return self.local.evaluate(cut, order, runs, meanwhile), None
-        except KeyboardInterrupt:
-            self.group.close()
-            raise
-        except BaseException as error:
-            return [], error
-
-    def _merged(self, answers: Sequence[Answer], cut: Cut, is_tree: bool) -> list[tuple[Node, Partial]]:
-        """Return this member's partials, merged as far as the tree of chunks allows, or to a single one."""
-        partials = merge_answers(answers, cut.chunks) if answers else []
-        if is_tree or len(partials) < 2:
-            return partials
-        leaves = [(Node(0, i), partial) for i, (_, partial) in enumerate(partials)]
-        return merge_answers([Answer(0, 0, 0.0, leaves)], len(leaves))
-
-    def _coded(
-        self, vectors: Sequence[torch.Tensor], cut: Cut, runs: Sequence[Run], compressed: Round
-    ) -> tuple[list[torch.Tensor], DoesNotFit | None]:
-        """Return the code of this member's gradient, if that is finite; or the reason why there is none."""
-        assert self.residuals is not None
-        if not vectors:
-            self.residuals.pass_by(compressed)
-            return [], None
-        members = sum(any(first < last for first, last in runs[r.start : r.stop]) for r in self.ranks)
-        try:
-            code = self.residuals.encode(vectors[0], members, compressed)
-        except DoesNotFit as error:
-            mine = [run for run in runs[self._first : self.ranks[self.group.place].stop] if run[0] < run[1]]
-            error.samples = range(cut.bounds[mine[0][0]], cut.bounds[mine[-1][1]])
-            return [], error
-        return ([] if code is None else [code]), None
-
-    def _total(
-        self, found: Sequence[Contribution], held: Held, vectors: Sequence[torch.Tensor], are_coded: bool
-    ) -> Partial | None:
-        """Return the sum of everything, on members that take it."""
-        takes = self.group.place in self._takers
-        if not are_coded and not all(each.is_short for each in found):
-            vector = self._sum(held, vectors)
-            return None if vector is None else _sum_of(found, held, None)._replace(gradient=vector)
-        forms = [Vectors(0 if each.is_short else len(each.partials), each.size, each.dtype) for each in found]
-        long = [] if found[self.group.place].is_short else vectors
-        values = gathered(self.group, forms, long, self._takers)
-        if not takes:
-            return None
-        values = [each.read() if each.is_short and each.size else of for each, of in zip(found, values, strict=True)]
-        if self.residuals is not None and are_coded:
-            decode, members = self.residuals.decode, held.chunks
-            pairs = zip(found, values, strict=True)
-            values = [[decode(code, members) for code in of] if each.is_coded else of for each, of in pairs]
-        return _sum_of(found, held, values if held.size else None)
-
-    def _contribution(
         self,
-        contribution: Contribution,
-        answers: Sequence[Answer],
-        partials: Sequence[tuple[Node, Partial]],
-        vectors: Sequence[torch.Tensor],
+        cut: Cut,
+        evaluation: Evaluation,
+        holders: Sequence[int],
+        is_tree: bool,
+        meanwhile: Meanwhile | None,
         began: float,
-    ) -> Contribution:
-        """Return the contribution with all results."""
-        vector, forms = vectors[0] if vectors else _NOTHING, forms_of(answers)
-        found = contribution._replace(
-            work=[self._work(answer, began) for answer in answers],
-            partials=[Summed(node, p.losses, p.used, p.changes.numpy().tobytes()) for node, p in partials],
-            size=len(vector),
-            dtype=vector.dtype,
+    ) -> tuple[Result, list[torch.Tensor]]:
+        """Return this member's part, and the vectors of its partials. These are merged as far as the tree of chunks
+        allows or, if it is not that, to a single one; `holders` are the members with a share."""
+        order, all_runs, compressed = evaluation
+        runs = all_runs[self._mine.start : self._mine.stop]
+        shares = [run for run in runs if run[0] < run[1]]
+        answers: Sequence[Answer] = []
+        if self.local is not None and shares:
+            answers = self.local.evaluate(cut, order, runs, meanwhile)
+        elif meanwhile is not None:
+            meanwhile()
+        partials = merge_answers(answers, cut.chunks) if answers else []
+        if partials and not is_tree:
+            leaves = [(Node(0, i), partial) for i, (_, partial) in enumerate(partials)]
+            ((_, partial),) = merge_answers([Answer(0, 0, 0.0, leaves)], len(leaves))
+            partials = [(Node(0, holders.index(self.group.place)), partial)]
+        vectors, forms, is_coded = [partial.gradient.cpu() for _, partial in partials], forms_of(answers), False
+        if compressed is not None:
+            assert self.residuals is not None
+            samples = range(cut.bounds[shares[0][0]], cut.bounds[shares[-1][1]]) if shares else range(0)
+            coded = self.residuals.encode(vectors, len(holders), compressed, samples)
+            vectors, is_coded = coded or vectors, bool(coded)
+        result = Result(
+            answers=[self._sent(answer, -began) for answer in answers],
+            returned=dumps([answer.results for answer in answers]) if any(a.results for a in answers) else b"",
             forms=dumps(forms) if forms else b"",
+            partials=[(n, p._replace(gradient=v)) for (n, p), v in zip(partials, vectors, strict=True)],
+            size=len(vectors[0]) if vectors else 0,
+            dtype=vectors[0].dtype if vectors else NOTHING.dtype,
+            is_coded=is_coded,
         )
-        if found.is_short:
-            return found._replace(vectors=b"".join(octets(vector).numpy().tobytes() for vector in vectors))
+        return result if result.is_short else result.bare, vectors
+
+    def _sent(self, answer: Answer, later: float) -> Answer:
+        """Return an answer to be sent: with the rank among all workers, and without what is sent beside it."""
+        return replace(moved(answer, later), rank=self._mine.start + answer.rank, partials=[], results={}, forms={})
+
+    def _exchange(self, result: Result, call: Call | None, error: BaseException | None = None) -> list[Result]:
+        """Exchange results with all members. Raises the exception that any of them reports, the same on all members."""
+        group, whole = self.group, result._replace(call=call, infos=self._news())
+        # Members that do not take the sum only need to know its form, and whether all succeeded.
+        found: list[Result] = group.exchange(whole, whole.bare._replace(answers=(), returned=b""), self._takers)
+        self.behind = {place for place, each in enumerate(found) if each.is_behind}
+        if any(each.call != call for each in found) and (text := self.differences([each.call for each in found])):
+            group.close()
+            raise NodesDifferError(
+                f"the ranks have diverged: {text}. Seed them alike (torch.manual_seed), and give all of them the "
+                "same program, batches and calls; keep what differs on purpose, such as a rank or a path, outside of "
+                "module and losses"
+            )
+        for each in found:
+            self.infos.learn(each.infos or ())
+        for place, each in enumerate(found):
+            raised = each.error_of(group.names[place], self.ranks[place].start)
+            if raised is not None:
+                raise error if error is not None and place == group.place and each.error is None else raised
         return found
-
-    @property
-    def _first(self) -> int:
-        return self.ranks[self.group.place].start
-
-    def _work(self, answer: Answer, began: float) -> Work:
-        spans = [span._replace(began=span.began - began) for span in answer.spans]
-        results = dumps(answer.results) if answer.results else b""
-        return Work(self._first + answer.rank, answer.samples, answer.seconds, spans, results, answer.drew)
 
     def _news(self) -> list[WorkerInfo] | None:
         """Return the records of this member's workers, if they have changed."""
@@ -221,22 +212,71 @@ class Team:
         if now == self._reported:
             return None
         self._reported = now
-        return [replace(info, rank=self._first + info.rank) for info in infos]
+        return [replace(info, rank=self._mine.start + info.rank) for info in infos]
+
+    def _reduce(
+        self,
+        cut: Cut,
+        order: Order,
+        found: Sequence[Result],
+        vectors: Sequence[torch.Tensor],
+        chunks: int,
+        began: float,
+    ) -> list[Answer]:
+        """Return the answers of all workers, of which the first one has the sum of everything; nothing on members that
+        do not take it. `chunks`: the leaves of the tree of all sums."""
+        whole = self._total(found, vectors, chunks)
+        forms = [pickle.loads(each.forms) if each.forms else {} for each in found]
+        self._rows = self._collected(forms, cut) if order.kind is not Kind.TOTAL else []
+        if whole is None:
+            return []
+        answers = []
+        for each, of_chunks in zip(found, forms, strict=True):
+            results = pickle.loads(each.returned) if each.returned else [{} for _ in each.answers]
+            pairs = zip(each.answers, results, strict=True)
+            answers += [replace(moved(answer, began), results=of_one) for answer, of_one in pairs]
+            if of_chunks:
+                answers[-1] = replace(answers[-1], forms=of_chunks)
+        root = Node(max(cut.chunks - 1, 0).bit_length(), 0)
+        answers[0] = replace(answers[0], partials=[(root, whole)])
+        return answers
+
+    def _total(self, found: Sequence[Result], vectors: Sequence[torch.Tensor], chunks: int) -> Partial | None:
+        """Return the sum of all partials, on members that take it."""
+        place, takes = self.group.place, self.group.place in self._takers
+        values = [[partial.gradient for _, partial in each.partials] for each in found]
+        out: torch.Tensor | None = None
+        if all(each.is_short for each in found) or any(each.is_coded for each in found):
+            coming = [each.memory() if takes else [] for each in found]
+            self.group.trade([] if found[place].is_short else vectors, coming, self._takers)
+            coming[place] = list(vectors)
+            values = [of or inside for of, inside in zip(coming, values, strict=True)]
+        else:
+            lead = next(each for each in found if each.partials)
+            nodes = [[node for node, _ in each.partials] for each in found]
+            out = self._sum(nodes, chunks, lead.size, lead.dtype, vectors)
+        if not takes:
+            return None
+        partials = []
+        for each, of in zip(found, values, strict=True):
+            if each.is_coded and self.residuals is not None:
+                of = [self.residuals.decode(code, chunks) for code in of]
+            partials += [(n, p._replace(gradient=vector)) for (n, p), vector in zip(each.partials, of, strict=True)]
+        added = torch.empty_like(partials[0][1].gradient)
+        whole = whole_of(partials, chunks, added)
+        return Partial(whole.losses, added if out is None else out, whole.changes, whole.used)
 
     # ---- other exchanges
 
     def exchange(
-        self, call: Call, value: Any = None, failure: BaseException | None = None, is_behind: bool = False
+        self, call: Call | None = None, value: Any = None, failed: BaseException | None = None, is_behind: bool = False
     ) -> list[Any]:
         """Exchange values with all members, after checking that all make the same call. Raises what `evaluate`
         raises."""
-        failed = None if failure is None else NodeFailure.of(failure)
-        mine = Contribution(call, failed, infos=self._news(), value=value, is_behind=is_behind)
-        found: list[Contribution] = self.group.exchange(mine)
-        self._check(found, failure)
-        return [each.value for each in found]
+        result = Result(value=value) if failed is None else Result.failed(failed, is_behind)
+        return [each.value for each in self._exchange(result, call, failed)]
 
-    def residuals_after(self, call: Call, evaluation: int) -> dict[int, torch.Tensor]:
+    def residuals_after(self, call: Call | None, evaluation: int) -> dict[int, torch.Tensor]:
         """Return the residuals of an evaluation, of each member that has workers."""
         mine = None if self.residuals is None else self.residuals.after(evaluation)
         found = [value for ranks, value in zip(self.ranks, self.exchange(call, mine), strict=True) if ranks]
@@ -248,102 +288,59 @@ class Team:
         if self.residuals is not None and self.group.place in members:
             self.residuals.restore(evaluation, of_all, members.index(self.group.place), len(members))
 
-    def _check(self, found: Sequence[Contribution], failure: BaseException | None) -> None:
-        """Raise the error that any of them reports, the same on all members."""
-        self.behind = {place for place, each in enumerate(found) if each.is_behind}
-        calls = [each.call for each in found]
-        if any(call != calls[0] for call in calls):
-            calls = self.in_full(calls)
-        differing = differences(calls, self.group.names)
-        if differing:
-            self.group.close()
-            raise NodesDifferError(
-                f"the ranks have diverged: {differing}. Seed them alike (torch.manual_seed), and give all of them the "
-                "same program, batches and calls; keep what differs on purpose, such as a rank or a path, outside of "
-                "module and losses"
-            )
-        for each in found:
-            if each.infos is not None:
-                self.infos.learn(each.infos)
-        for place, each in enumerate(found):
-            if each.failure is not None:
-                if each.failure.error is None and place == self.group.place and failure is not None:
-                    raise failure
-                raise each.failure.error_of(self.group.names[place], self.ranks[place].start)
-
-    # ---- the sum
-
-    def _answers(
-        self,
-        found: Sequence[Contribution],
-        cut: Cut,
-        whole: Partial,
-        forms: Sequence[dict[int, Any]],
-        began: float,
-    ) -> list[Answer]:
-        """Return the answers of all workers; the first one has the sum of everything."""
-        answers = []
-        for each, of_chunks in zip(found, forms, strict=True):
-            for rank, samples, seconds, spans, results, drew in each.work:
-                here = [Span(began + span[0], *span[1:]) for span in spans]
-                values = pickle.loads(results) if results else {}
-                answers.append(Answer(rank, samples, seconds, [], values, here, drew))
-            if of_chunks:
-                answers[-1] = replace(answers[-1], forms=of_chunks)
-        root = Node(max(cut.chunks - 1, 0).bit_length(), 0)
-        answers[0] = replace(answers[0], partials=[(root, whole)])
-        return answers
-
     # ---- rows
 
-    def _collected(self, forms: Sequence[dict[int, Any]], cut: Cut) -> list[torch.Tensor]:
+    def take_rows(self) -> list[torch.Tensor]:
+        """Return the rows of the last evaluation, which are the caller's from now on."""
+        found, self._rows = self._rows, []
+        return found
+
+    def _collected(self, forms: Sequence[Mapping[int, Any]], cut: Cut) -> list[torch.Tensor]:
         """Return the rows written by all members' workers, on members that take them; none if there are none, or of
         several forms."""
         kinds = {form.columns for of_chunks in forms for form in of_chunks.values()}
         if len(kinds) != 1 or not (columns := next(iter(kinds))):
             return []
-        group, samples = self.group, cut.bounds[-1]
-        takes, mine = group.place in self._takers, forms[group.place]
-        local = self.local.collected(columns, samples) if mine and self.local is not None else []
-        whole = local if local and takes else _rows(columns, samples) if takes else []
-        for other in group.others:
-            if takes:
-                for rows in _rows_of(whole, forms[other], cut):
-                    group.receive(rows, other)
-            if other in self._takers:
-                for rows in _rows_of(local, mine, cut):
-                    group.send(rows, other)
-        group.wait()
+        samples, mine = cut.bounds[-1], forms[self.group.place]
+        here: list[torch.Tensor] = self.local.collected(columns, samples) if mine and self.local is not None else []
+        whole = here
+        if self.group.place not in self._takers:
+            whole = []
+        elif not here:
+            whole = [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
+        self.group.trade(_rows_of(here, mine, cut), [_rows_of(whole, of, cut) for of in forms], self._takers)
         return whole
 
 
-_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
+class TeamBackend(CompressingBackend):
+    """A backend whose workers are those of a team: evaluations with and without compression are one."""
+
+    def evaluate(
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
+    ) -> Answers:
+        return Answers(Pattern(self._evaluate(cut, order, runs, meanwhile), cut.chunks))
+
+    def evaluate_compressed(
+        self, cut: Cut, order: Order, runs: Sequence[Run], taken: int, kept: int, meanwhile: Meanwhile | None = None
+    ) -> Answers:
+        compressed = Round(order.evaluation, taken, kept)
+        return Answers(Pattern(self._evaluate(cut, order, runs, meanwhile, compressed), cut.chunks))
+
+    @abstractmethod
+    def _evaluate(
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None = None
+    ) -> list[Answer]:
+        """Carry out an order, if `compressed` with compressed gradients."""
 
 
-def _rows(columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
-    return [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
-
-
-def _held(found: Sequence[Contribution], chunks: int | None) -> Held:
-    """Return the places of the members' vectors: in the tree of `chunks` or, if that is None, in one of the members."""
-    size, dtype = next(((each.size, each.dtype) for each in found if each.partials), (0, torch.float64))
-    if chunks is not None:
-        return Held([[summed.node for summed in each.partials] for each in found], chunks, size, dtype)
-    numbers = count()
-    places = [[Node(0, next(numbers))] if each.partials else [] for each in found]
-    return Held(places, next(numbers), size, dtype)
-
-
-def _sum_of(found: Sequence[Contribution], held: Held, values: Sequence[Sequence[torch.Tensor]] | None) -> Partial:
-    """Return the sum of all partials: with these vectors, by member, or without any."""
-    partials = []
-    for i, (nodes, each) in enumerate(zip(held.places, found, strict=True)):
-        for k, (node, (_, losses, used, changes)) in enumerate(zip(nodes, each.partials, strict=True)):
-            taken = torch.frombuffer(bytearray(changes), dtype=torch.float64) if changes else _NOTHING.clone()
-            partials.append((node, Partial(losses, _NOTHING if values is None else values[i][k], taken, used)))
-    out = _NOTHING if values is None else torch.empty_like(partials[0][1].gradient)
-    whole = whole_of(partials, held.chunks, out)
-    return Partial(whole.losses, out, whole.changes, whole.used)
+def moved(answer: Answer, later: float) -> Answer:
+    """Return the answer with its spans so many seconds later."""
+    return replace(answer, spans=[span._replace(began=span.began + later) for span in answer.spans])
 
 
 def _rows_of(tensors: Sequence[torch.Tensor], forms: Mapping[int, Any], cut: Cut) -> list[torch.Tensor]:

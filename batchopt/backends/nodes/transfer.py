@@ -1,4 +1,4 @@
-"""The data that crosses the network: packed objects, and batches of which each node is sent the rows that it needs.
+"""The data that crosses the network: the program, and batches of which each node is sent the rows that it needs.
 
 A node has an ordinary batch, whose parts have only the rows of its share; if its share grows, it is sent the missing
 rows, and joins them. The program is sent completely when a node starts, and later only its changes.
@@ -7,104 +7,52 @@ rows, and joins them. The program is sent completely when a node starts, and lat
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchopt._machine.cores import usable_cores
 from batchopt._program.program import PickledProgram
 from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Prepared
-from batchopt_workers.data.batch import Batch, Part, Samples
+from batchopt_workers.data.batch import Batch, Samples
 from batchopt_workers.data.items import Items
-from batchopt_workers.data.memory import SharedBlock, octets
-from batchopt_workers.data.packing import Packed, Placement, assemble, copy_into, pack, unpack
+from batchopt_workers.data.memory import octets
+from batchopt_workers.data.packing import Packed, Placement, assemble, copy_into, pack
 from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.weighting import Weighting
 
-Bytes = npt.NDArray[np.uint8]
 # Size in bytes of the blocks of a digest.
 BLOCK = 2**22
 
 
-def to_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the elements in row-major order; a view if they are stored so."""
-    flat: Bytes = octets(tensor).numpy()
-    return flat
-
-
-def from_bytes(elements: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Invert `to_bytes`: return a read-only view, or a copy if the address is not aligned."""
-    if not elements.size:  # an empty array may have any stride
-        return torch.empty(0, dtype=dtype, device="cpu").view([0 if length == -1 else length for length in shape])
-    if elements.ctypes.data % dtype.itemsize:  # reading complex numbers there can crash the process
-        elements = elements.copy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # received memory is read-only
-        return torch.from_numpy(elements).view(dtype).view(tuple(shape))
-
-
-def digest(arrays: Iterable[Bytes]) -> bytes:
+def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     """Return the SHA-256 of all elements."""
+    arrays = [octets(tensor).numpy() for tensor in tensors]
     blocks = [array[at : at + BLOCK] for array in arrays for at in range(0, max(array.size, 1), BLOCK)]
-
-    def of_block(block: Bytes) -> bytes:
-        return hashlib.sha256(block.data).digest()  # processors have instructions for it
-
     if len(blocks) < 2:
-        return b"".join(map(of_block, blocks))
-    with ThreadPoolExecutor(usable_cores()) as threads:
-        return hashlib.sha256(b"".join(threads.map(of_block, blocks))).digest()
+        return b"".join(hashlib.sha256(block.data).digest() for block in blocks)
+    with ThreadPoolExecutor(usable_cores()) as threads:  # processors have instructions for it
+        return hashlib.sha256(b"".join(threads.map(lambda block: hashlib.sha256(block.data).digest(), blocks))).digest()
 
 
-class PackedBytes(NamedTuple):
-    """A packed object to be sent, its tensors as bytes."""
-
-    data: bytes
-    placements: tuple[Placement, ...]
-    nbytes: int
-    tensors: list[Bytes]
-
-    @classmethod
-    def of(cls, packed: Packed) -> PackedBytes:
-        """Return the packed object with its tensors as bytes."""
-        return cls(packed.data, packed.placements, packed.nbytes, [to_bytes(tensor) for tensor in packed.tensors])
-
-    def packed(self) -> Packed:
-        """Invert `of`: tensors are read-only views of the received bytes."""
-        pairs = zip(self.tensors, self.placements, strict=True)
-        tensors = tuple([from_bytes(elements, placement.dtype, placement.shape) for elements, placement in pairs])
-        return Packed(self.data, tensors, self.placements, self.nbytes)
-
-    def unpacked(self, parameters: Sequence[torch.Tensor] = ()) -> Any:
-        """Return the object that was packed, its tensors in new memory."""
-        return assemble(self.data, made(self.placements, self.tensors), parameters)
-
-
-def made(placements: Sequence[Placement], elements: Sequence[Bytes]) -> list[torch.Tensor]:
+def made(placements: Sequence[Placement], elements: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a packed object, in new memory."""
     tensors = []
     for placement, of_one in zip(placements, elements, strict=True):
         memory = placement.empty()
-        copy_into(memory, from_bytes(of_one, placement.dtype, placement.shape))
+        copy_into(memory, of_one)
         tensors.append(placement.dressed(memory))
     return tensors
 
 
-def copied(batch: Batch) -> Batch:
-    """Return a copy of the batch. Raises what pickling it raises."""
-    packed = pack(batch)
-    block = SharedBlock.create(packed.nbytes)
-    packed.place(block)
-    copy: Batch = unpack(packed.data, packed.placements, block)
-    return copy
+def unpacked(packed: Packed, parameters: Sequence[torch.Tensor] = ()) -> Any:
+    """Return the object that was packed, its tensors in new memory."""
+    return assemble(packed.data, made(packed.placements, packed.tensors), parameters)
 
 
 def _identity(batch: Batch) -> list[Any]:
@@ -136,34 +84,33 @@ class KnownBatch(Prepared):
         if before is None or _identity(before.batch) != _identity(batch):
             return cls(batch)
         packed = pack(batch)
-        head = packed.data + repr(packed.placements).encode()
-        found = digest([np.frombuffer(head, np.uint8), *map(to_bytes, packed.tensors)])
+        head = bytearray(packed.data + repr(packed.placements).encode())
+        found = digest([torch.frombuffer(head, dtype=torch.uint8), *packed.tensors])
         return before if before.digest == found else cls(batch, found)
 
 
 class SentRows(NamedTuple):
-    """The rows of a batch that a node has: those of some samples of each term; without terms: none."""
+    """The rows of a batch that a node has: those of some samples of each term."""
 
     batch: Batch
     terms: tuple[range, ...]
 
     @classmethod
-    def of(cls, batch: Batch, samples: range) -> SentRows:
-        """Return the rows needed for `samples`, numbered through all terms."""
+    def of(cls, batch: Batch, samples: range, held: SentRows | None = None) -> SentRows:
+        """Return the rows needed for `samples`, numbered through all terms: `held` itself, if they are among those, or
+        both, unless others lie between."""
         found = dict(batch.numbering.split(samples))
-        return cls(batch, tuple([part.rows_for(found.get(i, range(0))) for i, part in enumerate(batch.parts)]))
+        wanted = cls(batch, tuple([part.rows_for(found.get(i, range(0))) for i, part in enumerate(batch.parts)]))
+        if held is None or held.batch is not batch:
+            return wanted
+        return held if held.has(wanted) else held._extended(wanted) or wanted
 
-    def lacks(self, wanted: SentRows) -> bool:
-        """Tell whether any of the `wanted` rows is not among them."""
-        if not self.terms:
-            return True
+    def has(self, wanted: SentRows) -> bool:
+        """Tell whether all of the `wanted` rows are among them."""
         pairs = zip(wanted.terms, self.terms, strict=True)
-        return any(want and not (have.start <= want.start and want.stop <= have.stop) for want, have in pairs)
+        return all(not want or (have.start <= want.start and want.stop <= have.stop) for want, have in pairs)
 
-    def extended(self, wanted: SentRows) -> SentRows | None:
-        """Return these with the `wanted` ones; None if others lie between, or there are none."""
-        if not any(self.terms):
-            return None
+    def _extended(self, wanted: SentRows) -> SentRows | None:
         found = []
         for have, want in zip(self.terms, wanted.terms, strict=True):
             if have and want and (want.start > have.stop or have.start > want.stop):
@@ -172,32 +119,35 @@ class SentRows(NamedTuple):
             found.append(range(min(rows.start for rows in both), max(rows.stop for rows in both)))
         return SentRows(self.batch, tuple(found))
 
-    def packed(self) -> PackedBytes:
-        """Return the batch with these rows, packed. Raises `TypeError` for one that cannot be sent."""
-        pairs = zip(self.batch.parts, self.terms, strict=True)
-        return self._packed(Batch(tuple([part.cut(rows) for part, rows in pairs])))
-
-    def packed_without(self, held: SentRows) -> PackedBytes:
-        """Return the rows that are not `held`, packed: parts of terms, with their numbers. Raises what `packed`
-        raises."""
-        more = []
-        for term, (rows, have) in enumerate(zip(self.terms, held.terms, strict=True)):
-            for lacking in (range(rows.start, have.start), range(max(have.stop, rows.start), rows.stop)):
-                if lacking:
-                    more.append((term, replace(self.batch.parts[term].cut(lacking), weighting=Weighting("sum", 0))))
-        return self._packed(more)
-
-    def _packed(self, sent: object) -> PackedBytes:
+    def since(self, held: SentRows | None) -> RowsUpdate:
+        """Return what a node lacks that has the rows `held`. Raises `TypeError` for what cannot be sent."""
+        is_more = held is not None and held.batch is self.batch and any(held.terms) and self.has(held)
         with sending("the batch", *(part.inputs.data for part in self.batch.parts)):
-            return PackedBytes.of(pack(sent))
+            if held is None or not is_more:
+                pairs = zip(self.batch.parts, self.terms, strict=True)
+                return RowsUpdate(pack(Batch(tuple([part.cut(rows) for part, rows in pairs]))), False)
+            more = []
+            for term, (rows, have) in enumerate(zip(self.terms, held.terms, strict=True)):
+                for lacking in (range(rows.start, have.start), range(max(have.stop, rows.start), rows.stop)):
+                    if lacking:
+                        part = self.batch.parts[term].cut(lacking)
+                        more.append((term, replace(part, weighting=Weighting("sum", 0))))
+            return RowsUpdate(pack(more), True)
 
 
-def with_rows(batch: Batch, more: Iterable[tuple[int, Part]]) -> Batch:
-    """Return the batch with these rows, too."""
-    parts = [*batch.parts]
-    for term, part in more:
-        parts[term] = parts[term].joined(part)
-    return Batch(tuple(parts))
+class RowsUpdate(NamedTuple):
+    """A batch that has only a node's rows, packed; or, if `is_more`, parts of terms to be joined to it, with their
+    numbers."""
+
+    packed: Packed
+    is_more: bool
+
+    def added_to(self, batch: Batch) -> Batch:
+        """Return the batch with these rows, too."""
+        parts = [*batch.parts]
+        for term, part in unpacked(self.packed):
+            parts[term] = parts[term].joined(part)
+        return Batch(tuple(parts))
 
 
 class ProgramVersion(NamedTuple):
@@ -206,7 +156,14 @@ class ProgramVersion(NamedTuple):
     data: bytes
     placements: tuple[Placement, ...]
     digests: tuple[bytes, ...]
-    elements: tuple[Bytes, ...]
+    elements: tuple[torch.Tensor, ...]
+
+    def since(self, held: ProgramVersion | None) -> ProgramUpdate:
+        """Return the update for a node that has the version `held`."""
+        if held is None or held.data is not self.data:
+            return ProgramUpdate(self.data, self.placements, dict(enumerate(self.elements)))
+        changed = [i for i, (now, before) in enumerate(zip(self.digests, held.digests, strict=True)) if now != before]
+        return ProgramUpdate(None, self.placements, {i: self.elements[i] for i in changed})
 
 
 class ProgramUpdate(NamedTuple):
@@ -215,7 +172,12 @@ class ProgramUpdate(NamedTuple):
 
     data: bytes | None
     placements: tuple[Placement, ...]
-    elements: dict[int, Bytes]
+    elements: dict[int, torch.Tensor]
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the elements to the program's tensors."""
+        for i, elements in self.elements.items():
+            copy_into(tensors[i], elements)
 
 
 class ProgramVersions:
@@ -235,29 +197,11 @@ class ProgramVersions:
         """Return the current version, which is `before` if nothing was changed; the elements of a tensor are copied
         once."""
         packed = self._source.packed
-        # version counters would not do: `.data` and batch normalisation bypass them
-        digests = tuple(digest([to_bytes(tensor)]) for tensor in packed.tensors)
+        # version counters would not do: `.data` and batch normalization bypass them
+        digests = tuple(digest([tensor]) for tensor in packed.tensors)
         if before is not None and packed.data is before.data and digests == before.digests:
             return before
         known = {} if before is None else dict(zip(before.digests, before.elements, strict=True))
         pairs = zip(digests, packed.tensors, strict=True)
-        elements = tuple(known[key] if key in known else to_bytes(tensor).copy() for key, tensor in pairs)
+        elements = tuple(known[key] if key in known else tensor.detach().clone() for key, tensor in pairs)
         return ProgramVersion(packed.data, packed.placements, digests, elements)
-
-
-def update_for(version: ProgramVersion, held: ProgramVersion | None) -> ProgramUpdate:
-    """Return the update for a node that has the version `held`."""
-    is_same = held is not None and held.data is version.data
-    changed = {
-        i: elements
-        for i, elements in enumerate(version.elements)
-        if held is None or not is_same or held.digests[i] != version.digests[i]
-    }
-    return ProgramUpdate(None if is_same else version.data, version.placements, changed)
-
-
-def write(found: ProgramUpdate, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the elements of an update that has nothing else."""
-    with torch.no_grad():
-        for i, elements in found.elements.items():
-            copy_into(tensors[i], from_bytes(elements, found.placements[i].dtype, found.placements[i].shape))

@@ -61,5 +61,6 @@ class Events:
                 yield self._watched[fd]
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Wait for nothing any more, and forget the workers, which refer to this object, too."""
         self.poll.close()
+        self._watched.clear()

@@ -41,7 +41,7 @@ from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.gather import ProcessGather, explain, run_everywhere
 from batchopt.backends.process.paces import Stragglers, allowance
 from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.repeat import Repeat
+from batchopt.backends.process.repeat import Repeat, Repeats
 from batchopt.backends.process.results import Results
 from batchopt.backends.process.roster import AT_WORK
 from batchopt.backends.process.scheduler import Assign
@@ -93,8 +93,7 @@ class WorkerGroup:
         self._start, self._resets = Start(), 0  # and those of the module's state at that start
         self._subjects = {False: Subject(), True: Subject()}  # of the step, and of the task
         self._numbers = count(1)  # of orders
-        self._repeats: list[Repeat | None] = [None] * len(Kind)
-        self._settled_at = -1  # the pool's stamp when nothing was left to do after an evaluation
+        self._repeats = Repeats()
         shared = SharedProgram(setup.program, setup.parameters)  # may raise: nothing was started yet
         setup.flat.share(self)
         self._board = Board.create(max(PAGES, setup.workers))
@@ -201,7 +200,7 @@ class WorkerGroup:
             self._program.change(prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
         self._pool.tell_of("hooked", mode.hooked, lambda: [call(Activity.HOOKS, Session.use_hooks, mode.hooked)])
         if mode.outputs != self.results.keeps_outputs:
-            self._repeats[Kind.EVALUATE] = None
+            self._repeats.found[Kind.EVALUATE] = None
             self.results.keep_outputs(mode.outputs)
 
     def replace_program(self, program: Program, buffers: ModuleState) -> None:
@@ -226,7 +225,7 @@ class WorkerGroup:
     @property
     def _is_settled(self) -> bool:
         """Tell whether the last evaluation has left nothing to do, and nothing was sent since."""
-        return self._settled_at == self._pool.stamp
+        return self._repeats.settled_at == self._pool.stamp
 
     def attach(self, name: str, key: object, memory: SharedBlock, *calls: SessionCall) -> None:
         """Send workers the memory of a batch, and have them make these calls about it, unless they have that of this
@@ -269,7 +268,7 @@ class WorkerGroup:
         """See `Backend.end_task`."""
         self._subjects[True].writes = False
         if any([worker.drop_totals() for worker in self._pool.workers.values()]):
-            self._repeats[Kind.TOTAL] = None
+            self._repeats.found[Kind.TOTAL] = None
         self.results.end_task()
 
     # ---- evaluating
@@ -283,19 +282,18 @@ class WorkerGroup:
         into: Gradient | None = None,
     ) -> Answers:
         """See `Backend.evaluate`."""
-        stamp, kind, begun = self._pool.stamp, order.kind, False
-        repeat, self._repeats[kind] = self._repeats[kind], None  # if anything is raised
-        is_settled, self._settled_at = self._settled_at == stamp, -1
+        stamp, kind, begun, repeats = self._pool.stamp, order.kind, False, self._repeats
+        repeat = repeats.take(kind, stamp, cut, runs)
         if self._setup.buffers.resets != self._resets:
             self._begin()
-        if repeat is not None and repeat.stamp == stamp and is_settled and repeat.fits(cut, runs):
+        if repeat is not None:
             if self._holder.torch_settings() == self._pool.want.torch.value:
                 end_spinning()
                 begun = True
                 if repeat.ring(next(self._numbers), order, self._start, meanwhile):
                     if kind is Kind.TOTAL:
                         self.results.leave_unwritten()
-                    self._repeats[kind], self._settled_at = repeat, stamp
+                    repeats.found[kind], repeats.settled_at = repeat, stamp
                     return repeat.answers()
         if not begun:
             self._prepare(cut, order)
@@ -324,9 +322,9 @@ class WorkerGroup:
             worker.stderr.pass_on()
         pattern = Pattern(gather.answers(), cut.chunks, self._stragglers.late)
         if not self._stragglers and self._pool.is_settled:
-            self._settled_at = self._pool.stamp
+            repeats.settled_at = self._pool.stamp
             if self._can_be_repeated(gather, kind, pattern):
-                self._repeats[kind] = Repeat(self._pool, self._board, kind, cut, runs, pattern)
+                repeats.found[kind] = Repeat(self._pool, self._board, kind, cut, runs, pattern)
         return Answers(pattern)
 
     def _can_be_repeated(self, gather: ProcessGather, kind: Kind, pattern: Pattern) -> bool:
@@ -424,7 +422,7 @@ class WorkerGroup:
         """See `Backend.run`."""
         with sending("the function or an argument", function, *arguments):
             message = call(Activity.FUNCTION, Session.run, function, *arguments)
-        self._settled_at = -1  # also if this is interrupted
+        self._repeats.settled_at = -1  # also if this is interrupted
         self._enter()
         return run_everywhere(self._pool, message)
 
@@ -437,5 +435,6 @@ class WorkerGroup:
         self._pool.close()
         self._program.close()
         self._setup.flat.release(self)
+        vars(self).pop("_board", None)  # its memory; a closed group may live on
         # This object and its pool refer to each other: memory is released now, not when Python's collector runs.
-        self._repeats, self._stragglers = [], Stragglers({})
+        self._repeats, self._stragglers, self.results = Repeats(), Stragglers({}), Results(self._pool)

@@ -120,8 +120,10 @@ class Pool:
 
     @property
     def available(self) -> list[WorkerProcess]:
-        """The workers that can work and evaluate nothing now."""
-        return [worker for _, worker in sorted(self.workers.items()) if worker.state in ORDERABLE]
+        """The workers that can work, evaluate nothing now, and whose last report was taken in: pages do not say which
+        order a report is about, so one that comes to light later would count for the next one."""
+        workers = [worker for _, worker in sorted(self.workers.items()) if worker.state in ORDERABLE]
+        return [worker for worker in workers if worker.seen.done == worker.given.number]
 
     @property
     def is_settled(self) -> bool:

@@ -53,7 +53,7 @@ class Repeat:
 
     def __init__(self, pool: Pool, board: Board, kind: Kind, cut: Cut, runs: Sequence[Run], pattern: Pattern) -> None:
         self.stamp, self._pool, self._board = pool.stamp, pool, board
-        self._kind, self._cut, self._runs, self._pattern = kind, cut, runs, pattern
+        self.cut, self.runs, self._pattern = cut, runs, pattern
         self._workers = [pool.workers[answer.rank] for answer in pattern.answers]
         self._orders = [worker.given.order for worker in self._workers]
         self._shapes = [worker.page.ints[SHAPE] for worker in self._workers]
@@ -65,10 +65,6 @@ class Repeat:
             rows = None if kind in TASKS else worker.memory.rows
             self._losses.append([NO_LOSSES if rows is None else rows[sum.row].losses for _, sum in report.partials])
 
-    def fits(self, cut: Cut, runs: Sequence[Run]) -> bool:
-        """Tell whether orders about these runs are the same."""
-        return cut is self._cut and (runs is self._runs or runs == self._runs)
-
     def ring(self, number: int, order: Order, start: Start, meanwhile: Meanwhile | None) -> bool:
         """Give each worker its order of before, as part of another evaluation, and wait. Return whether all went as
         before; if not, they may still be at it, and what they say is as it is in any evaluation."""
@@ -77,7 +73,7 @@ class Repeat:
         for worker, before in zip(self._workers, self._orders, strict=True):
             given, ints = worker.given, worker.page.ints
             ints[EVALUATION], ints[STEP], ints[BATCH], ints[START] = evaluation, step, batch, begin
-            ints[KIND], ints[FIRST], ints[LAST] = self._kind, before.first, before.last
+            ints[KIND], ints[FIRST], ints[LAST] = before.kind, before.first, before.last
             given.number, given.order, given.evaluation, given.start = number, before, evaluation, start
             given.form, worker.since = worker.seen.form, time.monotonic()
             ints[NUMBER] = number
@@ -136,3 +132,21 @@ class Repeat:
             seen.reports, seen.done = ints[REPORTS], worker.given.number
         self._seconds = max(times, key=_SECONDS)[1]
         return Answers(self._pattern, losses, times)
+
+
+class Repeats:
+    """The last evaluation of each kind, if it can be repeated. `settled_at`: the pool's stamp when an evaluation had
+    left nothing to do; since then nothing was sent as long as it has this stamp."""
+
+    def __init__(self) -> None:
+        self.found: list[Repeat | None] = [None] * len(Kind)
+        self.settled_at = -1
+
+    def take(self, kind: Kind, stamp: int, cut: Cut, runs: Sequence[Run]) -> Repeat | None:
+        """Return the evaluation that one of this kind, about these runs, repeats; None if there is none. Until it is
+        over, nothing is settled."""
+        repeat, self.found[kind] = self.found[kind], None
+        settled_at, self.settled_at = self.settled_at, -1
+        if repeat is None or not repeat.stamp == stamp == settled_at or cut is not repeat.cut:
+            return None
+        return repeat if runs is repeat.runs or runs == repeat.runs else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +21,14 @@ from batchopt_workers.process.torch_settings import differentiable_twice
 from batchopt_workers.tasks.task import PieceContext
 
 
-def _layout(parameters: Any) -> Layout:
-    found = [(str(i), parameter) for i, parameter in enumerate(parameters)]
-    return Layout.of(found, parameters[0].dtype)
+def _layout(parameters: Sequence[torch.Tensor]) -> Layout:
+    return _layout_of(tuple([(p.shape, p.dtype) for p in parameters]))
+
+
+@lru_cache(maxsize=8)  # a product takes hardly longer than making it
+def _layout_of(forms: tuple[tuple[torch.Size, torch.dtype], ...]) -> Layout:
+    found = [(str(i), torch.empty(shape, dtype=dtype, device="meta")) for i, (shape, dtype) in enumerate(forms)]
+    return Layout.of(found, forms[0][1])
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,9 @@ class HessianProducts:
                     if parameter.grad is not None:
                         found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                         own = product[slot.offset : slot.offset + slot.numel]
-                        own.copy_(reals(found).flatten()).mul_(context.weight)
+                        own.copy_(reals(found).flatten())
+                        if context.weight != 1.0:
+                            own.mul_(context.weight)
         return products
 
 

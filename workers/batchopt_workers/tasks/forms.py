@@ -151,6 +151,9 @@ def sums_form(result: Any) -> tuple[Form, list[torch.Tensor]]:
 
     Raise `TypeError` or `ValueError` for what cannot be summed.
     """
+    if type(result) is torch.Tensor:
+        tensor = _tensor("", result)
+        return Form((Column("", tensor.dtype, tuple(tensor.shape)),), _Place(0)), [tensor]
     found = map_tensors(_of_number, result, lambda item: isinstance(item, (bool, int, float, complex)))
     leaves = list(_leaves("", found))
     if not leaves:

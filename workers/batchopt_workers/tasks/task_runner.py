@@ -69,6 +69,7 @@ class TaskRunner:
         self._sums: Sums | None = None
         self._work: TaskWork | None = None  # of the current evaluation
         self._modes: Modes | None = None  # of the module, as long as it may be in others
+        self.looked: tuple[Task, int, bool] | None = None  # the task and the step that were seen to draw, or not
 
     def begin(self, task: Task, aside: Batch | None) -> None:
         """Run this task from now on, on chunks of the loaded batch or of another one, put `aside` for it; if the task
@@ -80,7 +81,7 @@ class TaskRunner:
         if self._modes is not None:
             self._modes.restore()
             self._modes = None
-        self._task = self._aside = self._loaded = self._sums = self._work = None
+        self._task = self._aside = self._loaded = self._sums = self._work = self.looked = None
         self.output = MemoryOutput()
 
     @property
@@ -111,13 +112,11 @@ class TaskRunner:
         loaded = self.loaded
         sums, work = self._sums, self._work
         work.needed = most_held(order.first, order.last, loaded.cut.chunks, tuple(node for node, _ in sums.partials))
-        watch = (
-            None
-            if task.writes or not task.is_users
-            else ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
-        )
-        modes = work.modes = self._modes = Modes(self.module, task.train)
-        self.walk.state.constants.begin(compares=task.is_users or not modes.plain)
+        watch, modes = None, None if task.train is None else Modes(self.module, task.train)
+        if task.is_users and not task.writes:
+            watch = ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
+        work.modes = self._modes = modes
+        self.walk.state.constants.begin(compares=task.is_users or (modes is not None and not modes.plain))
         with grads_kept(self.parameters):
             try:
                 for done in run(self.walk, work, loaded, order, sums):
@@ -136,11 +135,11 @@ class TaskWork:
     """The work of a task: its function is called for each piece."""
 
     rows: Rows | None = None
+    drew = False
+    needed = 0  # rows, for the order
+    modes: Modes | None = None
 
     def __init__(self, runner: TaskRunner, task: Task, f: Evaluates) -> None:
-        self.drew, self._looks = False, True  # until the first chunk has shown whether random numbers are drawn
-        self.needed = 0  # rows, for the order
-        self.modes = Modes(runner.module, task.train)
         self._runner, self._task, self._f = runner, task, f
 
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
@@ -150,7 +149,9 @@ class TaskWork:
     def results(self, pieces: Iterable[Piece], step: int, chunk: int) -> Iterator[Any]:
         """Yield the function's result for each piece."""
         runner, task, f = self._runner, self._task, self._f
-        runner.walk.draws.looks = self._looks
+        draws, looked = runner.walk.draws, runner.looked
+        draws.looks = looked is None or looked[0] is not task or looked[1] != step
+        self.drew = looked is not None and looked[2]
         for piece in pieces:
             faults.point("worker.forward", chunk)
             term = piece.term if task.term is None else task.term
@@ -164,12 +165,13 @@ class TaskWork:
                 lambda: f.loaded.batch,
                 partial(f.evaluate_all, step),
             )
-            with self.modes, runner.walk.effects.undone() if task.is_users else nullcontext():
+            with self.modes or nullcontext(), runner.walk.effects.undone() if task.is_users else nullcontext():
                 result = task.function(piece, context)
             faults.point("worker.returned", chunk)
             yield result
-        if self._looks:
-            self.drew, self._looks = runner.walk.draws.found, False
+        if draws.looks:
+            self.drew = draws.found
+            runner.looked = task, step, self.drew
 
 
 class Collecting(TaskWork):
