@@ -63,7 +63,8 @@ def of_others() -> set[str]:
         with suppress(OSError):
             with open(f"/proc/{pid}/maps") as maps:
                 found |= set(re.findall(r" /dev/shm/(\S+)", maps.read()))
-            opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                opened = [os.readlink(entry.path) for entry in entries]
             found |= {path.removeprefix("/dev/shm/") for path in opened if path.startswith("/dev/shm/")}
     return found
 
@@ -73,10 +74,11 @@ def listening(pids: list[int]) -> set[str]:
     inodes = {}
     for pid in pids:
         try:
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    inodes[target[len("socket:[") : -1]] = pid
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    target = os.readlink(entry.path)
+                    if target.startswith("socket:["):
+                        inodes[target[len("socket:[") : -1]] = pid
         except OSError:
             continue
     found: set[str] = set()

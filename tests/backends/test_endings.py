@@ -263,7 +263,7 @@ def test_a_hundred_replaced_workers_leave_no_descriptor_and_no_process() -> None
         opt.step(case.inputs, case.targets)
         opt.run_on_workers(lambda worker: None)
         before = psutil.Process().num_fds()
-        for round_ in range(15):
+        for round_ in range(15):  # a worker has one to four blocks of rows, as it happens
             os.kill(opt.workers[round_ % 2].pid, signal.SIGKILL)
             opt.step(case.inputs, case.targets)
             opt.run_on_workers(lambda worker: None)  # waits for the new one
